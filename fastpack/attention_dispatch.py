@@ -1,0 +1,122 @@
+"""Packed causal attention: one call, whichever kernel this machine has.
+
+Shape suffixes: T tokens of all sequences, N sequences, H query heads, K key/value heads, D head size, V value size.
+
+A forward builds an :class:`AttentionCall` and hands it to :func:`attend`; the table below says which backend runs it.
+A backend is a module with ``run(call)`` and ``rejects(shape)``; adding one is a file in ``backends/`` and a row here.
+No backend ever builds a mask of size T x T, and none waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fastpack.backends import (
+    flash_attn,
+    flex,
+    mem_efficient,
+    reference,
+    segments,
+    torch_varlen,
+    xformers,
+)
+from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.errors import BackendUnavailableError
+
+__all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "attend", "choose", "explain"]
+
+
+class Backend(Protocol):
+    """What a module in ``backends/`` provides. Its docstring's first line says what it is."""
+
+    __doc__: str | None
+
+    def run(self, call: AttentionCall, /) -> Tensor:
+        """``[T, H, V]``: attention of each token over its own sequence, itself and before."""
+
+    def rejects(self, shape: AttentionShape, /) -> str | None:
+        """Why this backend can't serve, or None if it can."""
+
+
+# In order of preference: `auto` takes the first that does not reject.
+BACKENDS: dict[str, Backend] = {
+    "flash_attn": flash_attn,
+    "torch_varlen": torch_varlen,
+    "xformers": xformers,
+    "mem_efficient": mem_efficient,
+    "flex": flex,
+    "segments": segments,
+    "reference": reference,
+}
+
+
+def explain(shape: AttentionShape) -> dict[str, str | None]:
+    """For each backend, in order of preference, why it can't serve this shape, or None if it can."""
+    return {name: backend.rejects(shape) for name, backend in BACKENDS.items()}
+
+
+def check_name(attention: str) -> None:
+    """Raise unless ``attention`` is ``auto`` or the name of a backend."""
+    if attention != "auto" and attention not in BACKENDS:
+        raise BackendUnavailableError(
+            f"attention={attention!r} is not a backend. Choose 'auto' or one of: {', '.join(BACKENDS)}."
+        )
+
+
+def choose(shape: AttentionShape, attention: str = "auto") -> str:
+    """The name of the backend that serves ``shape``.
+
+    Args:
+        shape: what is to be computed, on what device.
+        attention: ``auto`` for the first that can, or a name.
+
+    Raises:
+        BackendUnavailableError: the backend asked for by name rejects the shape (or, for ``auto``, every one does).
+    """
+    check_name(attention)
+    if attention != "auto":
+        reason = BACKENDS[attention].rejects(shape)
+        if reason is None:
+            return attention
+        others = [name for name, why in explain(shape).items() if why is None]
+        raise BackendUnavailableError(
+            f"attention={attention!r} can't serve {shape.describe()}: {reason}. "
+            f"Here these can: {', '.join(others) or 'none'}; or pass attention='auto'."
+        )
+    for name, backend in BACKENDS.items():
+        if backend.rejects(shape) is None:
+            return name
+    reasons = "; ".join(f"{name}: {why}" for name, why in explain(shape).items())
+    raise BackendUnavailableError(f"no attention backend can serve {shape.describe()}: {reasons}")
+
+
+def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
+    """Run packed causal attention.
+
+    Args:
+        call: queries, keys and values ``[T, heads, dim]`` with the lengths of the sequences and what modifies the
+            scores.
+        attention: ``auto`` or the name of a backend.
+
+    Returns:
+        ``[T, H, V]`` in the dtype that the kernel ran in: autocast's where autocast is on, else that of ``call.q``.
+
+    Raises:
+        BackendUnavailableError: see :func:`choose`.
+    """
+    call = _under_autocast(call)
+    return BACKENDS[choose(call.shape, attention)].run(call)
+
+
+def _under_autocast(call: AttentionCall) -> AttentionCall:
+    # RoPE's float32 tables promote q and k; transformers' own flash path casts them back the same way.
+    device = call.q.device.type
+    if not torch.is_autocast_enabled(device):
+        return call
+    dtype = torch.get_autocast_dtype(device)
+    if call.q.dtype == call.k.dtype == call.v.dtype == dtype:
+        return call
+    return call.with_qkv(call.q.to(dtype), call.k.to(dtype), call.v.to(dtype))

@@ -1,0 +1,131 @@
+"""What a backend is given (:class:`AttentionCall`) and what it is asked beforehand (:class:`AttentionShape`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fastpack.packing import PackedSeqLens
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The facts on which a backend decides whether it can serve. Holds no tensor, so it can be asked ahead of time.
+
+    Attributes:
+        device: where the tensors are.
+        dtype: of q, k and v.
+        num_heads, num_kv_heads: H and K; H is a multiple of K.
+        head_dim: size of a query and of a key; ``value_dim``: of a value.
+        window: how many tokens a query sees, itself included; None for all before it.
+        softcap: c in ``c * tanh(score / c)``; None for none.
+        sinks: True where each head has a learned score that takes part in the softmax and carries no value.
+        dropout: probability that an attention weight is dropped.
+        total_tokens, num_sequences, max_seqlen: T, N and the longest length; 0 where not yet known.
+        needs_grad: True where a backward pass may follow.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+    total_tokens: int = 0
+    num_sequences: int = 0
+    max_seqlen: int = 0
+    needs_grad: bool = True
+
+    def describe(self) -> str:
+        """One line for an error message."""
+        parts = [
+            f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}",
+            f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}",
+        ]
+        if self.window is not None:
+            parts.append(f"window {self.window}")
+        if self.softcap is not None:
+            parts.append(f"softcap {self.softcap:g}")
+        if self.sinks:
+            parts.append("sinks")
+        if self.dropout:
+            parts.append(f"dropout {self.dropout:g}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionCall:
+    """One layer's packed causal attention.
+
+    ``softmax(softcap(scale * q k^T) | sinks) v``, over the tokens of the same sequence at or before the query, and
+    at most ``window`` of them.
+
+    Attributes:
+        q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; contiguous in the last dimension.
+        packed: where sequences begin and end.
+        scale: multiplies the scores.
+        sinks: ``[H]`` or None.
+        window, softcap, dropout: as in :class:`AttentionShape`.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    packed: PackedSeqLens
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.q.shape[0] != self.packed.total_tokens:
+            raise ValueError(f"q has {self.q.shape[0]} tokens, packed_seq_lens {self.packed.total_tokens}.")
+
+    @cached_property
+    def shape(self) -> AttentionShape:
+        """What backends are asked about."""
+        return AttentionShape(
+            device=self.q.device,
+            dtype=self.q.dtype,
+            num_heads=self.q.shape[1],
+            num_kv_heads=self.k.shape[1],
+            head_dim=self.q.shape[2],
+            value_dim=self.v.shape[2],
+            window=self.effective_window,
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            dropout=self.dropout,
+            total_tokens=self.packed.total_tokens,
+            num_sequences=self.packed.num_sequences,
+            max_seqlen=self.packed.max_seqlen,
+            needs_grad=torch.is_grad_enabled()
+            and (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad),
+        )
+
+    @property
+    def effective_window(self) -> int | None:
+        """The window, or None where no sequence of this batch is longer than it."""
+        return None if self.window is None or self.window >= self.packed.max_seqlen else self.window
+
+    @property
+    def groups(self) -> int:
+        """How many query heads share a key/value head."""
+        return self.q.shape[1] // self.k.shape[1]
+
+    def with_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        """The same call on other tensors of the same shapes."""
+        return replace(self, q=q, k=k, v=v)
+
+    def expanded_kv(self) -> tuple[Tensor, Tensor]:
+        """k and v with every head repeated for each query head: ``[T, H, ...]``, for kernels without grouped heads."""
+        if self.groups == 1:
+            return self.k, self.v
+        return self.k.repeat_interleave(self.groups, 1), self.v.repeat_interleave(self.groups, 1)

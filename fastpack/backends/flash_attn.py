@@ -1,0 +1,112 @@
+"""Dao-AILab's FlashAttention 2, 3 or 4, whichever is installed and serves this GPU.
+
+Generation 2 is ``flash_attn.flash_attn_varlen_func``, 3 is ``flash_attn_interface.flash_attn_varlen_func``, 4 is
+``flash_attn.cute.flash_attn_varlen_func``. They differ in the names of a few arguments and in what they can do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generation of FlashAttention: where it lives and what it can do."""
+
+    number: int
+    module: str
+    capabilities: tuple[int, ...]
+    """Major compute capabilities that it is the better choice on, in its order of preference."""
+    softcap: bool
+    sinks: bool
+    dropout: bool
+    no_window: int | None
+    """What stands for "no limit" on the left of a window."""
+
+
+GENERATIONS = (
+    Generation(3, "flash_attn_interface", (9,), softcap=True, sinks=False, dropout=False, no_window=-1),
+    Generation(4, "flash_attn.cute", (9, 10), softcap=True, sinks=True, dropout=False, no_window=None),
+    Generation(2, "flash_attn", (8, 9, 10, 12), softcap=True, sinks=False, dropout=True, no_window=-1),
+)
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Why no installed generation can compute this, or None."""
+    if not any(_installed(generation.module) for generation in GENERATIONS):
+        return "flash-attn is not installed (pip install flash-attn, or use attention='torch_varlen')"
+    reasons = {generation.number: _rejects(generation, shape) for generation in GENERATIONS}
+    if None in reasons.values():
+        return None
+    why = {number: reason for number, reason in reasons.items() if reason != "not installed"}
+    return "; ".join(f"FlashAttention {number}: {reason}" for number, reason in sorted(why.items()))
+
+
+def run(call: AttentionCall) -> Tensor:
+    """``[T, H, V]``; grouped key/value heads are read as they are."""
+    generation = next(g for g in GENERATIONS if _rejects(g, call.shape) is None)
+    window = call.effective_window
+    keywords: dict[str, Any] = {
+        "cu_seqlens_q": call.packed.cu_seqlens,
+        "cu_seqlens_k": call.packed.cu_seqlens,
+        "max_seqlen_q": call.packed.max_seqlen,
+        "max_seqlen_k": call.packed.max_seqlen,
+        "softmax_scale": call.scale,
+        "causal": True,
+        "window_size": ((generation.no_window, generation.no_window) if window is None else (window - 1, 0)),
+    }
+    if call.softcap is not None:
+        keywords["softcap"] = call.softcap
+    if call.sinks is not None:
+        keywords["learnable_sink"] = call.sinks.to(torch.bfloat16)
+    if call.dropout:
+        keywords["dropout_p"] = call.dropout
+    out = _function(generation.module)(call.q, call.k, call.v, **keywords)
+    # generations 3 and 4 may return (out, log-sum-exp)
+    result: Tensor = out[0] if isinstance(out, tuple) else out
+    return result
+
+
+def _rejects(generation: Generation, shape: AttentionShape) -> str | None:
+    if not _installed(generation.module):
+        return "not installed"
+    capability = cuda_capability(shape)
+    if capability is not None and capability[0] not in generation.capabilities:
+        return f"does not serve compute capability {capability[0]}.{capability[1]}"
+    if shape.softcap is not None and not generation.softcap:
+        return "no softcap"
+    if shape.sinks and not generation.sinks:
+        return "no attention sinks"
+    if shape.dropout and not generation.dropout:
+        return "no dropout"
+    if generation.number == 2:
+        return flash2_rejects(shape)
+    why = needs_cuda(shape, (8, 0))
+    if why is None and shape.dtype not in HALF_DTYPES:
+        why = f"takes float16 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
+    if why is None and (shape.head_dim > 256 or shape.head_dim % 8 or shape.value_dim != shape.head_dim):
+        why = f"head sizes {shape.head_dim} and {shape.value_dim}"
+    return why
+
+
+@functools.cache
+def _installed(module: str) -> bool:
+    parent = module.partition(".")[0]
+    return importlib.util.find_spec(parent) is not None and importlib.util.find_spec(module) is not None
+
+
+@functools.cache
+def _function(module: str) -> Callable[..., Any]:
+    function: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
+    return function

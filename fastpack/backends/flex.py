@@ -1,0 +1,124 @@
+"""FlexAttention, compiled, with a block mask built once a batch from the offsets.
+
+Sources: Dong et al., "Flex Attention", arXiv:2412.05496 (blocks that need no mask are skipped or run in full);
+attention sinks as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - sink)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import needs_cuda
+from fastpack.packing import PackedSeqLens
+
+BLOCK = 128
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Why FlexAttention can't compute this, or None."""
+    why = needs_cuda(shape, (8, 0))
+    if why is not None:
+        return f"{why} (its compiled backward is written for GPUs)"
+    if shape.dropout:
+        return "FlexAttention has no dropout"
+    if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {str(shape.dtype).removeprefix('torch.')}"
+    if shape.head_dim < 16 or shape.value_dim < 16:
+        return f"head sizes must be at least 16, not {shape.head_dim} and {shape.value_dim}"
+    return None
+
+
+def run(call: AttentionCall) -> Tensor:
+    """``[T, H, V]``; grouped key/value heads are read as they are."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    window = call.effective_window
+    q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.k, call.v))
+    out, aux = _compiled()(
+        q,
+        k,
+        v,
+        score_mod=_softcap(call.softcap),
+        block_mask=call.packed.memo(("flex", window), lambda: block_mask(call.packed, window)),
+        scale=call.scale,
+        enable_gqa=call.groups > 1,
+        return_aux=AuxRequest(lse=True),
+    )
+    if call.sinks is not None:
+        out = out * torch.sigmoid(aux.lse - call.sinks.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
+    merged: Tensor = out[0].transpose(0, 1)
+    return merged
+
+
+def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
+    """The ``BlockMask`` of packed causal attention, from comparisons of ``(T / 128)^2`` blocks: never T x T.
+
+    A block of queries sees the blocks from the first key of its first token up to itself; a block is full where its
+    last token's first key is no later than the block's first.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    device = packed.cu_seqlens.device
+    total = packed.total_tokens
+    blocks = -(-total // BLOCK)
+    # first key that each token may see: its sequence's first token, or the window's edge
+    sequence_start = packed.cu_seqlens[:-1].long()[packed.seq_idx[0].long()]
+    first_key = sequence_start
+    if window is not None:
+        first_key = torch.maximum(first_key, torch.arange(total, device=device) - window + 1)
+    edge = torch.arange(blocks, device=device) * BLOCK
+    lowest = first_key[edge] // BLOCK  # first_key never falls from one token to the next
+    last_token = (edge + BLOCK - 1).clamp(max=total - 1)
+    whole = edge + BLOCK <= total  # the last block may hold fewer tokens: never full
+    row, column = torch.arange(blocks, device=device)[:, None], torch.arange(blocks, device=device)[None]
+    seen = (column >= lowest[:, None]) & (column <= row)
+    full = (column < row) & (column * BLOCK >= first_key[last_token][:, None]) & whole[:, None]
+    return BlockMask.from_kv_blocks(
+        *_ordered(seen & ~full),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(packed.seq_idx[0], window),
+        seq_lengths=(total, total),
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row of blocks sees ``[1, 1, Q]``, and which, first to last ``[1, 1, Q, K]``."""
+    count = blocks.sum(-1, dtype=torch.int32)
+    order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
+    return count[None, None], order[None, None].contiguous()
+
+
+def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (seq_idx[query] == seq_idx[key])
+
+    def visible_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window) & (seq_idx[query] == seq_idx[key])
+
+    return visible if window is None else visible_in_window
+
+
+@functools.cache
+def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
+    if limit is None:
+        return None
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return limit * torch.tanh(score / limit)
+
+    return score_mod
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    return compiled

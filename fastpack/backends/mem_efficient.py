@@ -1,0 +1,90 @@
+"""Torch's memory-efficient (CUTLASS) kernel with ``cu_seqlens``: what a T4 has, and float32 on any GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import needs_cuda
+
+CAUSAL_FROM_TOP_LEFT = 1
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Why the memory-efficient kernel can't compute this, or None."""
+    if shape.softcap is not None:
+        return "the memory-efficient kernel has no softcap"
+    if shape.sinks:
+        return "the memory-efficient kernel has no attention sinks"
+    minimum = (8, 0) if shape.dtype == torch.bfloat16 else (5, 0)
+    why = needs_cuda(shape, minimum)
+    if why is not None:
+        return why
+    if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {str(shape.dtype).removeprefix('torch.')}"
+    multiple = 4 if shape.dtype == torch.float32 else 8
+    if shape.head_dim % multiple or shape.value_dim % multiple:
+        return f"head sizes must be multiples of {multiple}, not {shape.head_dim} and {shape.value_dim}"
+    return None
+
+
+def run(call: AttentionCall) -> Tensor:
+    """``[T, H, V]``; key/value heads are repeated, since this kernel has no grouped heads."""
+    k, v = call.expanded_kv()
+    out: Tensor = _MemEfficient.apply(call.q, k, v, call)
+    return out
+
+
+class _MemEfficient(torch.autograd.Function):
+    """The kernel's forward and backward. Torch's own derivative of the forward does not pass the window on."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+        packed = call.packed
+        out, logsumexp, seed, offset, _, _ = torch.ops.aten._efficient_attention_forward(
+            q[None],
+            k[None],
+            v[None],
+            None,
+            packed.cu_seqlens,
+            packed.cu_seqlens,
+            packed.max_seqlen,
+            packed.max_seqlen,
+            call.dropout,
+            CAUSAL_FROM_TOP_LEFT,
+            True,
+            scale=call.scale,
+            window_size=call.effective_window,
+        )
+        ctx.save_for_backward(q, k, v, out, packed.cu_seqlens, logsumexp, seed, offset)
+        ctx.settings = (packed.max_seqlen, call.dropout, call.scale, call.effective_window)
+        return out[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, cu_seqlens, logsumexp, seed, offset = ctx.saved_tensors
+        max_seqlen, dropout, scale, window = ctx.settings
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            grad[None].contiguous(),
+            q[None],
+            k[None],
+            v[None],
+            None,
+            out,
+            cu_seqlens,
+            cu_seqlens,
+            max_seqlen,
+            max_seqlen,
+            logsumexp,
+            dropout,
+            seed,
+            offset,
+            CAUSAL_FROM_TOP_LEFT,
+            False,
+            scale=scale,
+            window_size=window,
+        )
+        return dq[0], dk[0], dv[0], None

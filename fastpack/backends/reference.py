@@ -1,0 +1,60 @@
+"""Plain float32 attention, a sequence at a time: the definition that every other backend is measured against.
+
+Does everything that an :class:`AttentionCall` can ask for, on any device, slowly. Queries are taken in blocks, so
+that the scores held at once are ``[block, keys]``, never T x T.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall, AttentionShape
+
+QUERY_BLOCK = 512
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Never: this is the last resort."""
+    return None
+
+
+def run(call: AttentionCall) -> Tensor:
+    """``[T, H, V]`` in the dtype of ``call.q``, computed in float32 (float64 for float64 inputs)."""
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    out: list[Tensor] = []
+    with torch.autocast(call.q.device.type, enabled=False):
+        for first, count, length in call.packed.runs:
+            rows = slice(first, first + count * length)
+            # [n, K, G, L, D] for queries, [n, K, L, D] for keys and values: grouped heads without a copy
+            q = call.q[rows].to(wide).unflatten(0, (count, length)).unflatten(2, (-1, call.groups))
+            q = q.permute(0, 2, 3, 1, 4)
+            k, v = (t[rows].to(wide).unflatten(0, (count, length)).transpose(1, 2) for t in (call.k, call.v))
+            blocks = [
+                _block(call, q[..., at : at + QUERY_BLOCK, :], k, v, at)
+                for at in range(0, length, QUERY_BLOCK)
+            ]
+            merged = torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0]
+            out.append(merged.permute(0, 3, 1, 2, 4).reshape(count * length, call.q.shape[1], -1))
+    return torch.cat(out).to(call.q.dtype) if len(out) > 1 else out[0].to(call.q.dtype)
+
+
+def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+    """Queries ``[n, K, G, block, D]`` that begin at position ``at``, over the keys that they may see."""
+    end = at + q.shape[-2]
+    begin = 0 if call.window is None else max(0, at - call.window + 1)
+    k, v = k[:, :, None, begin:end], v[:, :, None, begin:end]
+    scores = q @ k.transpose(-1, -2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    distance = torch.arange(at, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
+    hidden = distance < 0 if call.window is None else (distance < 0) | (distance >= call.window)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if call.sinks is not None:
+        sinks = call.sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
+    if call.dropout:
+        weights = torch.nn.functional.dropout(weights, call.dropout)
+    return weights @ v

@@ -1,0 +1,73 @@
+"""Torch's scaled_dot_product_attention, a run of equally long sequences at a time: what a CPU or an Apple chip uses.
+
+Padding-free without a varlen kernel: neighbouring sequences of one length share a call, as a batch. A window shorter
+than a sequence is walked in blocks of queries, each with a band mask of at most ``[block, block + window]``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fastpack.backends.call import AttentionCall, AttentionShape
+
+QUERY_BLOCK = 512
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Why scaled_dot_product_attention can't compute this, or None."""
+    if shape.softcap is not None:
+        return "scaled_dot_product_attention has no softcap"
+    if shape.sinks:
+        return "scaled_dot_product_attention has no attention sinks"
+    return None
+
+
+def run(call: AttentionCall) -> Tensor:
+    """``[T, H, V]``."""
+    out: list[Tensor] = []
+    with _kernels(call.q.device):
+        for first, count, length in call.packed.runs:
+            rows = slice(first, first + count * length)
+            q, k, v = (
+                t[rows].unflatten(0, (count, length)).transpose(1, 2) for t in (call.q, call.k, call.v)
+            )
+            if call.window is None or call.window >= length:
+                block = _sdpa(call, q, k, v, None)
+            else:
+                block = torch.cat([_banded(call, q, k, v, at) for at in range(0, length, QUERY_BLOCK)], 2)
+            out.append(block.transpose(1, 2).flatten(0, 1))
+    return torch.cat(out) if len(out) > 1 else out[0]
+
+
+def _banded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
+    assert call.window is not None
+    end = min(at + QUERY_BLOCK, q.shape[2])
+    begin = max(0, at - call.window + 1)
+    distance = torch.arange(at, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
+    seen = (distance >= 0) & (distance < call.window)
+    return _sdpa(call, q[:, :, at:end], k[:, :, begin:end], v[:, :, begin:end], seen)
+
+
+def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=call.dropout,
+        is_causal=mask is None,
+        scale=call.scale,
+        enable_gqa=call.groups > 1,
+    )
+
+
+def _kernels(device: torch.device) -> AbstractContextManager[None]:
+    # On a GPU cuDNN builds a plan for every new length (~150 ms each): a loop over lengths must not land there.
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

@@ -1,0 +1,53 @@
+"""The varlen FlashAttention-2 kernel that torch itself carries (``torch.nn.attention.varlen``)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import flash2_rejects
+
+
+def rejects(shape: AttentionShape) -> str | None:
+    """Why torch's varlen kernel can't compute this, or None."""
+    if shape.softcap is not None:
+        return "torch's varlen kernel has no softcap"
+    if shape.sinks:
+        return "torch's varlen kernel has no attention sinks"
+    if shape.dropout:
+        return "torch's varlen kernel has no dropout"
+    return flash2_rejects(shape)
+
+
+def run(call: AttentionCall) -> Tensor:
+    """``[T, H, V]``; grouped key/value heads are read as they are."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    window = call.effective_window
+    out: Tensor = varlen_attn(
+        call.q,
+        call.k,
+        call.v,
+        call.packed.cu_seqlens,
+        call.packed.cu_seqlens,
+        call.packed.max_seqlen,
+        call.packed.max_seqlen,
+        scale=call.scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        **_grouped_heads(call.groups > 1),
+    )
+    return out
+
+
+@functools.cache
+def _grouped_heads(grouped: bool) -> dict[str, Any]:
+    # torch 2.11 takes fewer key/value heads without being told; from 2.13 on it wants enable_gqa=True.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return (
+        {"enable_gqa": True} if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )

@@ -1,0 +1,19 @@
+"""Gemma 2: softcapped scores, a window on every other layer."""
+
+from fastpack.families.spec import AttentionSpec, Family, MlpSpec, NormSpec
+
+FAMILY = Family(
+    model_type="gemma2",
+    backbone="Gemma2Model",
+    attention=("Gemma2Attention",),
+    fast={
+        "Gemma2Attention": AttentionSpec(window="sliding_window", softcap="attn_logit_softcapping"),
+        "Gemma2RMSNorm": NormSpec(eps="eps", rounding="after", unit_offset=True),
+        "Gemma2MLP": MlpSpec(),
+    },
+    proved={
+        "Gemma2Attention": ("89052b19a329",),
+        "Gemma2RMSNorm": ("2dad5f576075",),
+        "Gemma2MLP": ("7d2027d4464e",),
+    },
+)

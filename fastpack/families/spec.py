@@ -1,0 +1,88 @@
+"""What a family declares: which upstream classes it has, and what each of them computes.
+
+A declaration holds names and facts, no code. The shared forwards in :mod:`fastpack.layers` read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fastpack.ops.norm import Rounding
+from fastpack.ops.rope import Layout
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal self-attention with rotary positions.
+
+    Attributes:
+        qkv: name of the one projection to queries, keys and values; None for ``q_proj``, ``k_proj``, ``v_proj``.
+        qk_norm: where ``q_norm`` and ``k_norm`` act: on each ``head``, on the whole projection (``flat``), or
+            nowhere. A module that has none of the two (Cohere without ``use_qk_norm``) is taken as it is.
+        rope_layout, rope_in_float32: how positions are applied.
+        rope_switch: name of an attribute that is falsy in layers without rotary positions.
+        window, softcap: name of an attribute (dotted for one of the config's) that holds it, or None.
+    """
+
+    qkv: str | None = None
+    qk_norm: Literal["head", "flat"] | None = None
+    rope_layout: Layout = "half"
+    rope_in_float32: bool = False
+    rope_switch: str | None = None
+    window: str | None = None
+    softcap: str | None = None
+
+
+@dataclass(frozen=True)
+class NormSpec:
+    """Root-mean-square or layer normalisation; see :mod:`fastpack.ops.norm`."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: str = "variance_epsilon"
+    rounding: Rounding = "before"
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A gated MLP: ``down(activation(gate(x)) * up(x))``.
+
+    Attributes:
+        gate_up: name of the one projection to gate and up; None for ``gate_proj`` and ``up_proj``.
+        activation: name of the activation's attribute.
+    """
+
+    gate_up: str | None = None
+    activation: str = "act_fn"
+
+
+Spec = AttentionSpec | NormSpec | MlpSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models.
+
+    Attributes:
+        model_type: transformers' name of it.
+        backbone: class name of the module that the heads call.
+        attention: class names of its attention modules, each of which calls transformers' attention interface.
+        package: transformers' sub-package, where it is not the model_type.
+        fast: what each class with a fast forward computes; empty for a family of the varlen rung.
+        proved: hashes (:func:`fastpack.families.source_hash`) of the upstream forwards that the fast forwards were
+            proved equal to, by class name. A class whose source has another hash keeps its stock forward.
+    """
+
+    model_type: str
+    backbone: str
+    attention: tuple[str, ...]
+    package: str = ""
+    fast: dict[str, Spec] = field(default_factory=dict)
+    proved: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the upstream module that defines the classes."""
+        package = self.package or self.model_type
+        return f"transformers.models.{package}.modeling_{package}"

@@ -1,0 +1,182 @@
+"""Packed self-attention: the fast forward, and the interface for families whose own forward is kept.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.attention_dispatch import AttentionCall, attend
+from fastpack.errors import PatchError
+from fastpack.families.spec import AttentionSpec
+from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.ops.rope import apply_rope
+from fastpack.packing import PackedSeqLens
+
+INTERFACE_PREFIX = "fastpack_"
+"""Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
+
+
+def attention_forward(
+    module: Any,
+    spec: AttentionSpec,
+    attention: str,
+    stock: Forward | None,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    packed_seq_lens: PackedSeqLens | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Self-attention on ``[1, T, hidden]``; the stock forward where no lengths came."""
+    require_packing(module, packed_seq_lens, attention_mask)
+    if packed_seq_lens is None:
+        result: tuple[Tensor, Tensor | None] = call_stock(
+            module,
+            stock,
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **kwargs,
+        )
+        return result
+    q, k, v = _project(module, spec, hidden_states)
+    if spec.rope_switch is None or getattr(module, spec.rope_switch):
+        assert position_embeddings is not None
+        cos, sin = position_embeddings
+        q, k = apply_rope(
+            q, k, cos[0], sin[0], layout=spec.rope_layout, compute_in_float32=spec.rope_in_float32
+        )
+    out = attend(
+        AttentionCall(
+            q,
+            k,
+            v,
+            packed_seq_lens,
+            scale=module.scaling,
+            window=_read(module, spec.window),
+            softcap=_read(module, spec.softcap),
+            dropout=module.attention_dropout if module.training else 0.0,
+        ),
+        attention,
+    )
+    return module.o_proj(out.flatten(1)[None]), None
+
+
+def _project(module: Any, spec: AttentionSpec, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, normalised where the family does so."""
+    head_dim = module.head_dim
+    if spec.qkv is not None:
+        fused = getattr(module, spec.qkv)(hidden_states)[0].unflatten(-1, (-1, head_dim))
+        groups = module.num_key_value_groups
+        kv_heads = fused.shape[1] // (groups + 2)
+        q, k, v = fused.split((groups * kv_heads, kv_heads, kv_heads), 1)
+        return q, k, v
+    q, k, v = (getattr(module, name)(hidden_states)[0] for name in ("q_proj", "k_proj", "v_proj"))
+    normalised = spec.qk_norm if hasattr(module, "q_norm") else None
+    if normalised == "flat":
+        q, k = module.q_norm(q), module.k_norm(k)
+    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
+    if normalised == "head":
+        q, k = module.q_norm(q), module.k_norm(k)
+    return q, k, v
+
+
+def _read(module: Any, name: str | None) -> Any:
+    return None if name is None else attrgetter(name)(module)
+
+
+def packed_interface(
+    attention: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_seq_lens: PackedSeqLens | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An implementation in transformers' ``AttentionInterface``: what the varlen rung's attention calls.
+
+    Args:
+        attention: the backend asked for, or ``auto``.
+        query, key, value: ``[1, heads, T, dim]``.
+        attention_mask: the stand-in (:func:`fastpack.layers.stock.mask_stand_in`) or None.
+        sliding_window, softcap, s_aux: transformers' names for window, softcap and sinks.
+
+    Returns:
+        ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
+    """
+    require_packing(module, packed_seq_lens, attention_mask)
+    if packed_seq_lens is None:
+        stock = stock_interface(module)
+        modifiers = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        given = {name: what for name, what in modifiers.items() if what is not None}
+        result: tuple[Tensor, Tensor | None] = stock(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
+        )
+        return result
+    unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
+    if unknown or kwargs.get("is_causal") is False:
+        raise PatchError(
+            f"{type(module).__name__} asks for {unknown or ['bidirectional']} attention, which packed attention does "
+            "not compute. fastpack.unpatch(model) restores the stock model; please report the family."
+        )
+    out = attend(
+        AttentionCall(
+            *(x[0].transpose(0, 1) for x in (query, key, value)),
+            packed=packed_seq_lens,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux,
+            dropout=dropout,
+        ),
+        attention,
+    )
+    return out[None], None
+
+
+def stock_interface(module: Any) -> Forward:
+    """The attention implementation that ``module`` would use if it were not patched."""
+    from transformers import AttentionInterface
+
+    name = module.config._fastpack_stock_attention
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None and name in (None, "eager"):
+        raise PatchError(
+            f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'."
+        )
+    found: Forward = AttentionInterface().get_interface(name, eager)
+    return found
+
+
+def interface_name(attention: str) -> str:
+    """Our name for this choice of backend in transformers' ``AttentionInterface``."""
+    return INTERFACE_PREFIX + attention
+
+
+def register_interface(attention: str) -> None:
+    """Register our implementation under its name, through transformers' own extension point. Idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(interface_name(attention), functools.partial(packed_interface, attention))
+
+
+def attention_dropout(module: Any) -> float:
+    """The probability that this module drops an attention weight in training."""
+    value = getattr(module, "attention_dropout", 0.0)
+    return float(value) if isinstance(value, (int, float)) else float(getattr(value, "p", 0.0))

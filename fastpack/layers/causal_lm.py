@@ -1,0 +1,253 @@
+"""The door: where a batch becomes packed before the backbone, and is put back behind it.
+
+Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.layers.stock import Forward, call_stock, mask_stand_in
+from fastpack.packing import PackedSeqLens, pack_inputs, take_packing
+
+HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
+
+CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
+"""The names under which a cache object is passed."""
+
+MEDIA = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_embeds",
+    "image_features",
+    "input_features",
+    "input_values",
+)
+
+
+def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+    """The backbone's forward on real tokens only.
+
+    Takes what the stock forward takes, and the packing keywords. Returns what it returns, with everything per token
+    back in the slot that it came from, zeros in the slots of padding.
+
+    Raises:
+        PackingError: see :func:`fastpack.packing.pack_inputs`; or a packed batch was sent on the stock path.
+        UnsupportedModelError: images or audio came with the batch.
+    """
+    arguments = _bind(type(backbone), args, kwargs)
+    packing = take_packing(arguments)
+    if takes_stock_path(backbone, arguments):
+        _refuse_packed_stock(arguments, packing)
+        return call_stock(backbone, stock, **arguments)
+    _refuse_media(arguments)
+
+    packed = _pack(arguments, packing)
+    embeddings = arguments.get("inputs_embeds")
+    if embeddings is None and packed.batch_shape is not None and _adds_noise(backbone, packed):
+        embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
+    as_tuple = not arguments.pop("return_dict", getattr(backbone.config, "return_dict", True))
+    arguments.update(
+        input_ids=None if embeddings is not None else packed.unpad(arguments["input_ids"]),
+        inputs_embeds=None if embeddings is None else packed.unpad(embeddings),
+        attention_mask=mask_stand_in(packed),
+        position_ids=packed.position_ids,
+        packed_seq_lens=packed,
+        use_cache=False,
+        return_dict=True,
+    )
+    outputs = _put_back(call_stock(backbone, stock, **arguments), packed)
+    return outputs.to_tuple() if as_tuple else outputs
+
+
+def head_forward(head: Any, kind: HeadKind, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+    """A head's forward, its labels seen to (:func:`prepare_head`)."""
+    args, kwargs = prepare_head(head, kind, args, kwargs)
+    return call_stock(head, stock, *args, **kwargs)
+
+
+def head_pre_hook(
+    kind: HeadKind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same before a head whose ``forward`` someone replaced after us, as TRL does.
+
+    Raises:
+        PatchError: the module is a replica that ``nn.DataParallel`` made.
+    """
+    refuse_replica(module)
+    return prepare_head(module, kind, args, kwargs)
+
+
+def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a bare backbone: refuse ``nn.DataParallel``."""
+    refuse_replica(module)
+
+
+def refuse_replica(module: nn.Module) -> None:
+    """Raise where ``module`` is a replica that ``nn.DataParallel`` made, whose forward is bound to the original."""
+    if getattr(module, "_is_replica", False):
+        raise PatchError(
+            "a patched model can't run under nn.DataParallel (its replicas would run the original's weights). Start "
+            "one process a GPU with `torchrun --nproc-per-node N script.py`, or show one GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+def prepare_head(
+    head: Any, kind: HeadKind, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read the packing where the head needs it: hand it on, and ignore the first label of each sequence, on a copy.
+
+    Raises:
+        PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
+    """
+    needs_packing = kind == "sequence_classification" or (
+        kind == "causal_lm" and _has_labels(head, args, kwargs)
+    )
+    if not needs_packing:
+        return args, kwargs
+    arguments = _bind(type(head), args, kwargs)
+    if takes_stock_path(head, arguments):
+        return args, kwargs
+    given = arguments.get("packed_seq_lens")
+    packed = _pack(arguments, take_packing(arguments))
+    arguments["packed_seq_lens"] = packed
+    rows = _shape(arguments)[0]
+    if kind == "sequence_classification" and packed.num_sequences > rows:
+        raise PackingError(
+            f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
+            "gives one result a row. Send a padded batch: it runs padding-free inside all the same."
+        )
+    labels = arguments.get("labels")
+    if kind == "causal_lm" and isinstance(labels, Tensor) and packed is not given:
+        arguments["labels"] = packed.mask_first_labels(labels)
+    return (), arguments
+
+
+def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
+    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were."""
+    if any(arguments.get(name) is not None for name in CACHES):
+        return True
+    wants_attentions = arguments.get("output_attentions")
+    if wants_attentions is None:
+        wants_attentions = getattr(module.config, "output_attentions", False)
+    return bool(arguments.get("use_cache")) or bool(wants_attentions)
+
+
+def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("labels") is not None:
+        return True
+    names = _parameters(type(head))
+    return "labels" in names[: len(args)] and args[names.index("labels")] is not None
+
+
+def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> PackedSeqLens:
+    source = arguments.get("input_ids")
+    device = (arguments["inputs_embeds"] if source is None else source).device
+    return pack_inputs(
+        _shape(arguments),
+        device,
+        attention_mask=arguments.get("attention_mask"),
+        position_ids=arguments.get("position_ids"),
+        packing=packing,
+    )
+
+
+def _shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if (ids is None) == (embeddings is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    source = embeddings if ids is None else ids
+    assert source is not None
+    if source.ndim != (3 if ids is None else 2):
+        raise PackingError(
+            f"inputs have shape {tuple(source.shape)}; pass input_ids [B, S] or inputs_embeds [B, S, H]."
+        )
+    return source.shape[0], source.shape[1]
+
+
+def _adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
+    # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
+    embedding = backbone.get_input_embeddings()
+    noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
+    return noisy and (
+        packed.batch_shape is not None and packed.batch_shape[0] > 1 or packed.indices is not None
+    )
+
+
+def _refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
+    """A packed batch on the stock path would leak: raise."""
+    why = "a cache (past_key_values, or use_cache=True) or attention weights (output_attentions=True)"
+    if packing:
+        raise PackingError(
+            f"{', '.join(packing)} came together with {why}. Those run the stock forward, whose tokens would see "
+            "other sequences. Pass use_cache=False, or send a padded batch."
+        )
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    cached = any(arguments.get(name) is not None for name in CACHES)
+    if cached or positions is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return
+    shape = _shape(arguments)
+    if (
+        pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences
+        > shape[0]
+    ):
+        raise PackingError(
+            f"position_ids restart inside a row (several sequences packed), and {why} was asked for. Those run the "
+            "stock forward, whose tokens would see other sequences. Pass use_cache=False, or send a padded batch."
+        )
+
+
+def _refuse_media(arguments: Mapping[str, Any]) -> None:
+    media = [name for name in MEDIA if arguments.get(name) is not None]
+    if media:
+        raise UnsupportedModelError(
+            f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
+            "model unpatched (fastpack.unpatch(model))."
+        )
+
+
+def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
+    """Everything per token into its slot of the padded batch; the rest as it is."""
+    if packed.batch_shape is None or (packed.batch_shape[0] == 1 and packed.indices is None):
+        return outputs
+    seen: dict[int, Tensor] = {}
+
+    def put_back(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(put_back(item) for item in value)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in seen:  # hidden_states[-1] is last_hidden_state, and stays so
+            if value.ndim >= 2 and value.shape[:2] == (1, packed.total_tokens):
+                seen[id(value)] = packed.repad(value)
+            elif value.ndim >= 2 and value.shape[0] == packed.total_tokens:
+                seen[id(value)] = packed.repad_flat(value)  # router_logits
+            else:
+                return value
+        return seen[id(value)]
+
+    for key in list(outputs.keys()):
+        outputs[key] = put_back(outputs[key])
+    return outputs
+
+
+@functools.cache
+def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Names of a forward's positional parameters, without self."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    found = [p.name for p in inspect.signature(cls.forward).parameters.values() if p.kind in kinds]
+    return tuple(found[1:])
+
+
+def _bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    names = _parameters(cls)
+    if len(args) > len(names):
+        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
+    return {**dict(zip(names, args, strict=False)), **kwargs}

@@ -1,0 +1,49 @@
+"""Root-mean-square and layer normalisation over the last dimension.
+
+Definitions (Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4; Ba et al., "Layer
+Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + weight:
+
+    rms_norm(x)   = x / sqrt(mean(x^2) + eps) * w
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w
+
+Families differ in where they round to x's dtype, which is kept, so that results match theirs to the bit in most
+places: ``before`` the weight is applied (Llama) or ``after`` (Gemma, OLMo-2, Cohere).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Rounding = Literal["before", "after"]
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, rounding: Rounding = "before", unit_offset: bool = False
+) -> Tensor:
+    """Root-mean-square normalisation of ``[..., H]``.
+
+    Args:
+        x: any float dtype; normalised in float32.
+        weight: ``[H]``.
+        eps: added to the mean square.
+        rounding: round to ``x.dtype`` before or after the weight is applied.
+        unit_offset: multiply by ``1 + weight`` (Gemma).
+    """
+    if rounding == "before":
+        # the kernel reduces in float32 and rounds once, as the stock module does before its weight
+        return weight * F.rms_norm(x, (x.shape[-1],), None, eps).to(x.dtype)
+    scale = 1.0 + weight.float() if unit_offset else weight.float()
+    return F.rms_norm(x.float(), (x.shape[-1],), scale, eps).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Layer normalisation of the last dimension without a bias, in float32 (Cohere).
+
+    ``weight`` may have leading dimensions of its own (``[heads, D]``).
+    """
+    normalised = F.layer_norm(x.float(), (x.shape[-1],), None, None, eps)
+    return (weight.to(torch.float32) * normalised).to(x.dtype)

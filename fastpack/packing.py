@@ -1,0 +1,432 @@
+"""``PackedSeqLens``: where each sequence of a batch begins and ends.
+
+Shape suffixes: B rows, S columns of the batch as it came; T tokens that are real; N sequences.
+
+This is the one place that knows how other libraries spell packing (``cu_seq_lens_q``, ``max_length_q``,
+``seq_idx``, restarting ``position_ids``, integer segment masks). Everything behind it sees one object, built once a
+batch with at most one synchronisation with the host, and handed down by keyword.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.errors import PackingError
+
+PACKING_KEYWORDS = (
+    "packed_seq_lens",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+)
+"""Every keyword that says how a batch is packed, ours first, then TRL's and transformers'."""
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSeqLens:
+    """The lengths of the sequences of one batch, and what follows from them.
+
+    Build one with :meth:`from_lengths`, or let the model build it from the batch. It is immutable; what is derived
+    from it (a block mask, groups of equal length) is computed once and kept with it.
+
+    Attributes:
+        lengths: N Python ints, each at least 1: the tokens of each sequence, in order.
+        cu_seqlens: int32 ``[N + 1]``, on the batch's device: offsets, from 0 to T.
+        position_ids: int64 ``[1, T]``: the position of each token in its sequence.
+        indices: int64 ``[T]``, where each token sits in the batch flattened to ``[B * S]``; None where every slot
+            holds a real token.
+        batch_shape: ``(B, S)`` of the batch that these lengths were read from; None where they were given alone.
+        is_empty: True for a batch without a single real token. It is run as one throw-away token, whose results are
+            dropped, so that gradients exist (and are zero) on every rank.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    position_ids: Tensor
+    indices: Tensor | None = None
+    batch_shape: tuple[int, int] | None = None
+    is_empty: bool = False
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def from_lengths(
+        cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str = "cpu"
+    ) -> PackedSeqLens:
+        """Build from the lengths of the sequences.
+
+        Args:
+            lengths: N ints, or a 1-D tensor of them. A tensor on a GPU costs one synchronisation.
+            device: where the offsets and positions are made; the batch's device.
+
+        Raises:
+            PackingError: a length below 1, or no length at all.
+        """
+        return _build(_check_lengths(lengths), torch.device(device))
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return len(self.lengths)
+
+    @cached_property
+    def total_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @cached_property
+    def max_seqlen(self) -> int:
+        """The longest length."""
+        return max(self.lengths)
+
+    @cached_property
+    def seq_idx(self) -> Tensor:
+        """int32 ``[1, T]``: which sequence each token belongs to."""
+        lengths = self.cu_seqlens.diff()
+        order = torch.arange(self.num_sequences, dtype=torch.int32, device=lengths.device)
+        return order.repeat_interleave(lengths, output_size=self.total_tokens)[None]
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Neighbouring sequences of equal length, as ``(first token, how many sequences, length)``."""
+        found: list[tuple[int, int, int]] = []
+        offset = 0
+        for length in self.lengths:
+            if found and found[-1][2] == length:
+                first, count, _ = found[-1]
+                found[-1] = (first, count + 1, length)
+            else:
+                found.append((offset, 1, length))
+            offset += length
+        return tuple(found)
+
+    def memo(self, key: Any, build: Any) -> Any:
+        """What ``build()`` returns, computed once for this batch under ``key``."""
+        if key not in self._memo:
+            self._memo[key] = build()
+        return self._memo[key]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False, **_: Any) -> PackedSeqLens:
+        """The same lengths with their tensors on ``device`` (accelerate calls this when it moves a batch)."""
+        if torch.device(device) == self.cu_seqlens.device:
+            return self
+        indices = self.indices
+        return PackedSeqLens(
+            self.lengths,
+            self.cu_seqlens.to(device, non_blocking=non_blocking),
+            self.position_ids.to(device, non_blocking=non_blocking),
+            None if indices is None else indices.to(device, non_blocking=non_blocking),
+            self.batch_shape,
+            self.is_empty,
+        )
+
+    def unpad(self, x_BS: Tensor) -> Tensor:
+        """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order."""
+        flat = x_BS.reshape(-1, *x_BS.shape[2:])
+        return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
+
+    def repad(self, x_1T: Tensor) -> Tensor:
+        """``[1, T, ...]`` to ``[B, S, ...]``: each token back in its slot, zeros in the others."""
+        if self.batch_shape is None:
+            return x_1T
+        rows, columns = self.batch_shape
+        return self._scatter(x_1T[0]).reshape(rows, columns, *x_1T.shape[2:])
+
+    def repad_flat(self, x_T: Tensor) -> Tensor:
+        """``[T, ...]`` to ``[B * S, ...]``, for what a stock model returns without a batch dimension."""
+        return x_T if self.batch_shape is None else self._scatter(x_T)
+
+    def _scatter(self, x_T: Tensor) -> Tensor:
+        if self.batch_shape is None or self.indices is None:
+            return x_T
+        rows, columns = self.batch_shape
+        if self.is_empty:
+            x_T = x_T * 0  # keeps the graph, drops the throw-away token (and any non-finite value with it)
+        return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy(0, self.indices, x_T)
+
+    def mask_first_labels(self, labels_BS: Tensor) -> Tensor:
+        """A copy of ``labels`` in which the first label of each sequence is ignored.
+
+        The loss shifts labels by one, so that label would be predicted from the last token of the sequence before.
+        """
+        if self.is_empty:
+            return labels_BS
+        starts = self.cu_seqlens[:-1].long()
+        if self.indices is not None:
+            starts = self.indices[starts]
+        flat = labels_BS.reshape(-1)
+        if flat.numel() == self.total_tokens or self.indices is not None:
+            return flat.index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
+        raise PackingError(
+            f"labels hold {flat.numel()} entries, but the packed batch has {self.total_tokens} tokens. "
+            "Pass labels of the same shape as input_ids."
+        )
+
+
+def pack_inputs(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    packing: Mapping[str, Any] | None = None,
+) -> PackedSeqLens:
+    """Read where sequences begin and end from whatever a batch carries.
+
+    Args:
+        shape: ``(B, S)`` of ``input_ids`` or ``inputs_embeds``.
+        device: where the batch is.
+        attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; or ``[B, S]`` of segment numbers, 0 for
+            padding (1, 1, 2, 2, 0).
+        position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``; a value that does not grow begins a new sequence.
+            Values under padding are ignored.
+        packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
+
+    Raises:
+        PackingError: the inputs contradict each other, or are of a kind that does not say where sequences end.
+    """
+    given = {key: value for key, value in (packing or {}).items() if value is not None}
+    ours = given.get("packed_seq_lens")
+    if isinstance(ours, PackedSeqLens) and ours.batch_shape == shape:
+        return ours.to(device)  # already read from this very batch, and checked, by the head
+
+    rows, columns = shape
+    host = _to_host(shape, attention_mask, position_ids, given)
+    slots = rows * columns
+    # index of every real token in the flattened batch, and the sequence number its mask gives it
+    mask = host.get("attention_mask")
+    if mask is None:
+        index = torch.arange(slots)
+        segment = torch.zeros(slots, dtype=torch.long)
+    else:
+        if bool((mask < 0).any()):
+            raise PackingError(
+                "attention_mask holds negative values: an additive mask does not say where sequences end. Pass "
+                "0 and 1, or segment numbers with 0 for padding."
+            )
+        index = mask.nonzero()[:, 0]
+        segment = mask[index]
+    if index.numel() == 0:
+        return _empty(shape, device)
+    row = index // columns
+    gap = index.diff() != 1
+    new_row = row.diff() != 0
+    new_segment = segment.diff() != 0
+    hole = gap & ~new_row & ~new_segment
+    if bool(hole.any()):
+        at = int(hole.nonzero()[0, 0])
+        raise PackingError(
+            f"attention_mask has a hole: row {int(row[at])} has real tokens in columns {int(index[at] % columns)} "
+            f"and {int(index[at + 1] % columns)} with padding between them. Padding may stand left and right of a "
+            "sequence, not inside it; number the segments (1, 1, 0, 2, 2) if they are separate sequences."
+        )
+    boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
+
+    explicit = _explicit_boundary(given, host, index.numel(), boundary)
+    positions = host.get("position_ids")
+    real_positions = None if positions is None else positions[index]
+    if real_positions is not None:
+        step = real_positions.diff()
+        restart = step <= 0
+        if explicit is None:
+            boundary = boundary | restart
+            _reject_jumps(step, boundary, all_real=index.numel() == slots)
+        else:
+            _check_positions(step, explicit, new_row)
+    if explicit is not None:
+        boundary = explicit
+
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
+    lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
+    _check_max_length(given, host, max(lengths))
+    return _build(
+        lengths,
+        device,
+        positions=real_positions,
+        indices=None if index.numel() == slots else index,
+        batch_shape=shape,
+    )
+
+
+def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Remove the packing keywords from ``kwargs`` and return those that were set."""
+    taken = {key: kwargs.pop(key, None) for key in PACKING_KEYWORDS}
+    return {key: value for key, value in taken.items() if value is not None}
+
+
+def _check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    if isinstance(lengths, Tensor) and lengths.ndim != 1:
+        raise PackingError(
+            f"packed_seq_lens is a tensor of shape {tuple(lengths.shape)}; pass a 1-D tensor of lengths."
+        )
+    values = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    if not values or min(values) < 1:
+        raise PackingError(f"packed_seq_lens must be lengths of at least 1 token each; got {values[:8]}.")
+    return values
+
+
+def _build(
+    lengths: Sequence[int],
+    device: torch.device,
+    *,
+    positions: Tensor | None = None,
+    indices: Tensor | None = None,
+    batch_shape: tuple[int, int] | None = None,
+    is_empty: bool = False,
+) -> PackedSeqLens:
+    sizes = torch.tensor(lengths, dtype=torch.long)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.long)
+    torch.cumsum(sizes, 0, out=offsets[1:])
+    if positions is None:
+        total = int(offsets[-1])
+        positions = torch.arange(total) - offsets[:-1].repeat_interleave(sizes, output_size=total)
+    return PackedSeqLens(
+        lengths=tuple(lengths),
+        cu_seqlens=offsets.to(device=device, dtype=torch.int32, non_blocking=True),
+        position_ids=positions[None].to(device, non_blocking=True),
+        indices=None if indices is None else indices.to(device, non_blocking=True),
+        batch_shape=batch_shape,
+        is_empty=is_empty,
+    )
+
+
+def _empty(shape: tuple[int, int], device: torch.device) -> PackedSeqLens:
+    return _build([1], device, indices=torch.zeros(1, dtype=torch.long), batch_shape=shape, is_empty=True)
+
+
+def _to_host(
+    shape: tuple[int, int], attention_mask: Any, position_ids: Tensor | None, given: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Bring every tensor that describes the batch to the host, flat and int64, in one copy."""
+    rows, columns = shape
+    parts: dict[str, Tensor] = {}
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor):
+            raise PackingError(
+                f"attention_mask is a {type(attention_mask).__name__}; a patched model takes None or a [B, S] tensor "
+                "of 0 and 1 (or segment numbers), and builds what the backend needs itself."
+            )
+        if tuple(attention_mask.shape) != shape:
+            raise PackingError(
+                f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
+                "takes a [B, S] mask (4-D masks do not say where sequences end)."
+            )
+        parts["attention_mask"] = attention_mask
+    if position_ids is not None:
+        if position_ids.ndim > 2:
+            raise PackingError(
+                f"position_ids has shape {tuple(position_ids.shape)}; multi-axis positions (3-D, of vision-language "
+                "models) are not covered. Pass [B, S]."
+            )
+        if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
+            raise PackingError(
+                f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
+            )
+        parts["position_ids"] = position_ids.reshape(-1, columns).expand(rows, columns)
+    for key, value in given.items():
+        if isinstance(value, Tensor):
+            parts[key] = value
+    if not parts:
+        return {}
+    if all(part.device.type == "cpu" for part in parts.values()):
+        return {key: part.detach().reshape(-1).long() for key, part in parts.items()}
+    device = next(part.device for part in parts.values() if part.device.type != "cpu")
+    joined = torch.cat([part.detach().reshape(-1).to(device, torch.int32) for part in parts.values()])
+    split = joined.cpu().long().split([part.numel() for part in parts.values()])
+    return dict(zip(parts, split, strict=True))
+
+
+def _explicit_boundary(
+    given: Mapping[str, Any], host: Mapping[str, Tensor], total: int, found: Tensor
+) -> Tensor | None:
+    """Boundaries that were given outright, after a check that everything given agrees. ``[T - 1]`` bool or None."""
+    sources: dict[str, Tensor] = {}
+    ours = given.get("packed_seq_lens")
+    if ours is not None:
+        lengths = (
+            list(ours.lengths)
+            if isinstance(ours, PackedSeqLens)
+            else _check_lengths(host.get("packed_seq_lens", ours))
+        )
+        if sum(lengths) != total:
+            raise PackingError(
+                f"packed_seq_lens sum to {sum(lengths)}, but the batch holds {total} real tokens. They must be the "
+                "lengths of the sequences in input_ids, in order."
+            )
+        sources["packed_seq_lens"] = torch.tensor(lengths).cumsum(0)[:-1]
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if key in given:
+            offsets = host[key] if key in host else torch.tensor(list(given[key]))
+            if offsets.numel() < 2 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+                raise PackingError(f"{key} must rise from 0; got {offsets.tolist()[:8]}.")
+            if int(offsets[-1]) != total:
+                raise PackingError(
+                    f"{key} ends at {int(offsets[-1])}, but the batch holds {total} tokens. It must be the offsets "
+                    "of the sequences in input_ids, from 0 to their total."
+                )
+            inner = offsets.unique()[1:-1]  # repeated offsets are sequences without tokens
+            sources[key] = inner
+    if "seq_idx" in given:
+        numbers = host["seq_idx"]
+        if numbers.numel() != total:
+            raise PackingError(f"seq_idx holds {numbers.numel()} entries, but the batch has {total} tokens.")
+        sources["seq_idx"] = numbers.diff().nonzero()[:, 0] + 1
+    if not sources:
+        return None
+    first, starts = next(iter(sources.items()))
+    for other, others in sources.items():
+        if not torch.equal(starts, others):
+            raise PackingError(
+                f"{first} and {other} disagree about where sequences begin: {starts.tolist()[:8]} against "
+                f"{others.tolist()[:8]}. Pass one of them, or make them agree."
+            )
+    boundary = torch.zeros(total - 1, dtype=torch.bool)
+    boundary[starts - 1] = True
+    if bool((found & ~boundary).any()):
+        at = int((found & ~boundary).nonzero()[0, 0]) + 1
+        raise PackingError(
+            f"{first} lets a sequence run over token {at}, where a new row or a new segment of attention_mask begins."
+        )
+    return boundary
+
+
+def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
+    # With padding in the mask, skipped positions are a choice of the user's (the stock model keeps one sequence);
+    # without, transformers would read a jump as a new sequence, and nobody can tell which was meant.
+    jump = (step > 1) & ~boundary
+    if all_real and bool(jump.any()):
+        at = int(jump.nonzero()[0, 0]) + 1
+        raise PackingError(
+            f"position_ids jump by {int(step[at - 1])} at token {at}: neither the next position nor a restart. Pass "
+            "packed_seq_lens to say where sequences begin."
+        )
+
+
+def _check_positions(step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
+    # Several packed rows may hold one sequence each, whose positions need not restart in any visible way.
+    wrong = torch.where(explicit, (step == 1) & ~new_row, step != 1)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0, 0]) + 1
+        what = "begin a sequence" if bool(explicit[at - 1]) else "continue one"
+        raise PackingError(
+            f"cu_seq_lens_q / packed_seq_lens and position_ids disagree: token {at} should {what}, but its position "
+            f"is {int(step[at - 1]):+d} from the token before. position_ids must restart where a sequence begins "
+            "and grow by 1 inside it; leave them out to have them made."
+        )
+
+
+def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
+    for key in ("max_length_q", "max_length_k"):
+        if key in given:
+            value = int(host[key].max()) if key in host else int(given[key])
+            if value < longest:
+                raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")

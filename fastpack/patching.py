@@ -1,0 +1,169 @@
+"""``patch``, ``unpatch``, ``patched``: plan, check, then swap forwards on one instance; and undo it.
+
+Nothing of a class, of torch or of transformers is changed, except that our attention is registered under its own
+name in transformers' ``AttentionInterface``. What was changed is kept on the backbone itself, so that it follows the
+model through ``copy.deepcopy``, pickling and PEFT.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from fastpack.layers.attention import interface_name, register_interface
+from fastpack.planning import Plan, make_plan
+from fastpack.report import PatchReport
+from fastpack.targets import find_parts, models_of
+
+T = TypeVar("T")
+STATE = "_fastpack_state"
+"""The attribute of the backbone under which the record of its patch is kept."""
+_ABSENT = "absent"
+
+
+@dataclass
+class PatchState:
+    """What was changed on one model, in order, and how to undo it."""
+
+    options: dict[str, Any]
+    report: PatchReport
+    undo: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A model that comes out of a pickle in a fresh process needs our name in AttentionInterface again.
+        self.__dict__.update(state)
+        register_interface(self.options["attention"])
+
+
+def patch(target: T, *, attention: str = "auto", strict: bool = False) -> T:
+    """Make a model train without padding. Changes this instance alone, and nothing about its results.
+
+    A padded batch is un-padded before the backbone and put back behind it; a packed one (restarting
+    ``position_ids``, TRL's ``cu_seq_lens_q``, or ``packed_seq_lens=``) is used as it is. Sequences never see each
+    other. ``generate`` and anything else with a cache run the stock forward.
+
+    Args:
+        target: a causal LM, sequence or token classifier of a family that is covered, its bare backbone, one of
+            these wrapped by PEFT or with 4-bit or 8-bit weights, or a trainer that holds one.
+        attention: ``auto`` for the first attention backend that can serve each call, or one of ``flash_attn``,
+            ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``segments``, ``reference``.
+        strict: raise unless every layer lands on the fast rung.
+
+    Returns:
+        ``target`` itself. A second call with the same options does nothing; with others it patches anew.
+
+    Raises:
+        UnsupportedModelError: an encoder, an encoder-decoder, a vision-language model, or a family not covered.
+        BackendUnavailableError: the backend asked for by name can't serve this model here.
+        PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met.
+            Nothing has been changed when any of these is raised.
+    """
+    options = {"attention": attention, "strict": strict}
+    models = models_of(target)
+    plans = [(model, _plan_unless_patched(model, options)) for model in models]
+    for model, plan in plans:
+        if plan is not None:
+            _restore(model)
+            _apply(plan, options)
+    return target
+
+
+def unpatch(target: T) -> T:
+    """Restore every forward and config of a patched model or trainer exactly. Does nothing to one not patched."""
+    for model in models_of(target):
+        _restore(model)
+    return target
+
+
+@contextmanager
+def patched(target: T, *, attention: str = "auto", strict: bool = False) -> Iterator[T]:
+    """``patch`` on entry and ``unpatch`` on exit, also after an exception."""
+    patch(target, attention=attention, strict=strict)
+    try:
+        yield target
+    finally:
+        unpatch(target)
+
+
+def report(target: Any) -> PatchReport:
+    """What was swapped, which backend serves, what was left alone and why.
+
+    For a trainer, the report of the model that it trains.
+    """
+    backbone = find_parts(models_of(target)[0]).backbone
+    state = _state(backbone)
+    return state.report if state is not None else PatchReport.stock(backbone)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """True where ``patch`` is in force on this model."""
+    return _state(find_parts(model).backbone) is not None
+
+
+def _state(backbone: nn.Module) -> PatchState | None:
+    state: PatchState | None = backbone.__dict__.get(STATE)
+    return state
+
+
+def _plan_unless_patched(model: nn.Module, options: dict[str, Any]) -> Plan | None:
+    state = _state(find_parts(model).backbone)
+    if state is None:
+        return make_plan(model, **options)
+    if state.options == options:
+        return None
+    # Plan on the stock model: look at what lies beneath our own forwards, which are put back if planning fails.
+    _restore(model)
+    try:
+        return make_plan(model, **options)
+    except Exception:
+        _apply(make_plan(model, **state.options), state.options)
+        raise
+
+
+def _apply(plan: Plan, options: dict[str, Any]) -> None:
+    register_interface(options["attention"])
+    state = PatchState(dict(options), plan.report)
+    configs: dict[int, Any] = {}
+    for swap in plan.forwards:
+        stock = swap.module.__dict__.get(swap.attribute, _ABSENT)
+        state.undo.append((swap.module, swap.attribute, stock))
+        setattr(swap.module, swap.attribute, swap.bind(None if isinstance(stock, str) else stock))
+    for module in plan.interface_modules:
+        original = module.config
+        if id(original) not in configs:
+            configs[id(original)] = _private_config(original, options["attention"])
+        state.undo.append((module, "config", original))
+        module.config = configs[id(original)]
+    for module, hook in plan.pre_hooks:
+        state.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    plan.backbone.__dict__[STATE] = state
+
+
+def _restore(model: nn.Module) -> None:
+    backbone = find_parts(model).backbone
+    state = _state(backbone)
+    if state is None:
+        return
+    for module, attribute, previous in reversed(state.undo):
+        if isinstance(previous, str):
+            module.__dict__.pop(attribute, None)
+        else:
+            setattr(module, attribute, previous)
+    for handle in state.hooks:
+        handle.remove()
+    del backbone.__dict__[STATE]
+
+
+def _private_config(config: Any, attention: str) -> Any:
+    """A copy of a config that names our attention and remembers the one it replaces."""
+    private = copy.copy(config)
+    private._fastpack_stock_attention = config._attn_implementation
+    private._attn_implementation_internal = interface_name(attention)
+    return private

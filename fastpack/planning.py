@@ -1,0 +1,302 @@
+"""Decide what to swap on a model, and why not the rest, without touching it."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpack.adapters import count_projections
+from fastpack.attention_dispatch import AttentionShape, check_name, choose, explain
+from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
+from fastpack.families import AttentionSpec, Family, MlpSpec, NormSpec, Spec, family_of, source_hash
+from fastpack.layers.attention import attention_forward
+from fastpack.layers.causal_lm import (
+    HeadKind,
+    backbone_forward,
+    head_forward,
+    head_pre_hook,
+    replica_pre_hook,
+)
+from fastpack.layers.mlp import mlp_forward
+from fastpack.layers.norm import norm_forward
+from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
+from fastpack.report import PatchReport
+from fastpack.targets import Parts, find_parts
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardSwap:
+    """One forward to replace: which, and how to bind ours over the one that is there."""
+
+    module: nn.Module
+    bind: Callable[[Any], Any]
+    kind: str
+
+    @property
+    def attribute(self) -> str:
+        # accelerate keeps the forward that its hooks wrap under this name
+        return "_old_forward" if hasattr(self.module, "_hf_hook") else "forward"
+
+
+@dataclass(eq=False)
+class Plan:
+    """Everything that ``patch`` will do to one model."""
+
+    backbone: nn.Module
+    report: PatchReport
+    forwards: list[ForwardSwap] = field(default_factory=list)
+    interface_modules: list[Any] = field(default_factory=list)
+    pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
+
+
+def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
+    """Plan a patch; see :func:`fastpack.patch` for arguments and errors."""
+    check_name(attention)
+    parts = find_parts(model)
+    family = _covered_family(parts)
+    backbone = parts.backbone
+    skipped: list[tuple[str, str]] = []
+    notes: list[str] = []
+
+    specs = _trusted_specs(backbone, family, skipped)
+    fast = all(name in specs for name in family.attention)
+    if strict and (not fast or skipped):
+        why = "; ".join(f"{what}: {reason}" for what, reason in skipped) or (
+            f"family {family.model_type} has no fast forwards; its attention would run on the varlen rung"
+        )
+        raise PatchError(f"strict=True, but not every layer is on the fast rung: {why}.")
+
+    plan = Plan(backbone, PatchReport.stock(backbone))
+    _plan_backbone(plan, parts)
+    attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
+    if not attentions:
+        raise PatchError(
+            f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch."
+        )
+    for module in backbone.modules():
+        _plan_module(plan, module, specs, family, attention, skipped)
+    if not fast:
+        plan.interface_modules = list(attentions)
+    _plan_rotary(plan, backbone, notes)
+
+    shape = attention_shape(backbone, attentions[0], specs.get(type(attentions[0]).__name__))
+    backend = _serving_backend(shape, attention, notes)
+    projections = count_projections(backbone)
+    if any("8-bit" in kind for kind in projections):
+        notes.append(
+            "LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated"
+        )
+    swapped = Counter(swap.kind for swap in plan.forwards)
+    if plan.interface_modules:
+        swapped["attention (interface)"] = len(plan.interface_modules)
+    plan.report = PatchReport(
+        model=type(parts.head or backbone).__name__,
+        family=family.model_type,
+        rung="fast" if fast else "varlen",
+        attention=attention,
+        backend=backend,
+        backends=explain(shape),
+        swapped=dict(swapped),
+        projections=projections,
+        skipped=tuple(dict.fromkeys(skipped)),
+        notes=tuple(notes),
+    )
+    return plan
+
+
+def _covered_family(parts: Parts) -> Family:
+    """The family of the backbone, or a refusal that says why there is none."""
+    backbone, config = parts.backbone, parts.backbone.config
+    name = type(parts.head or backbone).__name__
+    family = family_of(backbone)
+    if family is None:
+        raise UnsupportedModelError(
+            f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed."
+        )
+    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None)
+    if bidirectional or getattr(config, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"{name} is set to attend in both directions (its config says so); only causal attention is covered."
+        )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    if any(p.get("rope_type") in LENGTH_DEPENDENT for p in nested):
+        raise UnsupportedModelError(
+            f"{name} has rotary frequencies that depend on the length, chosen for each kind of layer "
+            f"({[p.get('rope_type') for p in nested]}); that combination is not covered."
+        )
+    return family
+
+
+def _why_not_covered(backbone: Any) -> str:
+    config = backbone.config
+    model_type = getattr(config, "model_type", "?")
+    if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
+        return f"{model_type} is an encoder-decoder, and packing is for decoders"
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        return (
+            f"{model_type} is a multimodal model (vision or audio), which is not covered; its text model alone may be "
+            "(load it with AutoModelForCausalLM)"
+        )
+    if hasattr(backbone, "pooler") or not getattr(config, "is_decoder", True):
+        return f"{model_type} is an encoder (bidirectional attention), and packing is for decoders"
+    return (
+        f"family {model_type!r} ({type(backbone).__name__}) is not covered yet; see `fastpack families` for those "
+        "that are"
+    )
+
+
+def _own(module: nn.Module, family: Family) -> bool:
+    """Defined by this family's upstream module, not by a look-alike of the same name."""
+    return type(module).__module__ == family.module
+
+
+def _trusted_specs(backbone: nn.Module, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
+    """The fast declarations whose upstream source is one that they were proved on."""
+    trusted = dict(family.fast)
+    for cls in {type(m) for m in backbone.modules()}:
+        if cls.__name__ not in family.fast or cls.__module__ != family.module:
+            continue
+        found = source_hash(cls)
+        if found not in family.proved.get(cls.__name__, ()):
+            del trusted[cls.__name__]
+            skipped.append(
+                (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
+            )
+    return trusted
+
+
+def _plan_backbone(plan: Plan, parts: Parts) -> None:
+    backbone, head = parts.backbone, parts.head
+    plan.forwards.append(
+        ForwardSwap(backbone, functools.partial(_bind, backbone_forward, backbone, ()), "backbone")
+    )
+    if head is None:
+        plan.pre_hooks.append((backbone, replica_pre_hook))
+        return
+    kind = _head_kind(head)
+    plan.forwards.append(ForwardSwap(head, functools.partial(_bind, head_forward, head, (kind,)), "head"))
+    plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind)))
+
+
+def _head_kind(head: nn.Module) -> HeadKind:
+    name = type(head).__name__
+    if name.endswith("ForSequenceClassification"):
+        return "sequence_classification"
+    if name.endswith("ForTokenClassification"):
+        return "token_classification"
+    if name.endswith("ForQuestionAnswering"):
+        raise UnsupportedModelError(
+            f"{name} finds spans in a row; causal LMs, sequence and token classifiers are covered."
+        )
+    return "causal_lm"
+
+
+def _plan_module(
+    plan: Plan,
+    module: nn.Module,
+    specs: dict[str, Spec],
+    family: Family,
+    attention: str,
+    skipped: list[tuple[str, str]],
+) -> None:
+    name = type(module).__name__
+    spec = specs.get(name)
+    if spec is None or not _own(module, family):
+        return
+    replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
+    if isinstance(spec, AttentionSpec):
+        if replaced:
+            raise PatchError(
+                f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
+                "attention would not be packed."
+            )
+        bind = functools.partial(_bind, attention_forward, module, (spec, attention))
+        plan.forwards.append(ForwardSwap(module, bind, "attention"))
+    elif replaced:
+        skipped.append((name, "its forward was already replaced by someone else: left alone"))
+    elif isinstance(spec, NormSpec):
+        plan.forwards.append(
+            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec), "norm")
+        )
+    elif isinstance(spec, MlpSpec):
+        plan.forwards.append(
+            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec), "mlp")
+        )
+
+
+def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
+    for module in backbone.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if (
+            isinstance(rope_type, str)
+            and rope_type in LENGTH_DEPENDENT
+            and hasattr(module, "original_inv_freq")
+        ):
+            plan.forwards.append(
+                ForwardSwap(module, functools.partial(_bind, rotary_forward, module, ()), "rotary")
+            )
+            notes.append(
+                f"rotary type {rope_type!r}: each sequence gets the frequencies of its own length; the stock padded "
+                "model takes those of the longest in the batch"
+            )
+
+
+def _bind(function: Callable[..., Any], module: nn.Module, settings: tuple[Any, ...], stock: Any) -> Any:
+    bound = functools.partial(function, module, *settings, stock)
+    bound.__wrapped__ = type(module).forward  # type: ignore[attr-defined]  # for inspect.signature
+    return bound
+
+
+def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, stock: Any) -> Any:
+    return functools.partial(function, module, spec)
+
+
+def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:
+    """What this model's attention will ask of a backend, as far as it is known before a batch comes."""
+    config = backbone.config
+    head_dim = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    window = softcap = None
+    if isinstance(spec, AttentionSpec):
+        softcap = None if spec.softcap is None else attrgetter(spec.softcap)(module)
+        window = None if spec.window is None else attrgetter(spec.window)(module)
+    else:
+        softcap = getattr(config, "attn_logit_softcapping", None)
+    dropout = getattr(module, "attention_dropout", 0.0)
+    parameter = next(backbone.parameters())
+    return AttentionShape(
+        device=parameter.device,
+        dtype=backbone.dtype,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        window=window,
+        softcap=softcap,
+        sinks=hasattr(module, "sinks"),
+        dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,
+    )
+
+
+def _serving_backend(shape: AttentionShape, attention: str, notes: list[str]) -> str:
+    if shape.device.type == "meta":
+        return attention  # sharded loading: asked again at the first batch
+    if attention == "auto" or explain(shape)[attention] is None:
+        return choose(shape, attention)
+    # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in half precision
+    for dtype in (torch.bfloat16, torch.float16):
+        under_autocast = AttentionShape(**{**shape.__dict__, "dtype": dtype})
+        if shape.dtype == torch.float32 and explain(under_autocast)[attention] is None:
+            notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
+            return attention
+    choose(shape, attention)
+    raise BackendUnavailableError(
+        f"attention={attention!r} can't serve {shape.describe()}"
+    )  # pragma: no cover

@@ -1,0 +1,84 @@
+"""``PatchReport``: what a patch did to a model, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What was swapped, which backend serves, and what was left alone.
+
+    Attributes:
+        model: class name of the head, or of a bare backbone.
+        family: transformers' model_type.
+        rung: ``fast`` (the family's own forwards), ``varlen`` (attention alone), or ``stock`` (not patched).
+        attention: the backend asked for.
+        backend: the one that serves a batch of this model's dtype on its device.
+        backends: for each backend, why it can't serve, or None.
+        swapped: how many modules of each kind have another forward now.
+        projections: how many linear layers of each kind there are.
+        skipped: what was left alone, and why.
+        notes: what a user should know.
+    """
+
+    model: str
+    family: str
+    rung: str
+    attention: str = "auto"
+    backend: str | None = None
+    backends: dict[str, str | None] = field(default_factory=dict)
+    swapped: dict[str, int] = field(default_factory=dict)
+    projections: dict[str, int] = field(default_factory=dict)
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def stock(cls, backbone: Any) -> PatchReport:
+        """The report of a model that is not patched."""
+        return cls(type(backbone).__name__, getattr(backbone.config, "model_type", "?"), "stock")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip("\n")
+
+    def __rich__(self) -> RenderableType:
+        from rich import box
+        from rich.table import Table
+
+        title = f"fastpack: {self.model} ({self.family})"
+        table = Table(title=title, title_justify="left", box=box.ROUNDED, show_header=False, min_width=60)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        if self.rung == "stock":
+            table.add_row("rung", "stock: not patched")
+            return table
+        table.add_row(
+            "rung", {"fast": "fast", "varlen": "varlen (attention packed, the rest stock)"}[self.rung]
+        )
+        asked = "" if self.attention == "auto" else " (asked for by name)"
+        table.add_row("attention", f"{self.backend}{asked}")
+        for kind, count in self.swapped.items():
+            table.add_row(f"  {kind}", f"{count} swapped")
+        table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))
+        for what, why in self.skipped:
+            table.add_row(f"left alone: {what}", why)
+        for note in self.notes:
+            table.add_row("note", note)
+        unusable = {name: why for name, why in self.backends.items() if why is not None}
+        for name, why in unusable.items():
+            table.add_row(f"not {name}", why, style="dim")
+        return table
