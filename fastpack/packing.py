@@ -59,9 +59,7 @@ class PackedSeqLens:
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def from_lengths(
-        cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str = "cpu"
-    ) -> PackedSeqLens:
+    def from_lengths(cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str = "cpu") -> PackedSeqLens:
         """Build from the lengths of the sequences.
 
         Args:
@@ -353,9 +351,7 @@ def _explicit_boundary(
     ours = given.get("packed_seq_lens")
     if ours is not None:
         lengths = (
-            list(ours.lengths)
-            if isinstance(ours, PackedSeqLens)
-            else _check_lengths(host.get("packed_seq_lens", ours))
+            list(ours.lengths) if isinstance(ours, PackedSeqLens) else _check_lengths(host.get("packed_seq_lens", ours))
         )
         if sum(lengths) != total:
             raise PackingError(

@@ -77,9 +77,7 @@ def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
     _plan_backbone(plan, parts)
     attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
     if not attentions:
-        raise PatchError(
-            f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch."
-        )
+        raise PatchError(f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch.")
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, attention, skipped)
     if not fast:
@@ -90,9 +88,7 @@ def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
     backend = _serving_backend(shape, attention, notes)
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
-        notes.append(
-            "LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated"
-        )
+        notes.append("LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated")
     swapped = Counter(swap.kind for swap in plan.forwards)
     if plan.interface_modules:
         swapped["attention (interface)"] = len(plan.interface_modules)
@@ -117,9 +113,7 @@ def _covered_family(parts: Parts) -> Family:
     name = type(parts.head or backbone).__name__
     family = family_of(backbone)
     if family is None:
-        raise UnsupportedModelError(
-            f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed."
-        )
+        raise UnsupportedModelError(f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed.")
     bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None)
     if bidirectional or getattr(config, "is_causal", True) is False:
         raise UnsupportedModelError(
@@ -158,10 +152,11 @@ def _own(module: nn.Module, family: Family) -> bool:
     return type(module).__module__ == family.module
 
 
-def _trusted_specs(backbone: nn.Module, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
+def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
     """The fast declarations whose upstream source is one that they were proved on."""
     trusted = dict(family.fast)
-    for cls in {type(m) for m in backbone.modules()}:
+    classes: set[Any] = {type(m) for m in backbone.modules()}
+    for cls in classes:
         if cls.__name__ not in family.fast or cls.__module__ != family.module:
             continue
         found = source_hash(cls)
@@ -175,9 +170,7 @@ def _trusted_specs(backbone: nn.Module, family: Family, skipped: list[tuple[str,
 
 def _plan_backbone(plan: Plan, parts: Parts) -> None:
     backbone, head = parts.backbone, parts.head
-    plan.forwards.append(
-        ForwardSwap(backbone, functools.partial(_bind, backbone_forward, backbone, ()), "backbone")
-    )
+    plan.forwards.append(ForwardSwap(backbone, functools.partial(_bind, backbone_forward, backbone, ()), "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))
         return
@@ -223,26 +216,16 @@ def _plan_module(
     elif replaced:
         skipped.append((name, "its forward was already replaced by someone else: left alone"))
     elif isinstance(spec, NormSpec):
-        plan.forwards.append(
-            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec), "norm")
-        )
+        plan.forwards.append(ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec), "norm"))
     elif isinstance(spec, MlpSpec):
-        plan.forwards.append(
-            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec), "mlp")
-        )
+        plan.forwards.append(ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec), "mlp"))
 
 
 def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
     for module in backbone.modules():
         rope_type = getattr(module, "rope_type", None)
-        if (
-            isinstance(rope_type, str)
-            and rope_type in LENGTH_DEPENDENT
-            and hasattr(module, "original_inv_freq")
-        ):
-            plan.forwards.append(
-                ForwardSwap(module, functools.partial(_bind, rotary_forward, module, ()), "rotary")
-            )
+        if isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq"):
+            plan.forwards.append(ForwardSwap(module, functools.partial(_bind, rotary_forward, module, ()), "rotary"))
             notes.append(
                 f"rotary type {rope_type!r}: each sequence gets the frequencies of its own length; the stock padded "
                 "model takes those of the longest in the batch"
@@ -297,6 +280,4 @@ def _serving_backend(shape: AttentionShape, attention: str, notes: list[str]) ->
             notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
             return attention
     choose(shape, attention)
-    raise BackendUnavailableError(
-        f"attention={attention!r} can't serve {shape.describe()}"
-    )  # pragma: no cover
+    raise BackendUnavailableError(f"attention={attention!r} can't serve {shape.describe()}")  # pragma: no cover

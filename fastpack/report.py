@@ -66,9 +66,7 @@ class PatchReport:
         if self.rung == "stock":
             table.add_row("rung", "stock: not patched")
             return table
-        table.add_row(
-            "rung", {"fast": "fast", "varlen": "varlen (attention packed, the rest stock)"}[self.rung]
-        )
+        table.add_row("rung", {"fast": "fast", "varlen": "varlen (attention packed, the rest stock)"}[self.rung])
         asked = "" if self.attention == "auto" else " (asked for by name)"
         table.add_row("attention", f"{self.backend}{asked}")
         for kind, count in self.swapped.items():

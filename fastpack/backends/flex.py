@@ -99,10 +99,14 @@ def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (seq_idx[query] == seq_idx[key])
 
-    def visible_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < window) & (seq_idx[query] == seq_idx[key])
+    if window is None:
+        return visible
+    limit = window
 
-    return visible if window is None else visible_in_window
+    def visible_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(batch, head, query, key) & (query - key < limit)
+
+    return visible_in_window
 
 
 @functools.cache

@@ -30,10 +30,7 @@ def run(call: AttentionCall) -> Tensor:
             q = call.q[rows].to(wide).unflatten(0, (count, length)).unflatten(2, (-1, call.groups))
             q = q.permute(0, 2, 3, 1, 4)
             k, v = (t[rows].to(wide).unflatten(0, (count, length)).transpose(1, 2) for t in (call.k, call.v))
-            blocks = [
-                _block(call, q[..., at : at + QUERY_BLOCK, :], k, v, at)
-                for at in range(0, length, QUERY_BLOCK)
-            ]
+            blocks = [_block(call, q[..., at : at + QUERY_BLOCK, :], k, v, at) for at in range(0, length, QUERY_BLOCK)]
             merged = torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0]
             out.append(merged.permute(0, 3, 1, 2, 4).reshape(count * length, call.q.shape[1], -1))
     return torch.cat(out).to(call.q.dtype) if len(out) > 1 else out[0].to(call.q.dtype)

@@ -33,9 +33,7 @@ def run(call: AttentionCall) -> Tensor:
     with _kernels(call.q.device):
         for first, count, length in call.packed.runs:
             rows = slice(first, first + count * length)
-            q, k, v = (
-                t[rows].unflatten(0, (count, length)).transpose(1, 2) for t in (call.q, call.k, call.v)
-            )
+            q, k, v = (t[rows].unflatten(0, (count, length)).transpose(1, 2) for t in (call.q, call.k, call.v))
             if call.window is None or call.window >= length:
                 block = _sdpa(call, q, k, v, None)
             else:

@@ -13,6 +13,7 @@ import inspect
 import sys
 import textwrap
 from types import FunctionType
+from typing import Any
 
 from torch import nn
 
@@ -82,14 +83,15 @@ _HELPERS = ("apply_rotary_pos_emb", "rotate_half")
 
 
 @functools.cache
-def source_hash(cls: type[nn.Module]) -> str:
-    """Hash of what a class's forward computes: its ``__init__``, ``forward`` and the helpers it calls.
+def source_hash(cls: Any) -> str:
+    """Hash of what a class's forward computes: the forward and the rotary helpers that it calls.
 
     Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter.
     """
     module = sys.modules[cls.__module__]
-    parts = [_normal_form(inspect.unwrap(cls.forward))]
-    names = inspect.unwrap(cls.forward).__code__.co_names
+    forward = inspect.unwrap(cls.forward)
+    parts = [_normal_form(forward)]
+    names = forward.__code__.co_names
     for name in sorted({*_HELPERS} & {*names, *(["rotate_half"] if "apply_rotary_pos_emb" in names else [])}):
         helper = getattr(module, name, None)
         if helper is not None:
@@ -109,10 +111,6 @@ def _normal_form(function: FunctionType) -> str:
         if isinstance(node, ast.AnnAssign) and node.value is not None:
             node.annotation = ast.Constant(None)
     first = tree.body[0]
-    if (
-        isinstance(first, ast.Expr)
-        and isinstance(first.value, ast.Constant)
-        and isinstance(first.value.value, str)
-    ):
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         tree.body = tree.body[1:] or [ast.Pass()]
     return ast.unparse(tree)

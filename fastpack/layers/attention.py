@@ -52,9 +52,7 @@ def attention_forward(
     if spec.rope_switch is None or getattr(module, spec.rope_switch):
         assert position_embeddings is not None
         cos, sin = position_embeddings
-        q, k = apply_rope(
-            q, k, cos[0], sin[0], layout=spec.rope_layout, compute_in_float32=spec.rope_in_float32
-        )
+        q, k = apply_rope(q, k, cos[0], sin[0], layout=spec.rope_layout, compute_in_float32=spec.rope_in_float32)
     out = attend(
         AttentionCall(
             q,
@@ -135,10 +133,13 @@ def packed_interface(
             f"{type(module).__name__} asks for {unknown or ['bidirectional']} attention, which packed attention does "
             "not compute. fastpack.unpatch(model) restores the stock model; please report the family."
         )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = attend(
         AttentionCall(
-            *(x[0].transpose(0, 1) for x in (query, key, value)),
-            packed=packed_seq_lens,
+            q,
+            k,
+            v,
+            packed_seq_lens,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             window=sliding_window,
             softcap=softcap,
@@ -157,10 +158,8 @@ def stock_interface(module: Any) -> Forward:
     name = module.config._fastpack_stock_attention
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None and name in (None, "eager"):
-        raise PatchError(
-            f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'."
-        )
-    found: Forward = AttentionInterface().get_interface(name, eager)
+        raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
+    found: Forward = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]  # None for no eager
     return found
 
 

@@ -106,9 +106,7 @@ def prepare_head(
     Raises:
         PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
     """
-    needs_packing = kind == "sequence_classification" or (
-        kind == "causal_lm" and _has_labels(head, args, kwargs)
-    )
+    needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
     if not needs_packing:
         return args, kwargs
     arguments = _bind(type(head), args, kwargs)
@@ -175,9 +173,7 @@ def _adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
     # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
-    return noisy and (
-        packed.batch_shape is not None and packed.batch_shape[0] > 1 or packed.indices is not None
-    )
+    return noisy and ((packed.batch_shape is not None and packed.batch_shape[0] > 1) or packed.indices is not None)
 
 
 def _refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
@@ -193,10 +189,7 @@ def _refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any
     if cached or positions is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return
     shape = _shape(arguments)
-    if (
-        pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences
-        > shape[0]
-    ):
+    if pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
         raise PackingError(
             f"position_ids restart inside a row (several sequences packed), and {why} was asked for. Those run the "
             "stock forward, whose tokens would see other sequences. Pass use_cache=False, or send a padded batch."
@@ -238,14 +231,14 @@ def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
 
 
 @functools.cache
-def _parameters(cls: type[nn.Module]) -> tuple[str, ...]:
+def _parameters(cls: Any) -> tuple[str, ...]:
     """Names of a forward's positional parameters, without self."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     found = [p.name for p in inspect.signature(cls.forward).parameters.values() if p.kind in kinds]
     return tuple(found[1:])
 
 
-def _bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _bind(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name."""
     names = _parameters(cls)
     if len(args) > len(names):

@@ -20,9 +20,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
 
 
-def rotary_forward(
-    module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor
-) -> tuple[Tensor, Tensor]:
+def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin ``[1, T, R]``.
 
     Args:
