@@ -140,7 +140,7 @@ def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
 def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("labels") is not None:
         return True
-    names = _parameters(type(head))
+    names = _parameters(type(head).forward)
     return "labels" in names[: len(args)] and args[names.index("labels")] is not None
 
 
@@ -231,16 +231,16 @@ def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
 
 
 @functools.cache
-def _parameters(cls: Any) -> tuple[str, ...]:
-    """Names of a forward's positional parameters, without self."""
+def _parameters(forward: Any) -> tuple[str, ...]:
+    """Names of the positional parameters of a class's forward, without self."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    found = [p.name for p in inspect.signature(cls.forward).parameters.values() if p.kind in kinds]
+    found = [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
     return tuple(found[1:])
 
 
 def _bind(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name."""
-    names = _parameters(cls)
+    names = _parameters(cls.forward)
     if len(args) > len(names):
         raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
     return {**dict(zip(names, args, strict=False)), **kwargs}
