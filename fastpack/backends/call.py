@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -86,8 +87,11 @@ class AttentionCall:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.q.shape[0] != self.packed.total_tokens:
-            raise ValueError(f"q has {self.q.shape[0]} tokens, packed_seq_lens {self.packed.total_tokens}.")
+        tokens = (self.q.shape[0], self.k.shape[0], self.v.shape[0])
+        if any(count != self.packed.total_tokens for count in tokens):
+            raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens {self.packed.total_tokens}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window counts the query itself, so it is at least 1, not {self.window}.")
 
     @cached_property
     def shape(self) -> AttentionShape:
@@ -107,7 +111,7 @@ class AttentionCall:
             num_sequences=self.packed.num_sequences,
             max_seqlen=self.packed.max_seqlen,
             needs_grad=torch.is_grad_enabled()
-            and (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad),
+            and any(t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks)),
         )
 
     @property
@@ -123,6 +127,17 @@ class AttentionCall:
     def with_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
         """The same call on other tensors of the same shapes."""
         return replace(self, q=q, k=k, v=v)
+
+    def runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """q, k and v of each run of equally long neighbours, ``[n, L, heads, dim]``, as views.
+
+        Split at once: the backward of a split is one concatenation, that of a slice a zero-filled copy of the whole.
+        """
+        runs = self.packed.runs
+        sizes = [count * length for _, count, length in runs]
+        pieces = zip(*(t.split(sizes) if len(sizes) > 1 else (t,) for t in (self.q, self.k, self.v)), strict=True)
+        for (q, k, v), (_, count, length) in zip(pieces, runs, strict=True):
+            yield q.unflatten(0, (count, length)), k.unflatten(0, (count, length)), v.unflatten(0, (count, length))
 
     def expanded_kv(self) -> tuple[Tensor, Tensor]:
         """k and v with every head repeated for each query head: ``[T, H, ...]``, for kernels without grouped heads."""

@@ -24,12 +24,11 @@ def run(call: AttentionCall) -> Tensor:
     wide = torch.promote_types(call.q.dtype, torch.float32)
     out: list[Tensor] = []
     with torch.autocast(call.q.device.type, enabled=False):
-        for first, count, length in call.packed.runs:
-            rows = slice(first, first + count * length)
+        for q, k, v in call.runs():
+            count, length = q.shape[:2]
             # [n, K, G, L, D] for queries, [n, K, L, D] for keys and values: grouped heads without a copy
-            q = call.q[rows].to(wide).unflatten(0, (count, length)).unflatten(2, (-1, call.groups))
-            q = q.permute(0, 2, 3, 1, 4)
-            k, v = (t[rows].to(wide).unflatten(0, (count, length)).transpose(1, 2) for t in (call.k, call.v))
+            q = q.to(wide).unflatten(2, (-1, call.groups)).permute(0, 2, 3, 1, 4)
+            k, v = (t.to(wide).transpose(1, 2) for t in (k, v))
             blocks = [_block(call, q[..., at : at + QUERY_BLOCK, :], k, v, at) for at in range(0, length, QUERY_BLOCK)]
             merged = torch.cat(blocks, -2) if len(blocks) > 1 else blocks[0]
             out.append(merged.permute(0, 3, 1, 2, 4).reshape(count * length, call.q.shape[1], -1))

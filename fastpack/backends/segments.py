@@ -1,7 +1,8 @@
 """Torch's scaled_dot_product_attention, a run of equally long sequences at a time: what a CPU or an Apple chip uses.
 
 Padding-free without a varlen kernel: neighbouring sequences of one length share a call, as a batch. A window shorter
-than a sequence is walked in blocks of queries, each with a band mask of at most ``[block, block + window]``.
+than a sequence is walked in blocks of queries, each with a band mask of at most ``[block, block + window]``; so is a
+long sequence for which torch has no fused kernel, lest it hold the scores of all of its queries at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.limits import HALF_DTYPES
 
 QUERY_BLOCK = 512
 
@@ -31,23 +33,30 @@ def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``."""
     out: list[Tensor] = []
     with _kernels(call.q.device):
-        for first, count, length in call.packed.runs:
-            rows = slice(first, first + count * length)
-            q, k, v = (t[rows].unflatten(0, (count, length)).transpose(1, 2) for t in (call.q, call.k, call.v))
-            if call.window is None or call.window >= length:
+        for q, k, v in call.runs():
+            q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+            length = q.shape[2]
+            window = length if call.window is None else min(call.window, length)
+            if window == length and (length <= QUERY_BLOCK or _has_fused_kernel(call)):
                 block = _sdpa(call, q, k, v, None)
             else:
-                block = torch.cat([_banded(call, q, k, v, at) for at in range(0, length, QUERY_BLOCK)], 2)
+                block = torch.cat([_banded(call, q, k, v, at, window) for at in range(0, length, QUERY_BLOCK)], 2)
             out.append(block.transpose(1, 2).flatten(0, 1))
     return torch.cat(out) if len(out) > 1 else out[0]
 
 
-def _banded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    assert call.window is not None
+def _has_fused_kernel(call: AttentionCall) -> bool:
+    if call.dropout or call.q.shape[2] != call.v.shape[2]:
+        return False
+    # on a GPU only FlashAttention reads grouped heads as they are, and only in half precision
+    return call.q.device.type != "cuda" or call.groups == 1 or call.q.dtype in HALF_DTYPES
+
+
+def _banded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int, window: int) -> Tensor:
     end = min(at + QUERY_BLOCK, q.shape[2])
-    begin = max(0, at - call.window + 1)
+    begin = max(0, at - window + 1)
     distance = torch.arange(at, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
-    seen = (distance >= 0) & (distance < call.window)
+    seen = (distance >= 0) & (distance < window)
     return _sdpa(call, q[:, :, at:end], k[:, :, begin:end], v[:, :, begin:end], seen)
 
 

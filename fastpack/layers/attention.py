@@ -66,19 +66,19 @@ def attention_forward(
         ),
         attention,
     )
-    return module.o_proj(out.flatten(1)[None]), None
+    return module.o_proj(out.flatten(1).unsqueeze(0)), None
 
 
 def _project(module: Any, spec: AttentionSpec, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, normalised where the family does so."""
     head_dim = module.head_dim
     if spec.qkv is not None:
-        fused = getattr(module, spec.qkv)(hidden_states)[0].unflatten(-1, (-1, head_dim))
+        fused = getattr(module, spec.qkv)(hidden_states).squeeze(0).unflatten(-1, (-1, head_dim))
         groups = module.num_key_value_groups
         kv_heads = fused.shape[1] // (groups + 2)
         q, k, v = fused.split((groups * kv_heads, kv_heads, kv_heads), 1)
         return q, k, v
-    q, k, v = (getattr(module, name)(hidden_states)[0] for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = (getattr(module, name)(hidden_states).squeeze(0) for name in ("q_proj", "k_proj", "v_proj"))
     normalised = spec.qk_norm if hasattr(module, "q_norm") else None
     if normalised == "flat":
         q, k = module.q_norm(q), module.k_norm(k)
@@ -133,7 +133,7 @@ def packed_interface(
             f"{type(module).__name__} asks for {unknown or ['bidirectional']} attention, which packed attention does "
             "not compute. fastpack.unpatch(model) restores the stock model; please report the family."
         )
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out = attend(
         AttentionCall(
             q,
