@@ -40,20 +40,18 @@ def run(call: AttentionCall) -> Tensor:
 
     window = call.effective_window
     q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.k, call.v))
-    out, aux = _compiled()(
-        q,
-        k,
-        v,
-        score_mod=_softcap(call.softcap),
-        block_mask=call.packed.memo(("flex", window), lambda: block_mask(call.packed, window)),
-        scale=call.scale,
-        enable_gqa=call.groups > 1,
-        return_aux=AuxRequest(lse=True),
-    )
-    if call.sinks is not None:
+    keywords: dict[str, Any] = {
+        "score_mod": _softcap(call.softcap),
+        "block_mask": call.packed.memo(("flex", window), lambda: block_mask(call.packed, window)),
+        "scale": call.scale,
+        "enable_gqa": call.groups > 1,
+    }
+    if call.sinks is None:
+        out: Tensor = _compiled()(q, k, v, **keywords)
+    else:
+        out, aux = _compiled()(q, k, v, **keywords, return_aux=AuxRequest(lse=True))
         out = out * torch.sigmoid(aux.lse - call.sinks.to(aux.lse.dtype)[:, None])[..., None].to(out.dtype)
-    merged: Tensor = out[0].transpose(0, 1)
-    return merged
+    return out[0].transpose(0, 1)
 
 
 def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
@@ -124,5 +122,7 @@ def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
+    # Lengths that change become symbolic after the second batch. Not dynamic=True: that would make a softcap symbolic
+    # too, which inductor refuses.
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
     return compiled

@@ -52,7 +52,9 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
     embeddings = arguments.get("inputs_embeds")
     if embeddings is None and packed.batch_shape is not None and _adds_noise(backbone, packed):
         embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
-    as_tuple = not arguments.pop("return_dict", getattr(backbone.config, "return_dict", True))
+    return_dict = arguments.pop("return_dict", None)  # PEFT passes None for "as the config says"
+    if return_dict is None:
+        return_dict = getattr(backbone.config, "return_dict", True)
     arguments.update(
         input_ids=None if embeddings is not None else packed.unpad(arguments["input_ids"]),
         inputs_embeds=None if embeddings is None else packed.unpad(embeddings),
@@ -63,7 +65,7 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
         return_dict=True,
     )
     outputs = _put_back(call_stock(backbone, stock, **arguments), packed)
-    return outputs.to_tuple() if as_tuple else outputs
+    return outputs if return_dict else outputs.to_tuple()
 
 
 def head_forward(head: Any, kind: HeadKind, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:

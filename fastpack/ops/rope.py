@@ -32,11 +32,10 @@ def apply_rope(
         q: ``[T, H, D]``; k: ``[T, K, D]``.
         cos, sin: ``[T, R]`` with R at most D, both halves written out, as transformers' rotary modules return them.
         layout: how elements are paired.
-        compute_in_float32: rotate in float32 and cast back (Cohere), else in the promoted dtype of x and cos.
+        compute_in_float32: rotate in float32 (Cohere), else in the promoted dtype of heads and tables.
 
     Returns:
-        q and k rotated, of the same shapes. Their dtype is that of the inputs where computed in float32, else the
-        promoted dtype (float32 tables promote bf16 heads, as in the stock models).
+        q and k rotated, of the same shapes and dtypes. Float32 tables (OLMo-2, autocast) are used as they are.
     """
     cos, sin = cos[:, None], sin[:, None]
     return (
@@ -55,7 +54,5 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, compute_in_floa
         crossed = torch.cat((-second, first), -1)
     else:
         crossed = torch.stack((-turned[..., 1::2], turned[..., ::2]), -1).flatten(-2)
-    out = turned * cos + crossed * sin
-    if compute_in_float32:
-        out = out.to(x.dtype)
+    out = (turned * cos + crossed * sin).to(x.dtype)
     return out if rotary == x.shape[-1] else torch.cat((out, x[..., rotary:]), -1)

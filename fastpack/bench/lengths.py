@@ -1,0 +1,32 @@
+"""How many tokens each row of a batch has."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+MEDIAN, SPREAD, SHORTEST, LONGEST = 149, 0.7, 16, 663
+
+
+def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0) -> list[int]:
+    """``count`` lengths in tokens.
+
+    Args:
+        kind: ``alpaca`` draws them like instruction data (log-normal, median 149, 5 % below about 40, 5 % above
+            about 450, at most 663: the Alpaca data set under a 16k vocabulary); a number makes all rows that long;
+            else the path of a JSON file with a list of lengths, taken in order and repeated.
+
+    Raises:
+        ValueError: the file holds no list of positive numbers.
+    """
+    if kind == "alpaca":
+        draw = random.Random(seed)
+        drawn = (round(MEDIAN * 2.718281828 ** draw.gauss(0, SPREAD)) for _ in range(count))
+        return [min(max(length, SHORTEST), LONGEST) for length in drawn]
+    if kind.isdigit():
+        return [int(kind)] * count
+    found = json.loads(Path(kind).read_text())
+    if not isinstance(found, list) or not found or not all(isinstance(n, int) and n > 0 for n in found):
+        raise ValueError(f"{kind} must hold a JSON list of positive whole numbers: the lengths of the rows.")
+    return [found[i % len(found)] for i in range(count)]

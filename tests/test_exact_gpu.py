@@ -1,0 +1,100 @@
+"""On a GPU in bf16: error against float32 at most 1.5 times plain torch's own, for each backend that serves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch
+from tiny import VOCAB, tiny_model
+from torch import nn
+
+import fastpack
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.families import FAST_FAMILIES
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (70, 1, 190, 190, 333)
+REAL_HEADS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+}
+BOUND = 1.5
+FLOOR = 2e-3
+"""Below this relative error, bf16's own rounding of one value decides: no ratio is taken."""
+
+
+def build(model_type: str, dtype: torch.dtype) -> nn.Module:
+    head_dim = None if model_type in ("cohere", "phi3", "qwen2", "smollm3") else 64
+    return tiny_model(model_type, **{**REAL_HEADS, "head_dim": head_dim}).to("cuda", dtype)
+
+
+def oracle_and_plain(model_type: str) -> tuple[Result, Error]:
+    """float32 alone, and the error of plain bf16 alone against it."""
+    sequences = make_sequences(VOCAB, LENGTHS)
+    wide = run_alone(build(model_type, torch.float32), sequences)
+    plain = run_alone(build(model_type, torch.bfloat16), sequences)
+    return wide, compare(plain, wide)
+
+
+def check(ours: Error, plain: Error) -> None:
+    for what in ("logits", "loss", "grads"):
+        bound = BOUND * max(getattr(plain, what), FLOOR)
+        assert getattr(ours, what) <= bound, f"{what}: {getattr(ours, what):.2e}, plain {getattr(plain, what):.2e}"
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "mistral"])
+def test_backends(model_type: str, attention: str) -> None:
+    model = build(model_type, torch.bfloat16)
+    try:
+        fastpack.patch(model, attention=attention)
+    except fastpack.BackendUnavailableError as error:
+        pytest.skip(str(error))
+    wide, plain = oracle_and_plain(model_type)
+    sequences = make_sequences(VOCAB, LENGTHS)
+    for kind in ("padded right", "TRL's keywords"):
+        check(compare(run_batch(model, sequences, kind), wide), plain)
+
+
+@pytest.mark.parametrize("model_type", [family.model_type for family in FAST_FAMILIES])
+def test_families(model_type: str) -> None:
+    wide, plain = oracle_and_plain(model_type)
+    model = fastpack.patch(build(model_type, torch.bfloat16), strict=True)
+    sequences = make_sequences(VOCAB, LENGTHS)
+    for kind in INPUT_KINDS:
+        check(compare(run_batch(model, sequences, kind), wide), plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_over_float32_weights(dtype: torch.dtype) -> None:
+    sequences = make_sequences(VOCAB, LENGTHS)
+    wide = run_alone(build("llama", torch.float32), sequences)
+    stock = build("llama", torch.float32)
+    with torch.autocast("cuda", dtype):
+        plain = compare(run_alone(stock, sequences), wide)
+    model = fastpack.patch(build("llama", torch.float32), attention="torch_varlen")
+    with torch.autocast("cuda", dtype):
+        check(compare(run_batch(model, sequences, "padded left"), wide), plain)
+
+
+def test_one_synchronisation_a_step() -> None:
+    """Layers never wait for the device: a packed batch whose lengths were checked before raises no sync at all."""
+    model = fastpack.patch(build("llama", torch.bfloat16))
+    sequences = make_sequences(VOCAB, LENGTHS)
+    ids = torch.cat(sequences)[None].cuda()
+    lengths = [len(s) for s in sequences]
+    model(input_ids=ids, packed_seq_lens=lengths).logits.float().sum().backward()
+    torch.cuda.synchronize()
+    packed = fastpack.PackedSeqLens.from_lengths(lengths, device="cuda")
+    hidden = model.model.embed_tokens(ids)
+    tables = model.model.rotary_emb(hidden, packed.position_ids)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for layer in model.model.layers:
+            hidden = layer(hidden, position_embeddings=tables, packed_seq_lens=packed)
+        hidden.float().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

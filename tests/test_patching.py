@@ -1,0 +1,356 @@
+"""The patching contract: one instance, nothing else, exactly undone, and surviving what users do to models."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare, flat, make_sequences, padded, relative, run_alone, run_batch
+from tiny import VOCAB, tiny_config, tiny_model
+from torch import nn
+from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModelForTokenClassification as AutoTokenClassifier
+
+import fastpack
+from fastpack.families import FAST_FAMILIES
+
+VARLEN = "starcoder2"
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Everything of each module but its parameters and sub-modules: what a patch may touch."""
+    kept = ("_parameters", "_modules", "_buffers")
+    return {
+        f"{name}.{key}": (dict(value) if isinstance(value, dict) else value)
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in kept
+    }
+
+
+def class_attributes() -> dict[str, Any]:
+    classes = {cls for family in FAST_FAMILIES for cls in _classes(family.module)}
+    return {f"{cls.__qualname__}.{key}": value for cls in classes for key, value in vars(cls).items()}
+
+
+def _classes(module: str) -> list[type]:
+    __import__(module)
+    return [cls for cls in vars(sys.modules[module]).values() if isinstance(cls, type) and cls.__module__ == module]
+
+
+@pytest.fixture(params=["llama", VARLEN])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    return tiny_model(request.param)
+
+
+def check_exact(model: nn.Module, alone: Any) -> None:
+    for kind in ("padded left", "TRL's keywords"):
+        error = compare(run_batch(model, make_sequences(VOCAB), kind), alone)
+        assert error.worst <= FLOAT32_BOUND, error
+
+
+def test_unpatch_restores_everything(model: nn.Module) -> None:
+    before = fingerprint(model)
+    fastpack.patch(model)
+    assert fastpack.is_patched(model)
+    assert fingerprint(model) != before
+    fastpack.unpatch(model)
+    assert not fastpack.is_patched(model)
+    assert fingerprint(model) == before
+
+
+def test_nothing_but_the_instance_changes(model: nn.Module) -> None:
+    other = type(model)(model.config)
+    before, classes, functional = fingerprint(other), class_attributes(), dict(vars(torch.nn.functional))
+    interface = dict(AttentionInterface._global_mapping)
+    fastpack.patch(model)
+    assert fingerprint(other) == before, "a model built from the same config object is untouched"
+    assert class_attributes() == classes
+    assert dict(vars(torch.nn.functional)) == functional
+    added = set(AttentionInterface._global_mapping) - set(interface)
+    assert all(name.startswith("fastpack_") for name in added)
+    assert all(
+        AttentionInterface._global_mapping[name] is what for name, what in interface.items() if "fast" not in name
+    )
+
+
+def test_importing_changes_nothing() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); import fastpack; "
+        "new = set(sys.modules) - before; "
+        "assert not any(m.split('.')[0] in ('transformers', 'peft', 'trl', 'triton', 'rich') for m in new), new"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_import_is_quick() -> None:
+    """Adds under 0.2 s to ``import torch``: the best of five, since machines are noisy."""
+    code = "import torch, time; t = time.perf_counter(); import fastpack; print(time.perf_counter() - t)"
+    times = [
+        float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+        for _ in range(5)
+    ]
+    assert min(times) < 0.2
+
+
+def test_patched_undoes_after_an_exception(model: nn.Module) -> None:
+    before = fingerprint(model)
+    inside = []
+
+    def fail() -> None:
+        with fastpack.patched(model):
+            inside.append(fastpack.is_patched(model))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert inside == [True]
+    assert fingerprint(model) == before
+
+
+def test_a_second_patch_is_a_no_op_or_replans(model: nn.Module) -> None:
+    before = fingerprint(model)
+    fastpack.patch(model)
+    once = fingerprint(model)
+    fastpack.patch(model)
+    assert {k: id(v) for k, v in fingerprint(model).items() if "forward" in k and callable(v)} == {
+        k: id(v) for k, v in once.items() if "forward" in k and callable(v)
+    }
+    fastpack.patch(model, attention="reference")
+    assert fastpack.report(model).backend == "reference"
+    with pytest.raises(fastpack.BackendUnavailableError):
+        fastpack.patch(model, attention="flash_attn")
+    assert fastpack.report(model).backend == "reference", "the patch in force stays when the new one is refused"
+    fastpack.unpatch(model)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_come_back_patched(model: nn.Module, how: str) -> None:
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        twin = torch.load(buffer, weights_only=False)
+    assert fastpack.is_patched(twin)
+    check_exact(twin, alone)
+    with torch.no_grad():  # the copy runs on its own weights
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert not twin(**flat(make_sequences(VOCAB)), packed_seq_lens=[7, 1, 19, 19, 33]).logits.any()
+    check_exact(model, alone)
+    fastpack.unpatch(twin)
+    assert not any("forward" in module.__dict__ for module in twin.modules())
+    assert not twin._forward_pre_hooks
+    assert fastpack.is_patched(model)
+
+
+def test_pickle_opens_patched_in_a_fresh_process(tmp_path: Path) -> None:
+    model = fastpack.patch(tiny_model(VARLEN))
+    torch.save(model, tmp_path / "model.pt")
+    code = (
+        f"import torch; m = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+        "import fastpack; assert fastpack.is_patched(m); "
+        "m(input_ids=torch.arange(3, 13)[None], packed_seq_lens=[4, 6])"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_save_pretrained_is_stock(model: nn.Module, tmp_path: Path) -> None:
+    alone = run_alone(model, make_sequences(VOCAB))
+    model.save_pretrained(tmp_path / "stock")
+    fastpack.patch(model)
+    model.save_pretrained(tmp_path / "patched")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "patched" / name).read_bytes() == (tmp_path / "stock" / name).read_bytes()
+    again = type(model).from_pretrained(tmp_path / "patched", attn_implementation="eager").train()
+    assert not fastpack.is_patched(again)
+    assert compare(run_alone(again, make_sequences(VOCAB)), alone).worst <= FLOAT32_BOUND
+
+
+def test_generate_is_stock(model: nn.Module) -> None:
+    ids = padded(make_sequences(VOCAB, (4, 9, 6)), "left")
+    ids = {"input_ids": ids["input_ids"][:3], "attention_mask": ids["attention_mask"][:3]}
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    model.eval()
+    stock = model.generate(**ids, **settings)
+    fastpack.patch(model)
+    assert torch.equal(model.generate(**ids, **settings), stock)
+    assert torch.equal(model.generate(**ids, **settings, use_cache=False), stock)
+    assert torch.equal(model.generate(**ids, **settings, num_beams=2), _stock_beams(model, ids, settings))
+
+
+def _stock_beams(model: nn.Module, ids: dict[str, Any], settings: dict[str, Any]) -> torch.Tensor:
+    stock = copy.deepcopy(model)
+    fastpack.unpatch(stock)
+    return stock.generate(**ids, **settings, num_beams=2)
+
+
+def test_an_explicit_cache_or_attentions_take_the_stock_path(model: nn.Module) -> None:
+    batch = padded(make_sequences(VOCAB), "right")
+    with torch.no_grad():
+        stock = model(**batch, use_cache=True, output_attentions=True)
+        fastpack.patch(model)
+        ours = model(**batch, use_cache=True, output_attentions=True)
+        default = model(**batch)
+    assert ours.past_key_values is not None
+    assert torch.equal(ours.attentions[0], stock.attentions[0])
+    assert torch.equal(ours.logits, stock.logits)
+    assert default.past_key_values is None, "no cache is made unless asked for"
+
+
+def test_the_signature_is_the_stock_one() -> None:
+    """Trainers drop data set columns that ``forward`` does not name."""
+    model = tiny_model("llama")
+    names = set(inspect.signature(model.forward).parameters)
+    backbone = set(inspect.signature(model.model.forward).parameters)
+    fastpack.patch(model)
+    assert names <= set(inspect.signature(model.forward).parameters)
+    assert backbone <= set(inspect.signature(model.model.forward).parameters)
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+def test_accelerate_hooks_before_and_after() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Count(ModelHook):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return args, kwargs
+
+    for order in ("hooks first", "patch first"):
+        model = tiny_model("llama")
+        alone = run_alone(model, make_sequences(VOCAB))
+        if order == "patch first":
+            fastpack.patch(model)
+        hooks = {module: Count() for module in model.modules() if module is not model}
+        for module, hook in hooks.items():
+            add_hook_to_module(module, hook)
+        if order == "hooks first":
+            fastpack.patch(model)
+        check_exact(model, alone)
+        assert all(hook.calls for module, hook in hooks.items() if not isinstance(module, nn.ModuleList))
+        if order == "hooks first":
+            fastpack.unpatch(model)
+        for module in hooks:
+            remove_hook_from_module(module)
+        fastpack.unpatch(model)
+        assert compare(run_alone(model, make_sequences(VOCAB)), alone).worst == 0
+
+
+def test_accelerate_bf16_wrapper() -> None:
+    from accelerate import Accelerator
+
+    model = fastpack.patch(tiny_model("llama"))
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    out = prepared(**padded(make_sequences(VOCAB), "right"))
+    assert out.logits.dtype == torch.float32
+    out.loss.backward()
+
+
+def test_classification_heads_and_bare_backbone() -> None:
+    sequences = make_sequences(VOCAB)
+    batch = padded(sequences, "right")
+    ids, mask = batch["input_ids"][:-1], batch["attention_mask"][:-1]  # a row of padding has no token to pool
+    for auto in (AutoModelForSequenceClassification, AutoTokenClassifier):
+        model = tiny_model("llama", auto=auto, num_labels=3)
+        stock = model(ids, attention_mask=mask, use_cache=False).logits
+        fastpack.patch(model)
+        ours = model(ids, attention_mask=mask).logits
+        where = mask.bool() if stock.ndim == 3 else slice(None)
+        assert relative(ours[where], stock[where]) <= FLOAT32_BOUND
+    labels = torch.where(mask.bool(), ids % 3, -100)
+    loss = model(ids, attention_mask=mask, labels=labels).loss
+    fastpack.unpatch(model)
+    assert relative(loss, model(ids, attention_mask=mask, labels=labels, use_cache=False).loss) <= FLOAT32_BOUND
+    bare = tiny_model("llama", auto=AutoModel)
+    stock = bare(ids, attention_mask=mask, use_cache=False).last_hidden_state
+    fastpack.patch(bare)
+    assert relative(bare(ids, attention_mask=mask).last_hidden_state[mask.bool()], stock[mask.bool()]) <= FLOAT32_BOUND
+
+
+def test_fsdp_wraps_by_layer_class_name() -> None:
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    model = fastpack.patch(tiny_model("llama"))
+    layer = type(model.model.layers[0])
+    assert transformer_auto_wrap_policy(model.model.layers[0], False, 0, transformer_layer_cls={layer})
+
+
+def test_an_unknown_upstream_source_drops_to_the_varlen_rung(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    stock = LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Upstream has changed."""
+        return stock(self, hidden_states * 1.0, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    from fastpack.families import source_hash
+
+    source_hash.cache_clear()
+    model = tiny_model("llama")
+    alone = run_alone(model, make_sequences(VOCAB))
+    with pytest.raises(fastpack.PatchError, match="strict"):
+        fastpack.patch(model, strict=True)
+    fastpack.patch(model)
+    report = fastpack.report(model)
+    source_hash.cache_clear()
+    assert report.rung == "varlen"
+    assert report.skipped[0][0] == "LlamaAttention"
+    check_exact(model, alone)
+
+
+def test_every_fast_family_is_proved_on_the_installed_transformers() -> None:
+    """Where this fails, upstream changed: prove the fast forward again, then add the new hash."""
+    import importlib
+
+    from fastpack.families import source_hash
+
+    for family in FAST_FAMILIES:
+        module = importlib.import_module(family.module)
+        for name in family.fast:
+            assert source_hash(getattr(module, name)) in family.proved[name], f"{family.model_type}: {name}"
+
+
+def test_report_says_what_was_done() -> None:
+    model = tiny_model("qwen3")
+    assert fastpack.report(model).rung == "stock"
+    fastpack.patch(model)
+    report = fastpack.report(model)
+    assert (report.rung, report.family, report.model) == ("fast", "qwen3", "Qwen3ForCausalLM")
+    assert report.backend == "segments"
+    assert report.swapped == {"backbone": 1, "head": 1, "attention": 2, "mlp": 2, "norm": 9}
+    assert report.projections == {"linear": 14}
+    text = str(report)
+    assert "Qwen3ForCausalLM" in text
+    assert "segments" in text
+    assert pickle.loads(pickle.dumps(report.to_dict())) == report.to_dict()
+
+
+def test_all_names_what_there_is() -> None:
+    assert sorted(fastpack.__all__) == fastpack.__all__
+    assert all(hasattr(fastpack, name) for name in fastpack.__all__)
+
+
+def test_tiny_configs_switch_the_family_traits_on() -> None:
+    assert tiny_config("gemma2").attn_logit_softcapping == 2.0
+    assert tiny_config("mistral").sliding_window == 8
