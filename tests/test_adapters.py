@@ -1,0 +1,178 @@
+"""LoRA, 4-bit and 8-bit layers, alone and together, patched before or after PEFT wraps the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
+from peft import LoraConfig, get_peft_model
+from tiny import VOCAB, tiny_model
+from torch import nn
+
+import fastpack
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = ("padded left", "TRL's keywords")
+
+
+def lora_config(**settings: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TARGETS, "task_type": "CAUSAL_LM", **settings})
+
+
+def with_lora(model: nn.Module, **settings: Any) -> Any:
+    """LoRA whose B is not zero, so that it takes part."""
+    torch.manual_seed(1)
+    wrapped = get_peft_model(model, lora_config(**settings))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    return wrapped.train()
+
+
+def quantised(tmp_path: Path, **settings: Any) -> nn.Module:
+    """A tiny Llama whose projections are bitsandbytes layers."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    return AutoModelForCausalLM.from_pretrained(
+        tmp_path,
+        quantization_config=BitsAndBytesConfig(**settings),
+        attn_implementation="eager",
+        dtype=torch.float32,
+        device_map={"": "cpu"},
+    ).train()
+
+
+def nf4(tmp_path: Path) -> nn.Module:
+    return quantised(
+        tmp_path,
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
+def check(model: nn.Module, alone: Any) -> None:
+    for kind in KINDS:
+        error = compare(run_batch(model, make_sequences(VOCAB), kind), alone)
+        assert error.worst <= FLOAT32_BOUND, f"{kind}: {error}"
+    assert alone.grads, "something is trained"
+
+
+@pytest.mark.parametrize("order", ["patched, then wrapped", "wrapped, then patched", "base patched inside"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+def test_lora(model_type: str, order: str) -> None:
+    alone = run_alone(with_lora(tiny_model(model_type)), make_sequences(VOCAB))
+    model = tiny_model(model_type)
+    if order == "patched, then wrapped":
+        wrapped = with_lora(fastpack.patch(model))
+    else:
+        wrapped = with_lora(model)
+        fastpack.patch(wrapped if order == "wrapped, then patched" else wrapped.get_base_model())
+    check(wrapped, alone)
+    assert fastpack.is_patched(wrapped)
+    fastpack.unpatch(wrapped)
+    assert not fastpack.is_patched(model)
+    assert not any("forward" in module.__dict__ for module in wrapped.modules())
+
+
+def test_some_projections_only() -> None:
+    alone = run_alone(with_lora(tiny_model("llama"), target_modules=["q_proj", "down_proj"]), make_sequences(VOCAB))
+    wrapped = fastpack.patch(with_lora(tiny_model("llama"), target_modules=["q_proj", "down_proj"]))
+    check(wrapped, alone)
+    assert fastpack.report(wrapped).projections == {"linear": 10, "linear + lora": 4}
+
+
+def test_fused_projections() -> None:
+    """Phi 3 has one projection for q, k and v, and one for gate and up."""
+    targets = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+    alone = run_alone(with_lora(tiny_model("phi3"), target_modules=targets), make_sequences(VOCAB))
+    check(fastpack.patch(with_lora(tiny_model("phi3"), target_modules=targets)), alone)
+
+
+def test_adapters_disabled_is_the_base_model() -> None:
+    """DPO's reference: the same patched model with its adapters off."""
+    base = run_alone(tiny_model("llama"), make_sequences(VOCAB))
+    wrapped = fastpack.patch(with_lora(tiny_model("llama")))
+    with wrapped.disable_adapter(), torch.no_grad():
+        batch = {"input_ids": torch.cat(make_sequences(VOCAB))[None], "packed_seq_lens": [7, 1, 19, 19, 33]}
+        off = wrapped(**batch).logits[0]
+    assert relative(off, torch.cat(base.logits)) <= FLOAT32_BOUND
+    assert relative(wrapped(**batch).logits[0], torch.cat(base.logits)) > 1e-2
+
+
+def test_several_adapters_and_merging() -> None:
+    wrapped = with_lora(tiny_model("llama"))
+    wrapped.add_adapter("second", lora_config(r=2))
+    wrapped.set_adapter("second")
+    alone = run_alone(wrapped, make_sequences(VOCAB))
+    fastpack.patch(wrapped)
+    check(wrapped, alone)
+    wrapped.set_adapter("default")
+    logits = run_batch(wrapped, make_sequences(VOCAB), "packed_seq_lens").logits
+    merged = wrapped.merge_and_unload()
+    assert fastpack.is_patched(merged)
+    again = merged(input_ids=torch.cat(make_sequences(VOCAB))[None], packed_seq_lens=[7, 1, 19, 19, 33]).logits[0]
+    assert relative(again, torch.cat(logits)) <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_nf4_with_lora_and_checkpointing(tmp_path: Path, use_reentrant: bool) -> None:
+    from peft import prepare_model_for_kbit_training
+
+    def build() -> Any:
+        model = prepare_model_for_kbit_training(
+            nf4(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+        )
+        return with_lora(model)
+
+    alone = run_alone(build(), make_sequences(VOCAB))
+    wrapped = fastpack.patch(build(), strict=True)
+    assert fastpack.report(wrapped).projections["4-bit + lora"] == 14
+    check(wrapped, alone)
+
+
+def test_nf4_alone(tmp_path: Path) -> None:
+    model = nf4(tmp_path)
+    alone = run_alone(model, make_sequences(VOCAB))
+    check(fastpack.patch(model), alone)
+    assert fastpack.report(model).projections["4-bit"] == 14
+
+
+def test_8_bit_is_reported_as_not_isolated(tmp_path: Path) -> None:
+    """LLM.int8 rounds each token by itself but picks its outlier columns over the whole batch, stock too."""
+    model = fastpack.patch(quantised(tmp_path, load_in_8bit=True))
+    report = fastpack.report(model)
+    assert report.projections["8-bit"] == 14
+    assert any("not isolated" in note for note in report.notes)
+    logits = model(input_ids=torch.cat(make_sequences(VOCAB))[None], packed_seq_lens=[7, 1, 19, 19, 33]).logits
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.gpu
+def test_nf4_with_lora_on_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    tiny_model("llama", hidden_size=256, intermediate_size=512, head_dim=64).save_pretrained(tmp_path)
+
+    def build() -> Any:
+        quantisation = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        model = AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=quantisation, dtype=torch.bfloat16, device_map={"": "cuda"}
+        )
+        return with_lora(model.train())
+
+    alone = run_alone(build(), make_sequences(VOCAB))
+    wrapped = fastpack.patch(build(), strict=True)
+    for kind in KINDS:
+        error = compare(run_batch(wrapped, make_sequences(VOCAB), kind), alone)
+        assert error.worst <= 4e-2, error  # two bf16 runs of different shapes

@@ -1,0 +1,168 @@
+"""Bad input gets a clear error before anything is changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import flat, make_sequences, padded, positions, run_alone, trl_keywords
+from test_patching import fingerprint
+from tiny import VOCAB, tiny_model
+from torch import nn
+from transformers import AutoModel, AutoModelForSeq2SeqLM
+
+import fastpack
+
+SEQUENCES = make_sequences(VOCAB)
+LENGTHS = [len(s) for s in SEQUENCES]
+
+
+def refuses(model: Any, match: str, error: type[Exception] = fastpack.UnsupportedModelError, **options: Any) -> None:
+    before = fingerprint(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(error, match=match):
+        fastpack.patch(model, **options)
+    if before is not None:
+        assert fingerprint(model) == before
+
+
+def test_an_encoder() -> None:
+    refuses(tiny_model("bert", auto=AutoModel), "encoder")
+
+
+def test_an_encoder_decoder() -> None:
+    model = tiny_model("t5", auto=AutoModelForSeq2SeqLM, d_model=32, d_ff=48, num_layers=1, num_heads=2, d_kv=16)
+    refuses(model, "encoder-decoder")
+
+
+def test_a_vision_language_model() -> None:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    text = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }
+    vision = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=text, vision_config=vision))
+    refuses(model, "multimodal")
+
+
+def test_images_in_the_batch_of_a_text_model() -> None:
+    model = fastpack.patch(tiny_model("gemma3_text"))
+    with pytest.raises(fastpack.UnsupportedModelError, match="pixel_values"):
+        model(**padded(SEQUENCES, "right"), pixel_values=torch.zeros(1, 3, 8, 8))
+
+
+def test_a_family_not_yet_covered() -> None:
+    refuses(tiny_model("gpt2", n_layer=1, n_embd=32, n_head=2, n_positions=64), "'gpt2'.*not covered")
+
+
+def test_not_a_model() -> None:
+    refuses("meta-llama/Llama-3.1-8B", "takes a model", TypeError)
+    refuses(nn.Linear(2, 2), "not a transformers model")
+
+
+def test_a_bidirectional_config() -> None:
+    refuses(tiny_model("gemma3_text", use_bidirectional_attention=True), "both directions")
+
+
+@pytest.mark.parametrize("attention", ["flash_attn", "torch_varlen", "xformers", "flex", "mem_efficient"])
+def test_a_backend_that_is_not_here(attention: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("asks for GPU backends without a GPU")
+    refuses(tiny_model("llama"), f"{attention}.*can't serve", fastpack.BackendUnavailableError, attention=attention)
+
+
+def test_a_backend_that_does_not_exist() -> None:
+    refuses(tiny_model("llama"), "is not a backend", fastpack.BackendUnavailableError, attention="flashattn")
+
+
+def test_wrapped_models() -> None:
+    refuses(nn.DataParallel(tiny_model("llama")), "DataParallel", fastpack.PatchError)
+    compiled = torch.compile(tiny_model("llama"))
+    with pytest.raises(fastpack.PatchError, match="compiled"):
+        fastpack.patch(compiled)
+
+
+def test_fsdp_wrapped(tmp_path: Any) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = tiny_model("llama")
+        fully_shard(model)
+        refuses(model, "FSDP2", fastpack.PatchError)
+        inner = tiny_model("llama")
+        fully_shard(inner.model)
+        refuses(inner, "FSDP2", fastpack.PatchError)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_data_parallel_replica_refuses_to_run() -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    replica = model._replicate_for_data_parallel()
+    with pytest.raises(fastpack.PatchError, match="torchrun"):
+        replica(**flat(SEQUENCES))
+
+
+def test_strict_names_what_is_not_fast() -> None:
+    refuses(tiny_model("starcoder2"), "varlen", fastpack.PatchError, strict=True)
+
+
+def test_an_attention_forward_that_someone_replaced() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[0].self_attn
+    layer.forward = layer.forward
+    refuses(model, "already replaced", fastpack.PatchError)
+
+
+BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "lengths that do not sum to T": ({"packed_seq_lens": [3, 4]}, r"sum to 7.*79"),
+    "cu_seq_lens against position_ids": (
+        {**trl_keywords(SEQUENCES), "position_ids": torch.arange(79)[None]},
+        "cu_seq_lens_q.*position_ids",
+    ),
+    "cu_seq_lens that end too early": ({"cu_seq_lens_q": torch.tensor([0, 7, 70])}, "ends at 70.*79"),
+    "a mask with holes": ({"attention_mask": torch.tensor([[1] * 40 + [0] + [1] * 38])}, "hole"),
+    "a 4-D mask": ({"attention_mask": torch.ones(1, 1, 79, 79)}, "shape"),
+    "a dict of masks": ({"attention_mask": {"full_attention": None}}, "dict"),
+    "a packed batch with a cache": ({"packed_seq_lens": LENGTHS, "use_cache": True}, "use_cache"),
+    "restarting positions with a cache": ({"position_ids": positions(SEQUENCES), "use_cache": True}, "restart"),
+    "a packed batch with attentions": ({"packed_seq_lens": LENGTHS, "output_attentions": True}, "output_attentions"),
+}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("what", BATCHES)
+def test_contradictory_batches(what: str, labels: bool) -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    given, match = BATCHES[what]
+    ids = torch.cat(SEQUENCES)[None]
+    with pytest.raises(fastpack.PackingError, match=match):
+        model(input_ids=ids, **given, **({"labels": ids} if labels else {}))
+    run_alone(model, SEQUENCES)  # and the model still works
+
+
+def test_a_packed_batch_into_a_sequence_classifier() -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=2))
+    with pytest.raises(fastpack.PackingError, match="one result a row"):
+        model(input_ids=torch.cat(SEQUENCES)[None], packed_seq_lens=LENGTHS)
+
+
+def test_lost_packing_is_loud() -> None:
+    """A layer that drops keywords must not leak: its attention notices."""
+    model = fastpack.patch(tiny_model("llama"))
+    layer = model.model.layers[0]
+    stock = layer.forward
+    layer.forward = lambda *args, **kwargs: stock(*args, **{k: v for k, v in kwargs.items() if k != "packed_seq_lens"})
+    with pytest.raises(fastpack.PatchError, match="drops keywords"):
+        model(**padded(SEQUENCES, "right"))
