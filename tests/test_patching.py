@@ -286,6 +286,41 @@ def test_classification_heads_and_bare_backbone() -> None:
     assert relative(bare(ids, attention_mask=mask).last_hidden_state[mask.bool()], stock[mask.bool()]) <= FLOAT32_BOUND
 
 
+def test_torch_compile_after_patching() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    alone = run_alone(model, make_sequences(VOCAB))
+    compiled = torch.compile(fastpack.patch(model), backend="eager")
+    for kind in ("padded left", "TRL's keywords"):
+        assert compare(run_batch(compiled, make_sequences(VOCAB), kind), _renamed(alone)).worst <= FLOAT32_BOUND
+
+
+def _renamed(alone: Any) -> Any:
+    alone.grads = {f"_orig_mod.{name.removeprefix('_orig_mod.')}": grad for name, grad in alone.grads.items()}
+    return alone
+
+
+def test_fsdp2_after_patching(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model("llama")
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        batch = padded(make_sequences(VOCAB), "left")
+        out = model(**batch)
+        out.loss.backward()
+        logits = out.logits[batch["attention_mask"].bool()]
+        assert relative(logits, torch.cat(alone.logits)) <= FLOAT32_BOUND
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
 def test_fsdp_wraps_by_layer_class_name() -> None:
     from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
