@@ -84,8 +84,8 @@ def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
         plan.interface_modules = list(attentions)
     _plan_rotary(plan, backbone, notes)
 
-    shape = attention_shape(backbone, attentions[0], specs.get(type(attentions[0]).__name__))
-    backend = _serving_backend(shape, attention, notes)
+    shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(type(m).__name__)) for m in attentions))
+    backend = ", ".join(dict.fromkeys(_serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
         notes.append("LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated")
@@ -98,11 +98,11 @@ def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
         rung="fast" if fast else "varlen",
         attention=attention,
         backend=backend,
-        backends=explain(shape),
+        backends=explain(shapes[0]),
         swapped=dict(swapped),
         projections=projections,
         skipped=tuple(dict.fromkeys(skipped)),
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys(notes)),
     )
     return plan
 
@@ -243,27 +243,24 @@ def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, sto
 
 
 def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:
-    """What this model's attention will ask of a backend, as far as it is known before a batch comes."""
+    """What one attention module will ask of a backend, as far as it is known before a batch comes."""
     config = backbone.config
-    head_dim = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    window = softcap = None
-    if isinstance(spec, AttentionSpec):
-        softcap = None if spec.softcap is None else attrgetter(spec.softcap)(module)
-        window = None if spec.window is None else attrgetter(spec.window)(module)
-    else:
-        softcap = getattr(config, "attn_logit_softcapping", None)
+    heads = config.num_attention_heads
+    head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
+    fast = spec if isinstance(spec, AttentionSpec) else AttentionSpec(window="sliding_window")
+    window = attrgetter(fast.window)(module) if fast.window and hasattr(module, fast.window.split(".")[0]) else None
+    softcap = attrgetter(fast.softcap)(module) if fast.softcap else getattr(config, "attn_logit_softcapping", None)
     dropout = getattr(module, "attention_dropout", 0.0)
-    parameter = next(backbone.parameters())
     return AttentionShape(
-        device=parameter.device,
+        device=next(backbone.parameters()).device,
         dtype=backbone.dtype,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        value_dim=head_dim,
-        window=window,
+        value_dim=getattr(module, "v_head_dim", None) or head_dim,
+        window=window if isinstance(window, int) else None,
         softcap=softcap,
-        sinks=hasattr(module, "sinks"),
+        sinks=getattr(module, "sinks", None) is not None,
         dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,
     )
 

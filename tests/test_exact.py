@@ -153,6 +153,10 @@ ROPE = {
 }
 
 
+ROPE["dynamic, interleaved"] = ("cohere", ROPE["dynamic"][1])
+ROPE["dynamic, varlen rung"] = ("cohere2", ROPE["dynamic"][1])
+
+
 def fresh_alone(build: Callable[[], nn.Module], sequences: list[Tensor]) -> list[Tensor]:
     """Each sequence in a model of its own: the stock dynamic modules remember the longest they have seen."""
     return [build()(input_ids=s[None], use_cache=False).logits[0].detach() for s in sequences]

@@ -61,7 +61,8 @@ class Figures:
 def run(settings: Settings) -> Figures:
     """Train ``warmup + steps`` steps, and measure the last ``steps``."""
     from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     import fastpack
 

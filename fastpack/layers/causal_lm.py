@@ -21,6 +21,9 @@ HeadKind = Literal["causal_lm", "sequence_classification", "token_classification
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
 """The names under which a cache object is passed."""
 
+PER_TOKEN = ("token_type_ids",)
+"""Other arguments of shape ``[B, S]``, un-padded with the tokens."""
+
 MEDIA = (
     "pixel_values",
     "pixel_values_videos",
@@ -55,6 +58,7 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
     return_dict = arguments.pop("return_dict", None)  # PEFT passes None for "as the config says"
     if return_dict is None:
         return_dict = getattr(backbone.config, "return_dict", True)
+    arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
     arguments.update(
         input_ids=None if embeddings is not None else packed.unpad(arguments["input_ids"]),
         inputs_embeds=None if embeddings is None else packed.unpad(embeddings),
@@ -199,6 +203,11 @@ def _refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any
 
 
 def _refuse_media(arguments: Mapping[str, Any]) -> None:
+    if arguments.get("encoder_hidden_states") is not None:
+        raise UnsupportedModelError(
+            "encoder_hidden_states came with the batch: cross-attention is not covered. Train this model unpatched "
+            "(fastpack.unpatch(model))."
+        )
     media = [name for name in MEDIA if arguments.get(name) is not None]
     if media:
         raise UnsupportedModelError(

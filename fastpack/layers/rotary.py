@@ -1,7 +1,8 @@
 """Rotary tables whose frequencies depend on a sequence's length (dynamic NTK, LongRoPE), for packed sequences.
 
 The stock modules choose by the longest position of the batch, so that a short sequence changes with its neighbours.
-Here each sequence gets the frequencies of its own length, which is what it gets alone.
+Here each sequence gets the frequencies of its own length, which is what it gets alone. Frequencies come from
+transformers' own initialisers, tables from the family's own forward: only the choice is ours.
 
 Sources: Ding et al., "LongRoPE", arXiv:2402.13753 (short and long factors); Peng et al., "YaRN", arXiv:2309.00071,
 section 3.1 (dynamic NTK: the base grows with ``factor * length / trained length - (factor - 1)``).
@@ -9,6 +10,8 @@ section 3.1 (dynamic NTK: the base grows with ``factor * length / trained length
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[1, T, R]``.
+    """cos and sin ``[1, T, R]``. Dynamic NTK costs one synchronisation a batch: to know the long lengths.
 
     Args:
         x: gives dtype and device.
@@ -35,27 +38,32 @@ def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: 
     sequence = torch.zeros_like(positions)
     torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])
     reached = torch.zeros_like(positions).scatter_reduce(0, sequence, positions + 1, "amax")
-    length = reached[sequence][:, None].float()
-    freqs = positions[:, None].float() * _inverse_frequencies(module, length, x.device)
-    table = torch.cat((freqs, freqs), -1)[None]
-    scale = module.attention_scaling
-    return (table.cos() * scale).to(x.dtype), (table.sin() * scale).to(x.dtype)
+    length = reached[sequence]
+
+    if module.rope_type == "longrope":
+        trained = module.config.rope_parameters["original_max_position_embeddings"]
+        kinds = torch.where(length > trained, trained + 1, 0)
+        values = [0, trained + 1]
+    else:
+        kinds = length.clamp(min=module.config.max_position_embeddings)
+        values = kinds.unique().tolist()
+    tables = [_tables(module, x, position_ids, value) for value in values]
+    cos, sin = tables[0]
+    for value, (other_cos, other_sin) in zip(values[1:], tables[1:], strict=True):
+        chosen = (kinds == value)[None, :, None]
+        cos, sin = torch.where(chosen, other_cos, cos), torch.where(chosen, other_sin, sin)
+    return cos, sin
 
 
-def _inverse_frequencies(module: Any, length: Tensor, device: torch.device) -> Tensor:
-    """``[T, R / 2]`` for sequences of ``length`` ``[T, 1]``."""
+def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """What the family's own forward gives with the frequencies of ``length`` (0: those of short sequences)."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config, rope_type = module.config, module.rope_type
-    parameters = config.rope_parameters
-    original = module.original_inv_freq.to(device)
-    if rope_type == "longrope":
-        trained = parameters["original_max_position_embeddings"]
-        long, _ = ROPE_INIT_FUNCTIONS[rope_type](config, device, seq_len=trained + 1)
-        return torch.where(length > trained, long, original)
-    # base * (factor * length / trained - (factor - 1)) ** (R / (R - 2)), as the stock module does for a long input
-    trained, factor = config.max_position_embeddings, parameters["factor"]
-    rotary = 2 * original.shape[-1]
-    growth = (factor * length.clamp(min=trained) / trained - (factor - 1)) ** (rotary / (rotary - 2))
-    exponents = torch.arange(0, rotary, 2, device=device, dtype=torch.float) / rotary
-    return 1.0 / (parameters["rope_theta"] * growth) ** exponents
+    inv_freq, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, x.device, seq_len=length or None)
+    settings = SimpleNamespace(
+        inv_freq=inv_freq, attention_scaling=module.attention_scaling, config=module.config, rope_type=module.rope_type
+    )
+    own_forward: Any = inspect.unwrap(type(module).forward)
+    with torch.no_grad():
+        tables: tuple[Tensor, Tensor] = own_forward(settings, x, position_ids)
+    return tables

@@ -1,0 +1,144 @@
+"""Every family of the varlen rung gives what each sequence alone gives, through our attention, layer by layer."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    FLOAT32_BOUND,
+    INPUT_KINDS,
+    LENGTHS,
+    Result,
+    compare,
+    flat,
+    make_sequences,
+    relative,
+    run_alone,
+    run_batch,
+)
+from tiny import VOCAB, WINDOW, tiny_model
+from torch import Tensor, nn
+
+import fastpack
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.backends.call import AttentionCall
+from fastpack.families import FAST_FAMILIES, VARLEN_FAMILIES, Family
+
+NAIVE_BOUND = 1e-2
+CALLS_PER_MODULE = {"diffllama": 2}
+"""How often a module calls the interface in one forward, where that is not once."""
+IN_FLOAT64 = ("biogpt", "ctrl")
+"""The gradient of a key bias is zero where positions are added to the embeddings; float32 leaves rounding alone."""
+GENERATED = ("beam", "deepseek_v3", "gpt2", "gpt_oss", "granitemoe", "modernbert-decoder")
+
+each_family = pytest.mark.parametrize("family", VARLEN_FAMILIES, ids=[f.model_type for f in VARLEN_FAMILIES])
+
+
+@dataclass(frozen=True)
+class Case:
+    """A family, a tiny stock model of it, and what that gives for each sequence alone."""
+
+    family: Family
+    model: nn.Module
+    sequences: list[Tensor]
+    alone: Result
+
+    @property
+    def calls(self) -> int:
+        modules = [m for m in self.model.modules() if type(m).__name__ in self.family.attention]
+        return len(modules) * CALLS_PER_MODULE.get(self.family.model_type, 1)
+
+
+def build(model_type: str) -> nn.Module:
+    model = tiny_model(model_type)
+    return model.double() if model_type in IN_FLOAT64 else model
+
+
+@pytest.fixture(scope="module", params=VARLEN_FAMILIES, ids=[f.model_type for f in VARLEN_FAMILIES])
+def case(request: pytest.FixtureRequest) -> Case:
+    model = build(request.param.model_type)
+    sequences = make_sequences(VOCAB)
+    return Case(request.param, model, sequences, run_alone(model, sequences))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
+    """Every call that reached a backend."""
+    made: list[AttentionCall] = []
+
+    def recorded(run: Callable[[AttentionCall], Tensor]) -> Callable[[AttentionCall], Tensor]:
+        def record(call: AttentionCall) -> Tensor:
+            made.append(call)
+            return run(call)
+
+        return record
+
+    for backend in BACKENDS.values():
+        monkeypatch.setattr(backend, "run", recorded(backend.run))
+    return made
+
+
+@pytest.mark.parametrize("kind", INPUT_KINDS)
+def test_every_kind_of_input(case: Case, kind: str, calls: list[AttentionCall]) -> None:
+    with fastpack.patched(case.model):
+        assert fastpack.report(case.model).rung == "varlen"
+        error = compare(run_batch(case.model, case.sequences, kind), case.alone)
+    assert error.worst <= FLOAT32_BOUND, error
+    assert [call.q.shape[0] for call in calls] == [sum(LENGTHS)] * case.calls, "each module, the real tokens alone"
+    if windowed(case.family):
+        assert WINDOW in [call.window for call in calls], "no call had a window, which the sequences outgrow"
+
+
+def test_negative_control(case: Case) -> None:
+    """The same check fails on naive concatenation: it can tell a leak from rounding."""
+    ids = flat(case.sequences)["input_ids"]
+    with torch.no_grad():
+        logits = case.model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False).logits
+    naive = logits[0].split([len(s) for s in case.sequences])
+    assert max(relative(a, b) for a, b in zip(naive, case.alone.logits, strict=True)) > NAIVE_BOUND
+
+
+@pytest.mark.parametrize("model_type", GENERATED)
+def test_generate_is_stock(model_type: str) -> None:
+    model = build(model_type).eval()
+    prompt = make_sequences(VOCAB)[2][None]
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    stock = model.generate(prompt, **settings)
+    fastpack.patch(model)
+    assert torch.equal(model.generate(prompt, **settings), stock)
+
+
+def test_the_table() -> None:
+    """Alphabetical, without doubles, and apart from the fast families."""
+    names = [family.model_type for family in VARLEN_FAMILIES]
+    assert names == sorted(set(names))
+    assert not {*names} & {family.model_type for family in FAST_FAMILIES}
+    assert all(not family.fast for family in VARLEN_FAMILIES)
+
+
+@each_family
+def test_upstream(family: Family) -> None:
+    """The classes exist, call the attention interface, and hand it the window that the backbone's masks have."""
+    module = importlib.import_module(family.module)
+    for name in family.attention:
+        source = inspect.getsource(getattr(module, name).forward)
+        assert "ALL_ATTENTION_FUNCTIONS" in source
+        assert "sliding_window=" in source or not windowed(family)
+    assert "create_chunked_causal_mask" not in backbone_source(family)
+    assert "block_sequence_ids" not in backbone_source(family)
+
+
+def backbone_source(family: Family) -> str:
+    backbone = getattr(importlib.import_module(family.module), family.backbone)
+    return inspect.getsource(inspect.unwrap(backbone.forward))
+
+
+def windowed(family: Family) -> bool:
+    """True where the backbone builds windowed masks."""
+    return "create_sliding_window_causal_mask" in backbone_source(family)
