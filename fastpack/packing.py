@@ -127,6 +127,10 @@ class PackedSeqLens:
             self.is_empty,
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy or a pickle leaves out what is only kept for speed: a block mask holds closures, which don't pickle.
+        return {**self.__dict__, "_memo": {}}
+
     def unpad(self, x_BS: Tensor) -> Tensor:
         """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order."""
         flat = x_BS.reshape(-1, *x_BS.shape[2:])
@@ -137,7 +141,7 @@ class PackedSeqLens:
         if self.batch_shape is None:
             return x_1T
         rows, columns = self.batch_shape
-        return self._scatter(x_1T[0]).reshape(rows, columns, *x_1T.shape[2:])
+        return self._scatter(x_1T.squeeze(0)).reshape(rows, columns, *x_1T.shape[2:])
 
     def repad_flat(self, x_T: Tensor) -> Tensor:
         """``[T, ...]`` to ``[B * S, ...]``, for what a stock model returns without a batch dimension."""
@@ -148,7 +152,8 @@ class PackedSeqLens:
             return x_T
         rows, columns = self.batch_shape
         if self.is_empty:
-            x_T = x_T * 0  # keeps the graph, drops the throw-away token (and any non-finite value with it)
+            # keeps the graph, with a gradient of zero, and drops the throw-away token, which may not be finite
+            x_T = x_T.masked_fill(torch.ones_like(x_T, dtype=torch.bool), 0)
         return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy(0, self.indices, x_T)
 
     def mask_first_labels(self, labels_BS: Tensor) -> Tensor:
@@ -156,18 +161,18 @@ class PackedSeqLens:
 
         The loss shifts labels by one, so that label would be predicted from the last token of the sequence before.
         """
+        slots = self.total_tokens if self.batch_shape is None else self.batch_shape[0] * self.batch_shape[1]
+        if labels_BS.numel() != slots:
+            raise PackingError(
+                f"labels hold {labels_BS.numel()} entries (shape {tuple(labels_BS.shape)}), but the batch has {slots} "
+                "slots. Pass labels of the same shape as input_ids."
+            )
         if self.is_empty:
             return labels_BS
         starts = self.cu_seqlens[:-1].long()
         if self.indices is not None:
             starts = self.indices[starts]
-        flat = labels_BS.reshape(-1)
-        if flat.numel() == self.total_tokens or self.indices is not None:
-            return flat.index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
-        raise PackingError(
-            f"labels hold {flat.numel()} entries, but the packed batch has {self.total_tokens} tokens. "
-            "Pass labels of the same shape as input_ids."
-        )
+        return labels_BS.reshape(-1).index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
 
 
 def pack_inputs(
@@ -198,8 +203,10 @@ def pack_inputs(
         return ours.to(device)  # already read from this very batch, and checked, by the head
 
     rows, columns = shape
-    host = _to_host(shape, attention_mask, position_ids, given)
     slots = rows * columns
+    if slots == 0:
+        raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
+    host = _to_host(shape, attention_mask, position_ids, given)
     # index of every real token in the flattened batch, and the sequence number its mask gives it
     mask = host.get("attention_mask")
     if mask is None:
@@ -208,12 +215,18 @@ def pack_inputs(
     else:
         if bool((mask < 0).any()):
             raise PackingError(
-                "attention_mask holds negative values: an additive mask does not say where sequences end. Pass "
-                "0 and 1, or segment numbers with 0 for padding."
+                "attention_mask holds negative or fractional values: an additive mask does not say where sequences "
+                "end. Pass 0 and 1, or segment numbers with 0 for padding."
             )
         index = mask.nonzero()[:, 0]
         segment = mask[index]
     if index.numel() == 0:
+        if attention_mask.is_floating_point():
+            raise PackingError(
+                "attention_mask is of a floating-point dtype and holds zeros only: padding everywhere, or an additive "
+                "mask that hides nothing? Pass it as integers or bools, 1 for a real token."
+            )
+        _explicit_boundary(given, host, index, row=index, found=index.bool(), slots=slots)
         return _empty(shape, device)
     row = index // columns
     gap = index.diff() != 1
@@ -229,19 +242,26 @@ def pack_inputs(
         )
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 
-    explicit = _explicit_boundary(given, host, index.numel(), boundary)
+    # who says outright where sequences begin: offsets, lengths, or a mask that numbers them
+    author = "attention_mask (its segments)" if bool((new_segment & ~new_row).any()) else None
+    explicit = _explicit_boundary(given, host, index, row=row, found=boundary, slots=slots)
+    if explicit is not None:
+        if author is not None and not torch.equal(explicit[1], boundary):
+            at = int((explicit[1] & ~boundary).nonzero()[0, 0]) + 1
+            raise PackingError(
+                f"{explicit[0]} begins a sequence at token {at}, in the middle of a segment of attention_mask. Pass "
+                "one of them, or make them agree."
+            )
+        author, boundary = explicit
     positions = host.get("position_ids")
     real_positions = None if positions is None else positions[index]
     if real_positions is not None:
         step = real_positions.diff()
-        restart = step <= 0
-        if explicit is None:
-            boundary = boundary | restart
+        if author is None:
+            boundary = boundary | (step <= 0)
             _reject_jumps(step, boundary, all_real=index.numel() == slots)
         else:
-            _check_positions(step, explicit, new_row)
-    if explicit is not None:
-        boundary = explicit
+            _check_positions(author, step, boundary, new_row)
 
     starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
@@ -262,14 +282,20 @@ def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
-    if isinstance(lengths, Tensor) and lengths.ndim != 1:
-        raise PackingError(
-            f"packed_seq_lens is a tensor of shape {tuple(lengths.shape)}; pass a 1-D tensor of lengths."
-        )
+    if isinstance(lengths, Tensor):
+        _check_vector(lengths)
     values = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
     if not values or min(values) < 1:
         raise PackingError(f"packed_seq_lens must be lengths of at least 1 token each; got {values[:8]}.")
     return values
+
+
+def _check_vector(lengths: Tensor) -> None:
+    if lengths.ndim != 1 or lengths.is_floating_point():
+        raise PackingError(
+            f"packed_seq_lens is a tensor of shape {tuple(lengths.shape)} and {lengths.dtype}; pass a 1-D tensor of "
+            "whole lengths."
+        )
 
 
 def _build(
@@ -318,7 +344,7 @@ def _to_host(
                 f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
                 "takes a [B, S] mask (4-D masks do not say where sequences end)."
             )
-        parts["attention_mask"] = attention_mask
+        parts["attention_mask"] = _whole(attention_mask)
     if position_ids is not None:
         if position_ids.ndim > 2:
             raise PackingError(
@@ -332,21 +358,42 @@ def _to_host(
         parts["position_ids"] = position_ids.reshape(-1, columns).expand(rows, columns)
     for key, value in given.items():
         if isinstance(value, Tensor):
+            if key == "packed_seq_lens":
+                _check_vector(value)
             parts[key] = value
-    if not parts:
-        return {}
-    if all(part.device.type == "cpu" for part in parts.values()):
-        return {key: part.detach().reshape(-1).long() for key, part in parts.items()}
-    device = next(part.device for part in parts.values() if part.device.type != "cpu")
-    joined = torch.cat([part.detach().reshape(-1).to(device, torch.int32) for part in parts.values()])
-    split = joined.cpu().long().split([part.numel() for part in parts.values()])
-    return dict(zip(parts, split, strict=True))
+        elif key.startswith(("cu_seq_lens", "seq_idx")):
+            parts[key] = torch.tensor(value)
+    host = {key: part.detach().reshape(-1).long() for key, part in parts.items() if part.device.type == "cpu"}
+    remote = {key: part for key, part in parts.items() if key not in host}
+    if remote:
+        device = next(iter(remote.values())).device
+        joined = torch.cat([part.detach().reshape(-1).to(device, torch.int32) for part in remote.values()])
+        split = joined.cpu().long().split([part.numel() for part in remote.values()])
+        host.update(zip(remote, split, strict=True))
+    return host
+
+
+def _whole(mask: Tensor) -> Tensor:
+    """The mask, with -1 for what is negative or fractional: integers alone can number segments."""
+    if not mask.is_floating_point():
+        return mask
+    return torch.where(mask == mask.trunc(), mask.clamp(min=-1), -1)
 
 
 def _explicit_boundary(
-    given: Mapping[str, Any], host: Mapping[str, Tensor], total: int, found: Tensor
-) -> Tensor | None:
-    """Boundaries that were given outright, after a check that everything given agrees. ``[T - 1]`` bool or None."""
+    given: Mapping[str, Any], host: Mapping[str, Tensor], index: Tensor, *, row: Tensor, found: Tensor, slots: int
+) -> tuple[str, Tensor] | None:
+    """Boundaries that were given outright, after a check that everything given agrees.
+
+    Args:
+        index: ``[T]``, where each real token sits in the batch; ``row``: in which row.
+        found: ``[T - 1]`` bool, the boundaries that rows and the mask make.
+        slots: real tokens and padding.
+
+    Returns:
+        The keyword that says so, and ``[T - 1]`` bool; None where none came.
+    """
+    total = index.numel()
     sources: dict[str, Tensor] = {}
     ours = given.get("packed_seq_lens")
     if ours is not None:
@@ -361,21 +408,23 @@ def _explicit_boundary(
         sources["packed_seq_lens"] = torch.tensor(lengths).cumsum(0)[:-1]
     for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if key in given:
-            offsets = host[key] if key in host else torch.tensor(list(given[key]))
-            if offsets.numel() < 2 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+            offsets = host[key]
+            if offsets.numel() < 1 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
                 raise PackingError(f"{key} must rise from 0; got {offsets.tolist()[:8]}.")
             if int(offsets[-1]) != total:
                 raise PackingError(
                     f"{key} ends at {int(offsets[-1])}, but the batch holds {total} tokens. It must be the offsets "
                     "of the sequences in input_ids, from 0 to their total."
                 )
-            inner = offsets.unique()[1:-1]  # repeated offsets are sequences without tokens
-            sources[key] = inner
+            sources[key] = offsets.unique()[1:-1]  # repeated offsets are sequences without tokens
     if "seq_idx" in given:
         numbers = host["seq_idx"]
-        if numbers.numel() != total:
+        if numbers.numel() not in (total, slots):
             raise PackingError(f"seq_idx holds {numbers.numel()} entries, but the batch has {total} tokens.")
-        sources["seq_idx"] = numbers.diff().nonzero()[:, 0] + 1
+        changes = (numbers if numbers.numel() == total else numbers[index]).diff() != 0
+        if getattr(given["seq_idx"], "ndim", 1) == 2 and len(given["seq_idx"]) > 1:
+            changes |= row.diff() != 0  # each row numbers its own
+        sources["seq_idx"] = changes.nonzero()[:, 0] + 1
     if not sources:
         return None
     first, starts = next(iter(sources.items()))
@@ -385,14 +434,14 @@ def _explicit_boundary(
                 f"{first} and {other} disagree about where sequences begin: {starts.tolist()[:8]} against "
                 f"{others.tolist()[:8]}. Pass one of them, or make them agree."
             )
-    boundary = torch.zeros(total - 1, dtype=torch.bool)
+    boundary = torch.zeros_like(found)
     boundary[starts - 1] = True
     if bool((found & ~boundary).any()):
         at = int((found & ~boundary).nonzero()[0, 0]) + 1
         raise PackingError(
             f"{first} lets a sequence run over token {at}, where a new row or a new segment of attention_mask begins."
         )
-    return boundary
+    return first, boundary
 
 
 def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
@@ -407,14 +456,14 @@ def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
         )
 
 
-def _check_positions(step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
+def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
     # Several packed rows may hold one sequence each, whose positions need not restart in any visible way.
     wrong = torch.where(explicit, (step == 1) & ~new_row, step != 1)
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0, 0]) + 1
         what = "begin a sequence" if bool(explicit[at - 1]) else "continue one"
         raise PackingError(
-            f"cu_seq_lens_q / packed_seq_lens and position_ids disagree: token {at} should {what}, but its position "
+            f"{author} and position_ids disagree: token {at} should {what}, but its position "
             f"is {int(step[at - 1]):+d} from the token before. position_ids must restart where a sequence begins "
             "and grow by 1 inside it; leave them out to have them made."
         )

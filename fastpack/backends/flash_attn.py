@@ -2,6 +2,9 @@
 
 Generation 2 is ``flash_attn.flash_attn_varlen_func``, 3 is ``flash_attn_interface.flash_attn_varlen_func``, 4 is
 ``flash_attn.cute.flash_attn_varlen_func``. They differ in the names of a few arguments and in what they can do.
+
+Sources for what they can't: 2 checks that dropout is 0 where there is a softcap; 4 refuses a softcap in its varlen
+backward (Dao-AILab/flash-attention #2544), and gave no gradient to sinks before #2706.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ class Generation:
     capabilities: tuple[int, ...]
     """Major compute capabilities that it is the better choice on, in its order of preference."""
     softcap: bool
+    """Forward and backward."""
     sinks: bool
+    """Forward only: none is counted on to give the sinks a gradient."""
     dropout: bool
     no_window: int | None
     """What stands for "no limit" on the left of a window."""
@@ -37,19 +42,25 @@ class Generation:
 
 GENERATIONS = (
     Generation(3, "flash_attn_interface", (9,), softcap=True, sinks=False, dropout=False, no_window=-1),
-    Generation(4, "flash_attn.cute", (9, 10), softcap=True, sinks=True, dropout=False, no_window=None),
+    Generation(4, "flash_attn.cute", (9, 10), softcap=False, sinks=True, dropout=False, no_window=None),
     Generation(2, "flash_attn", (8, 9, 10, 12), softcap=True, sinks=False, dropout=True, no_window=-1),
 )
 
 
+NOT_INSTALLED = "not installed"
+
+
 def rejects(shape: AttentionShape) -> str | None:
     """Why no installed generation can compute this, or None."""
-    if not any(_installed(generation.module) for generation in GENERATIONS):
+    why: dict[int, str] = {}
+    for generation in GENERATIONS:
+        reason = _rejects(generation, shape)
+        if reason is None:
+            return None
+        if reason != NOT_INSTALLED:
+            why[generation.number] = reason
+    if not why:
         return "flash-attn is not installed (pip install flash-attn, or use attention='torch_varlen')"
-    reasons = {generation.number: _rejects(generation, shape) for generation in GENERATIONS}
-    if None in reasons.values():
-        return None
-    why = {number: reason for number, reason in reasons.items() if reason != "not installed"}
     return "; ".join(f"FlashAttention {number}: {reason}" for number, reason in sorted(why.items()))
 
 
@@ -80,7 +91,11 @@ def run(call: AttentionCall) -> Tensor:
 
 def _rejects(generation: Generation, shape: AttentionShape) -> str | None:
     if not _installed(generation.module):
-        return "not installed"
+        return NOT_INSTALLED
+    return _rejects_shape(generation, shape) or _import_error(generation.module)
+
+
+def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
     capability = cuda_capability(shape)
     if capability is not None and capability[0] not in generation.capabilities:
         return f"does not serve compute capability {capability[0]}.{capability[1]}"
@@ -88,8 +103,12 @@ def _rejects(generation: Generation, shape: AttentionShape) -> str | None:
         return "no softcap"
     if shape.sinks and not generation.sinks:
         return "no attention sinks"
+    if shape.sinks and shape.needs_grad:
+        return "no gradient of attention sinks"
     if shape.dropout and not generation.dropout:
         return "no dropout"
+    if shape.dropout and shape.softcap is not None:
+        return "no dropout with a softcap"
     if generation.number == 2:
         return flash2_rejects(shape)
     why = needs_cuda(shape, (8, 0))
@@ -103,7 +122,24 @@ def _rejects(generation: Generation, shape: AttentionShape) -> str | None:
 @functools.cache
 def _installed(module: str) -> bool:
     parent = module.partition(".")[0]
-    return importlib.util.find_spec(parent) is not None and importlib.util.find_spec(module) is not None
+    if importlib.util.find_spec(parent) is None:
+        return False
+    if parent == module:
+        return True
+    try:
+        return importlib.util.find_spec(module) is not None  # imports the parent, which may be broken
+    except (ImportError, OSError):
+        return True
+
+
+@functools.cache
+def _import_error(module: str) -> str | None:
+    # A wheel for another torch or CUDA, or generation 4's source shipped beside 2 without what it needs.
+    try:
+        _function(module)
+    except (ImportError, OSError, AttributeError) as error:
+        return f"does not import with torch {torch.__version__}: {error}"
+    return None
 
 
 @functools.cache

@@ -6,6 +6,8 @@ that the scores held at once are ``[block, keys]``, never T x T.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,8 @@ def rejects(shape: AttentionShape) -> str | None:
 def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]`` in the dtype of ``call.q``, computed in float32 (float64 for float64 inputs)."""
     wide = torch.promote_types(call.q.dtype, torch.float32)
+    if call.sinks is not None:  # widened once: the gradients of all sequences and blocks meet before it is rounded
+        call = replace(call, sinks=call.sinks.to(wide))
     out: list[Tensor] = []
     with torch.autocast(call.q.device.type, enabled=False):
         for q, k, v in call.runs():

@@ -7,7 +7,7 @@ from typing import Any
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "model_type": "llama",
-        "vocab_size": 16384,
+        "vocab_size": 2048,
         "hidden_size": 256,
         "intermediate_size": 688,
         "num_hidden_layers": 4,

@@ -1,0 +1,253 @@
+"""What the backend tests share: cases, the formula in float64, plain torch's own result, and how errors are measured.
+
+Shape suffixes: T tokens of all sequences, H query heads, K key/value heads, D head size, V value size.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpack.backends.call import AttentionCall
+from fastpack.packing import PackedSeqLens
+
+FIXED_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+HALF_FACTOR = 1.5
+
+LENGTHS: dict[str, tuple[int, ...]] = {
+    "mixed": (7, 1, 19, 19, 33, 1),  # one token, equal neighbours, odd
+    "long": (601, 1),  # longer than a block of queries of `reference` and `segments`
+    "blocks": (128, 128, 130, 1),  # on and beside the edge of a block of FlexAttention
+    "ones": (1, 1, 1),
+    "alone": (1,),  # what runs where a batch holds no token at all
+}
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "lengths": tuple(LENGTHS),
+    "head_dim": (8, 64, 128),
+    "groups": (1, 2, 4),
+    "value_dim": ("same", "other"),
+    "window": (None, 1, 7, 1000),
+    "scale": (None, 0.3),
+    "softcap": (None, 1.5),
+    "sinks": (False, True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: ``value_dim`` "other" is twice the head size for 8, half of it for the rest."""
+
+    lengths: str = "mixed"
+    head_dim: int = 64
+    groups: int = 2
+    value_dim: str = "same"
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(f"{name}={value}" for name, value in self.__dict__.items())
+
+    def values(self) -> int:
+        if self.value_dim == "same":
+            return self.head_dim
+        return 16 if self.head_dim == 8 else self.head_dim // 2
+
+    def make(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, seed: int = 0, requires_grad: bool = True
+    ) -> AttentionCall:
+        """The call, with random leaves; the same values, rounded, in every dtype and on every device."""
+        generator = torch.Generator().manual_seed(seed)
+        packed = PackedSeqLens.from_lengths(LENGTHS[self.lengths], device=device)
+        kv_heads = 1 if self.lengths == "long" else 2  # a T x T formula in float64 costs enough
+        total, heads = packed.total_tokens, kv_heads * self.groups
+
+        def leaf(*shape: int) -> Tensor:
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            # representable in bfloat16 whatever the dtype, so that every run computes the same function
+            return x.bfloat16().to(device, dtype).requires_grad_(requires_grad)
+
+        return AttentionCall(
+            q=leaf(total, heads, self.head_dim),
+            k=leaf(total, kv_heads, self.head_dim),
+            v=leaf(total, kv_heads, self.values()),
+            packed=packed,
+            scale=self.head_dim**-0.5 if self.scale is None else self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=leaf(heads) if self.sinks else None,
+        )
+
+
+def product(factors: Mapping[str, Iterable[Any]]) -> list[Case]:
+    """Every combination."""
+    return [Case(**dict(zip(factors, values, strict=True))) for values in itertools.product(*factors.values())]
+
+
+def pairwise(factors: Mapping[str, Iterable[Any]]) -> list[Case]:
+    """A few combinations in which any two values of two factors meet: greedy, and the same at every run."""
+    everything = product(factors)
+
+    def pairs(case: Case) -> set[Any]:
+        return set(itertools.combinations([(name, getattr(case, name)) for name in factors], 2))
+
+    covers = [pairs(case) for case in everything]
+    missing = set().union(*covers)
+    chosen: list[Case] = []
+    while missing:
+        best = max(range(len(everything)), key=lambda index: len(covers[index] & missing))
+        chosen.append(everything[best])
+        missing -= covers[best]
+    return chosen
+
+
+def without(*names: str, **fixed: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    """The factors, each of ``names`` left at its first value, others as given."""
+    return {**FACTORS, **{name: FACTORS[name][:1] for name in names}, **fixed}
+
+
+@dataclass
+class Outcome:
+    """A forward, and the gradients of everything that takes part."""
+
+    out: Tensor
+    grads: dict[str, Tensor]
+
+
+Run = Callable[[AttentionCall], Tensor]
+
+
+def measure(run: Run, call: AttentionCall) -> Outcome:
+    """Forward and backward of ``run`` on fresh leaves, under a fixed cotangent."""
+    named = {name: getattr(call, name) for name in ("q", "k", "v", "sinks")}
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in named.items() if t is not None}
+    out = run(replace(call, **leaves))
+    generator = torch.Generator().manual_seed(1)
+    cotangent = torch.randn(out.shape, generator=generator, dtype=torch.float64).bfloat16()
+    out.backward(cotangent.to(out.device, out.dtype))
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None, f"{name} got no gradient"
+    return Outcome(out.detach(), {name: leaf.grad for name, leaf in leaves.items()})
+
+
+def formula(call: AttentionCall) -> Tensor:
+    """The definition in float64, with a T x T mask: no code in common with any backend."""
+    q, k, v = (t.double() for t in (call.q, call.k, call.v))
+    sequence = torch.cat([torch.full((n,), i) for i, n in enumerate(call.packed.lengths)]).to(q.device)
+    token = torch.arange(len(sequence), device=q.device)
+    visible = (sequence[:, None] == sequence) & (token[:, None] >= token)
+    if call.window is not None:
+        visible &= token[:, None] - token < call.window
+    head = torch.arange(q.shape[1], device=q.device) // (q.shape[1] // k.shape[1])
+    scores = torch.einsum("qhd,khd->hqk", q, k[:, head]) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    weights = torch.where(visible, scores.exp(), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if call.sinks is not None:
+        total = total + call.sinks.double().exp()[:, None, None]
+    return torch.einsum("hqk,khv->qhv", weights / total, v[:, head])
+
+
+def plain(call: AttentionCall) -> Tensor:
+    """What a stock model's eager attention does in the dtype of q, a sequence at a time."""
+    dtype, heads = call.q.dtype, call.q.shape[1]
+    k, v = (t.repeat_interleave(call.groups, 1) for t in (call.k, call.v))
+    sizes = list(call.packed.lengths)
+    out: list[Tensor] = []
+    for q_, k_, v_ in zip(call.q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        scores = torch.matmul(q_.transpose(0, 1), k_.permute(1, 2, 0)) * call.scale
+        if call.softcap is not None:
+            scores = torch.tanh(scores / call.softcap) * call.softcap
+        hidden = torch.ones_like(scores[0], dtype=torch.bool).tril()
+        if call.window is not None:
+            hidden = hidden.triu(1 - call.window)
+        scores = scores.masked_fill(~hidden, torch.finfo(dtype).min)
+        if call.sinks is not None:
+            sinks = call.sinks.to(dtype).view(heads, 1, 1).expand(-1, len(q_), 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
+        out.append(torch.matmul(weights[..., : len(q_)], v_.transpose(0, 1)).transpose(0, 1))
+    return torch.cat(out)
+
+
+def alone(call: AttentionCall) -> Tensor:
+    """Torch's own fused attention, each sequence by itself: what a stock model's SDPA does with it."""
+    sizes, pieces = list(call.packed.lengths), []
+    for qkv in zip(call.q.split(sizes), call.k.split(sizes), call.v.split(sizes), strict=True):
+        q, k, v = (t.transpose(0, 1)[None] for t in qkv)
+        band = None
+        if call.window is not None and call.window < q.shape[2]:
+            band = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - call.window)
+        settings: dict[str, Any] = {"scale": call.scale, "enable_gqa": call.groups > 1}
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, is_causal=band is None, **settings)
+        pieces.append(out[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+def errors(outcome: Outcome, truth: Outcome) -> dict[str, float]:
+    """max|difference| / max|truth| of the output and of each gradient.
+
+    A gradient that vanishes (those of q and k, where each query sees one key), or that is a sum over all tokens which
+    may cancel (that of a sink), is measured against the largest one.
+    """
+    assert outcome.grads.keys() == truth.grads.keys()
+    largest = max(float(g.abs().max()) for g in truth.grads.values())
+    found = {"out": _error(outcome.out, truth.out, float(truth.out.abs().max()))}
+    for name, grad in truth.grads.items():
+        own = float(grad.abs().max())
+        may_vanish = name == "sinks" or own < 1e-6 * largest
+        found[name] = _error(outcome.grads[name], grad, largest if may_vanish else own)
+    return found
+
+
+def _error(value: Tensor, truth: Tensor, scale: float) -> float:
+    assert value.shape == truth.shape
+    error = float((value.double() - truth.double()).abs().max()) / scale
+    return float("inf") if error != error else error
+
+
+@functools.cache
+def truth_of(case: Case, device: str, seed: int = 0) -> Outcome:
+    """The formula on the case's values, which are the same in every dtype."""
+    return measure(formula, case.make(torch.float64, device, seed=seed))
+
+
+@functools.cache
+def bounds(case: Case, dtype: torch.dtype, device: str) -> dict[str, float]:
+    """How far a backend may be from the formula in this dtype: 1e-5 in float32.
+
+    In half precision 1.5 times plain torch's own error, the largest of three draws since a maximum over few numbers
+    is a noisy measure, and never less than one rounding of the result.
+    """
+    names = ["out", *truth_of(case, device).grads]
+    if dtype in FIXED_BOUNDS:
+        return dict.fromkeys(names, FIXED_BOUNDS[dtype])
+    yardsticks: list[Run] = [plain]
+    if case.softcap is None and not case.sinks and device == "cpu":
+        yardsticks.append(alone)  # torch's own CPU kernel rounds its sums to bfloat16 block by block
+    own = [
+        errors(measure(run, case.make(dtype, device, seed=seed)), truth_of(case, device, seed))
+        for run in yardsticks
+        for seed in range(3)
+    ]
+    return {name: max(HALF_FACTOR * max(e[name] for e in own), torch.finfo(dtype).eps / 2) for name in names}
+
+
+def assert_exact(run: Run, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+    """Forward and every gradient of ``run`` against the formula, within the bounds of the dtype."""
+    outcome = measure(run, case.make(dtype, device))
+    assert outcome.out.dtype == dtype
+    assert all(grad.dtype == dtype for grad in outcome.grads.values())
+    found, allowed = errors(outcome, truth_of(case, device)), bounds(case, dtype, device)
+    too_far = {name: (error, allowed[name]) for name, error in found.items() if not error <= allowed[name]}
+    assert not too_far, f"error and what is allowed: {too_far}"

@@ -1,0 +1,67 @@
+"""Machines that a backend test may pretend to run on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fastpack.backends import flash_attn, flex, limits, torch_varlen, xformers
+
+PROBES = (
+    flash_attn._installed,
+    flash_attn._import_error,
+    flash_attn._function,
+    xformers._unusable,
+    torch_varlen._grouped_heads,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No package but torch, whatever this machine has; what is there is asked once a process, here once a test."""
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn_interface", "xformers"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for probe in PROBES:
+        probe.cache_clear()
+    yield
+    for probe in PROBES:
+        probe.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(_two_threads: None) -> None:
+    """Tensors are small here, and there are many calls: a second thread only waits for the first."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """``machine(7, 5)``: torch reports a CUDA device of that compute capability. Shapes say ``cuda`` then."""
+
+    def report(major: int, minor: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+
+    return report
+
+
+@pytest.fixture
+def capable_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
+    """``capable_cpu(9, 0)``: backends take CPU tensors for that GPU's, so that their ``run`` can be called."""
+
+    def report(major: int, minor: int) -> None:
+        for module in (limits, flash_attn):
+            monkeypatch.setattr(module, "cuda_capability", lambda shape: (major, minor))
+
+    return report
+
+
+@pytest.fixture
+def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention uncompiled, as it runs on a CPU: forward only."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)

@@ -1,0 +1,223 @@
+"""Every backend's real kernel on a GPU: exact forward and backward, isolated, without waiting, in linear memory.
+
+FlashAttention's own packages and xformers are stood in for, by torch's own varlen kernel behind their signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from attention_cases import FACTORS, LENGTHS, Case, Outcome, assert_exact, measure, pairwise, without
+
+from fastpack.attention_dispatch import BACKENDS, attend, choose
+from fastpack.backends import flex
+from fastpack.backends.call import AttentionCall
+from fastpack.packing import PackedSeqLens
+
+pytestmark = pytest.mark.gpu
+
+HALF, BF16, FLOAT = torch.float16, torch.bfloat16, torch.float32
+
+SAME_SIZES = pairwise(without("softcap", "sinks", "value_dim"))
+PLAIN = pairwise(without("softcap", "sinks"))
+# each variant is compiled: few, and the ones that meet every part of the mask and of the score
+COMPILED = pairwise(
+    {**FACTORS, "lengths": ("blocks", "mixed"), "head_dim": (64,), "groups": (1, 4), "window": (None, 7)}
+)
+
+CASES: dict[str, tuple[tuple[torch.dtype, ...], list[Case]]] = {
+    "flash_attn": ((BF16, HALF), SAME_SIZES),
+    "torch_varlen": ((BF16, HALF), [*SAME_SIZES, *(Case(head_dim=n, window=7) for n in (40, 96, 192, 256))]),
+    "xformers": ((BF16, HALF), SAME_SIZES),
+    "mem_efficient": ((BF16, HALF, FLOAT), [*PLAIN, Case(head_dim=320), Case(head_dim=192, value_dim="other")]),
+    "flex": ((BF16, FLOAT), COMPILED),
+    "segments": ((BF16, HALF, FLOAT), PLAIN),
+    "reference": ((BF16, HALF, FLOAT), pairwise(FACTORS)),
+}
+EXTRA: list[tuple[str, torch.dtype, Case]] = [
+    ("mem_efficient", FLOAT, Case(head_dim=20)),
+    ("flex", HALF, Case(softcap=1.5, sinks=True, window=7)),
+    ("flex", BF16, Case(head_dim=128, groups=2, window=128, lengths="blocks")),
+    ("flex", BF16, Case(lengths="long", window=129)),
+    ("flex", BF16, Case(lengths="alone")),
+    ("flex", BF16, Case(lengths="ones", sinks=True)),
+    ("flex", BF16, Case(head_dim=96)),
+    ("flex", BF16, Case(head_dim=20)),
+]
+EVERY = [(name, dtype, case) for name, (dtypes, cases) in CASES.items() for dtype in dtypes for case in cases] + EXTRA
+
+
+@pytest.fixture(autouse=True)
+def _never_eager() -> Iterator[None]:
+    """FlexAttention past its limit of compilations would run uncompiled, in T x T memory, and pass."""
+    import torch._dynamo
+
+    limits = {"recompile_limit": 200, "accumulated_recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
+    known = {name: value for name, value in limits.items() if hasattr(torch._dynamo.config, name)}
+    with torch._dynamo.config.patch(known):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.install_flash_attn(monkeypatch, 2)
+    stand_ins.install_xformers(monkeypatch)
+
+
+def serve(name: str, call: AttentionCall) -> None:
+    """Go on where this GPU can; an Ampere or later can do everything that is asked for here."""
+    reason = BACKENDS[name].rejects(call.shape)
+    if reason is not None:
+        if torch.cuda.get_device_capability() >= (8, 0):
+            pytest.fail(f"{name} rejects {call.shape.describe()}: {reason}")
+        pytest.skip(f"THIS GPU: {name} {reason}")
+    assert choose(call.shape, name) == name
+
+
+@pytest.mark.parametrize(("name", "dtype", "case"), EVERY, ids=str)
+def test_exact(name: str, dtype: torch.dtype, case: Case) -> None:
+    """In half precision within 1.5 times the error of plain torch operations in that dtype, in float32 within 1e-5."""
+    serve(name, case.make(dtype, "cuda"))
+    assert_exact(partial(attend, attention=name), case, dtype, "cuda")
+
+
+@pytest.mark.parametrize("generation", [3, 4])
+def test_later_generations_of_flash_attn(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("THIS GPU: generations 3 and 4 are preferred on Hopper")
+    calls = stand_ins.install_flash_attn(monkeypatch, generation)
+    for case in (Case(), Case(window=7), Case(window=1, groups=4), Case(lengths="long", head_dim=128)):
+        assert_exact(partial(attend, attention="flash_attn"), case, BF16, "cuda")
+    assert {call["generation"] for call in calls} == {generation}
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_sequence_is_not_moved_by_its_neighbours(name: str, window: int | None) -> None:
+    """Whatever one sequence holds, the output of every other is the same to the bit."""
+    call = Case(window=window).make(BF16, "cuda")
+    serve(name, call)
+    begin, end = [0, 7, 8, 27, 46, 79, 80][2:4]
+    before = attend(call, name)
+    changed = [t.detach().clone() for t in (call.q, call.k, call.v)]
+    for tensor in changed:
+        tensor[begin:end] = 100 * torch.randn_like(tensor[begin:end])
+    after = attend(call.with_qkv(*changed), name)
+    assert not torch.equal(after[begin:end], before[begin:end])
+    assert torch.equal(after[:begin], before[:begin])
+    assert torch.equal(after[end:], before[end:])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_no_layer_waits_for_the_gpu(name: str, window: int | None) -> None:
+    """Forward and backward, the first layer of a batch (which may build a mask) and the next."""
+    case = Case(window=window)
+    warm = case.make(BF16, "cuda")
+    serve(name, warm)
+    for _ in range(2):
+        measure(partial(attend, attention=name), warm)
+    call = case.make(BF16, "cuda", seed=3)
+    cotangent = torch.ones_like(call.v).repeat_interleave(call.groups, 1)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            attend(call, name).backward(cotangent)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert call.q.grad is not None
+
+
+@pytest.mark.parametrize("window", [None, 512])
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name != "reference"])
+def test_memory_grows_with_tokens_not_with_their_square(name: str, window: int | None) -> None:
+    """One sequence of 32,768 tokens, forward and backward: T x T bytes would be 1 GiB, its tensors are 8 MiB each."""
+    total = 32_768
+    packed = PackedSeqLens.from_lengths([total], device="cuda")
+    q, k, v = (torch.randn(total, 2, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+    call = AttentionCall(q, k, v, packed, 0.125, window=window)
+    serve(name, call)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attend(call, name).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < total * total // 4
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen", "mem_efficient", "flex"])
+def test_autocast(name: str) -> None:
+    """Float32 heads reach the kernel in autocast's dtype, and their gradients come back in float32."""
+    call = Case().make(FLOAT, "cuda")
+    for dtype in (BF16, HALF):
+        serve(name, call.with_qkv(*(t.detach().to(dtype) for t in (call.q, call.k, call.v))))
+        with torch.autocast("cuda", dtype):
+            out = attend(call, name)
+        assert out.dtype == dtype
+        grads = torch.autograd.grad(out.float().square().sum(), (call.q, call.k, call.v))
+        assert all(grad.dtype == FLOAT and grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FLOAT], ids=str)
+@pytest.mark.parametrize("name", ["mem_efficient", "segments"])
+def test_dropout_is_the_same_in_backward(name: str, dtype: torch.dtype) -> None:
+    """The output is linear in v: its square is the product of v and the gradient under itself as cotangent, if the same
+    weights were dropped in both directions; other ones would give about half of it."""
+    call = replace(Case(lengths="long", groups=1).make(dtype, "cuda"), dropout=0.5)
+    serve(name, call)
+    torch.manual_seed(0)
+    kept = attend(replace(call, dropout=0.0), name)
+    out = attend(call, name)
+    assert (out - kept).abs().max() > 0.1
+    out.backward(out.detach())
+    square, product = out.double().square().sum(), (call.v.grad.double() * call.v.double()).sum()
+    assert abs(square - product) / square < (1e-2 if dtype == BF16 else 1e-5)
+
+
+def test_flex_does_not_compile_again_for_other_lengths() -> None:
+    """Past eight variants torch would stop compiling, silently: lengths that change must not make one each."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    serve("flex", Case().make(BF16, "cuda"))
+    torch._dynamo.reset()
+    flex._compiled.cache_clear()
+    counters.clear()
+    compiled: list[int] = []
+    # on and off a multiple of a block's 128 tokens may be two variants
+    for lengths in ([70, 60], [200, 56], [200, 1, 30], [5, 5, 5, 400], [900], [1] * 140, [333, 222], [64] * 12):
+        packed = PackedSeqLens.from_lengths(lengths, device="cuda")
+        q, k, v = (torch.randn(sum(lengths), 2, 64, device="cuda", dtype=BF16, requires_grad=True) for _ in range(3))
+        for window in (None, 16):
+            attend(AttentionCall(q, k, v, packed, 0.125, window=window), "flex").sum().backward()
+        compiled.append(counters["stats"]["unique_graphs"])
+    assert compiled[-1] == compiled[3], compiled
+
+
+def test_what_auto_takes_here() -> None:
+    """With the packages stood in for, and the kernel that ran is the one that was chosen."""
+    call = Case().make(BF16, "cuda")
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("THIS GPU: FlashAttention needs compute capability 8.0")
+    assert choose(call.shape) == "flash_attn"
+    assert choose(replace(call, softcap=1.5).shape, "flex") == "flex"
+    outs: dict[str, Any] = {name: attend(call, name) for name in ("auto", "flash_attn", "torch_varlen")}
+    assert torch.equal(outs["auto"], outs["flash_attn"])
+    assert torch.equal(outs["auto"], outs["torch_varlen"]), "the stand-in runs torch's own kernel"
+
+
+def test_the_yardstick_is_sound() -> None:
+    """Plain torch in bfloat16 is neither exact nor far off, so that 1.5 times its error means something."""
+    from attention_cases import errors, plain, truth_of
+
+    found: Outcome = measure(plain, Case().make(BF16, "cuda"))
+    own = errors(found, truth_of(Case(), "cuda"))
+    assert set(own) == {"out", "q", "k", "v"}
+    assert all(1e-4 < error < 0.03 for error in own.values()), own
+    assert LENGTHS["mixed"][:3] == (7, 1, 19)

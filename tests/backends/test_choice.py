@@ -1,0 +1,372 @@
+"""Which backend serves what on which machine, and what is said of the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stand_ins
+import torch
+from attention_cases import Case
+
+from fastpack import BackendUnavailableError
+from fastpack.attention_dispatch import BACKENDS, attend, check_name, choose, explain
+from fastpack.backends import flash_attn, flex, mem_efficient, reference, segments, torch_varlen, xformers
+from fastpack.backends.call import AttentionShape
+
+Machine = Callable[[int, int], None]
+
+T4, V100, A100, RTX4090, H100, B200 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0), (10, 0)
+HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+def shape(device: str = "cuda", dtype: torch.dtype = BF16, **changes: Any) -> AttentionShape:
+    """Llama's attention, and what is changed of it."""
+    facts: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
+    facts |= {"total_tokens": 4096, "num_sequences": 8, "max_seqlen": 900}
+    return AttentionShape(torch.device(device), dtype, **{**facts, **changes})
+
+
+# Nothing but torch is installed.
+CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
+    ("segments", None, shape("cpu", FLOAT)),
+    ("segments", None, shape("cpu", BF16, window=7, dropout=0.1)),
+    ("segments", None, shape("mps", HALF)),
+    ("segments", None, shape("cuda", HALF)),  # asked ahead of time where there is no GPU
+    ("reference", None, shape("cpu", FLOAT, softcap=50.0)),
+    ("reference", None, shape("cpu", FLOAT, sinks=True)),
+    ("mem_efficient", T4, shape(dtype=HALF)),
+    ("mem_efficient", T4, shape(dtype=HALF, window=512)),
+    ("mem_efficient", T4, shape(dtype=FLOAT)),
+    ("segments", T4, shape(dtype=BF16)),
+    ("reference", T4, shape(dtype=HALF, softcap=50.0)),
+    ("mem_efficient", V100, shape(dtype=HALF)),
+    ("torch_varlen", A100, shape(dtype=BF16)),
+    ("torch_varlen", A100, shape(dtype=HALF, window=512)),
+    ("torch_varlen", RTX4090, shape()),
+    ("torch_varlen", H100, shape()),
+    ("torch_varlen", H100, shape(window=1)),
+    ("torch_varlen", B200, shape()),
+    ("flex", A100, shape(softcap=50.0)),
+    ("flex", H100, shape(softcap=50.0)),
+    ("flex", H100, shape(sinks=True, window=128)),
+    ("flex", H100, shape(dtype=FLOAT, softcap=50.0)),
+    ("flex", H100, shape(head_dim=20, value_dim=20)),
+    ("mem_efficient", H100, shape(dtype=FLOAT)),
+    ("mem_efficient", H100, shape(dropout=0.1)),
+    ("mem_efficient", H100, shape(head_dim=192)),
+    ("mem_efficient", H100, shape(head_dim=320, value_dim=320)),
+    ("mem_efficient", H100, shape(dtype=FLOAT, head_dim=20, value_dim=20)),
+    ("segments", H100, shape(dtype=DOUBLE)),
+    ("segments", H100, shape(head_dim=12, value_dim=12)),
+    ("reference", H100, shape(dtype=DOUBLE, sinks=True)),
+    ("reference", H100, shape(softcap=50.0, dropout=0.1)),
+    ("reference", H100, shape(softcap=50.0, head_dim=8, value_dim=8)),
+]
+
+
+@pytest.mark.parametrize(("expected", "gpu", "asked"), CHOICES)
+def test_choice(
+    expected: str,
+    gpu: tuple[int, int] | None,
+    asked: AttentionShape,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if gpu is not None:
+        machine(*gpu)
+    assert choose(asked) == expected
+    # the first that can, in the order of the table, and by its name too
+    able = [name for name, why in explain(asked).items() if why is None]
+    assert able[0] == expected
+    assert all(choose(asked, name) == name for name in able)
+
+
+def test_the_table_is_in_order_of_preference() -> None:
+    order = ["flash_attn", "torch_varlen", "xformers", "mem_efficient", "flex", "segments", "reference"]
+    assert list(BACKENDS) == order
+    assert list(explain(shape("cpu"))) == order
+    for backend in BACKENDS.values():
+        assert backend.__doc__
+
+
+def test_packages_are_preferred_where_they_serve(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.install_flash_attn(monkeypatch, 2)
+    stand_ins.install_xformers(monkeypatch)
+    machine(*H100)
+    assert choose(shape()) == "flash_attn"
+    assert choose(shape(softcap=50.0)) == "flash_attn"
+    assert choose(shape(head_dim=192)) == "xformers"
+    assert choose(shape(dtype=FLOAT)) == "mem_efficient"
+    assert choose(shape(sinks=True)) == "flex"
+    machine(*T4)
+    assert choose(shape(dtype=HALF)) == "xformers"
+
+
+# --- what each says ---------------------------------------------------------------------------------------------------
+
+REASONS: list[tuple[str, AttentionShape, str]] = [
+    ("torch_varlen", shape("cpu"), "needs a CUDA device, not cpu"),
+    ("torch_varlen", shape(dtype=FLOAT), "float16 and bfloat16, not float32"),
+    ("torch_varlen", shape(head_dim=12, value_dim=12), "multiple of 8 up to 256, not 12"),
+    ("torch_varlen", shape(head_dim=264, value_dim=264), "multiple of 8 up to 256, not 264"),
+    ("torch_varlen", shape(head_dim=192), "keys of 192 with values of 128"),
+    ("torch_varlen", shape(softcap=1.0), "no softcap"),
+    ("torch_varlen", shape(sinks=True), "no attention sinks"),
+    ("torch_varlen", shape(dropout=0.1), "no dropout"),
+    ("xformers", shape(softcap=1.0), "no softcap"),
+    ("xformers", shape(sinks=True), "no attention sinks"),
+    ("xformers", shape("cpu"), "needs a CUDA device, not cpu"),
+    ("xformers", shape(dtype=FLOAT), "float16 and bfloat16, not float32"),
+    ("xformers", shape(value_dim=12), "multiples of 8, not 128 and 12"),
+    ("mem_efficient", shape("cpu"), "needs a CUDA device, not cpu"),
+    ("mem_efficient", shape(softcap=1.0), "no softcap"),
+    ("mem_efficient", shape(sinks=True), "no attention sinks"),
+    ("mem_efficient", shape(dtype=DOUBLE), "float16, bfloat16 and float32, not float64"),
+    ("mem_efficient", shape(head_dim=12), "multiples of 8, not 12 and 128"),
+    ("mem_efficient", shape(dtype=FLOAT, value_dim=6), "multiples of 4, not 128 and 6"),
+    ("flex", shape("cpu"), "needs a CUDA device, not cpu"),
+    ("flex", shape(dropout=0.1), "no dropout"),
+    ("flex", shape(dtype=DOUBLE), "not float64"),
+    ("flex", shape(head_dim=8), "at least 16, not 8 and 128"),
+    ("segments", shape("cpu", softcap=1.0), "no softcap"),
+    ("segments", shape("cpu", sinks=True), "no attention sinks"),
+]
+
+
+@pytest.mark.parametrize(("name", "asked", "said"), REASONS)
+def test_reason(name: str, asked: AttentionShape, said: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.install_xformers(monkeypatch)
+    machine(*H100)
+    reason = BACKENDS[name].rejects(asked)
+    assert reason is not None
+    assert said in reason
+    # nothing else is wrong with it: Llama's own shape is served
+    assert BACKENDS[name].rejects(shape(asked.device.type if name == "segments" else "cuda")) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "gpu", "wanted"),
+    [
+        (torch_varlen, HALF, T4, "8.0"),
+        (mem_efficient, BF16, T4, "8.0"),
+        (xformers, BF16, T4, "8.0"),
+        (xformers, HALF, (6, 1), "7.0"),
+        (flex, HALF, T4, "8.0"),
+        (mem_efficient, HALF, (3, 7), "5.0"),
+    ],
+)
+def test_old_gpus(
+    backend: Any, dtype: torch.dtype, gpu: tuple[int, int], wanted: str, machine: Machine, monkeypatch: Any
+) -> None:
+    stand_ins.install_xformers(monkeypatch)
+    machine(*gpu)
+    said = f"needs compute capability {wanted}, this GPU has {gpu[0]}.{gpu[1]}"
+    assert said in str(backend.rejects(shape(dtype=dtype)))
+    machine(*(int(n) for n in wanted.split(".")))
+    assert backend.rejects(shape(dtype=dtype)) is None
+
+
+def test_the_last_resort_never_rejects() -> None:
+    assert reference.rejects(shape("cpu", DOUBLE, softcap=1.0, sinks=True, dropout=0.1, head_dim=3)) is None
+    assert segments.rejects(shape("cpu", DOUBLE, dropout=0.1, head_dim=3)) is None
+
+
+@pytest.mark.parametrize(("head_dim", "heads"), [(128, 32), (80, 32), (8, 64), (256, 7)])
+def test_int32_limit_of_flash_attention_2(
+    head_dim: int, heads: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(T + 128 N) x heads x head size rounded up to 32 must stay below 2^31 in a backward pass."""
+    stand_ins.install_flash_attn(monkeypatch, 2)
+    machine(*H100)
+    sequences, per_token = 24, heads * ((head_dim + 31) // 32 * 32)
+    limit = -(-(2**31) // per_token) - 128 * sequences  # the fewest tokens that reach 2^31
+    assert (limit - 1 + 128 * sequences) * per_token < 2**31 <= (limit + 128 * sequences) * per_token
+    sizes: dict[str, Any] = {"head_dim": head_dim, "value_dim": head_dim, "num_heads": heads, "num_kv_heads": 1}
+    below = shape(total_tokens=limit - 1, num_sequences=sequences, **sizes)
+    for backend in (torch_varlen, flash_attn):
+        assert backend.rejects(below) is None
+        for over in (replace(below, total_tokens=limit), replace(below, num_sequences=sequences + 1)):
+            reason = backend.rejects(over)
+            assert reason is not None
+            assert "2^31" in reason
+            assert f"T = {over.total_tokens}, N = {over.num_sequences}" in reason
+            assert backend.rejects(replace(over, needs_grad=False)) is None
+
+
+# --- FlashAttention's generations -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "changes", "expected"),
+    [
+        ((2, 3, 4), H100, {}, 3),
+        ((2, 3, 4), H100, {"softcap": 1.5}, 3),
+        ((2, 4), H100, {}, 4),
+        ((2, 4), H100, {"softcap": 1.5}, 2),  # 4 has no varlen backward with a softcap
+        ((2, 3, 4), A100, {}, 2),
+        ((2, 3, 4), RTX4090, {}, 2),
+        ((2, 3, 4), B200, {}, 4),
+        ((2, 3), B200, {}, 2),
+        ((2, 3, 4), B200, {"softcap": 1.5}, 2),
+        ((2, 3, 4), (12, 0), {}, 2),
+        ((2, 3, 4), H100, {"dropout": 0.1}, 2),
+    ],
+)
+def test_generation(
+    installed: tuple[int, ...],
+    gpu: tuple[int, int],
+    changes: dict[str, Any],
+    expected: int,
+    capable_cpu: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = stand_ins.install_flash_attn(monkeypatch, *installed)
+    capable_cpu(*gpu)
+    call = replace(Case().make(BF16), **changes)
+    assert flash_attn.rejects(call.shape) is None
+    flash_attn.run(call)
+    assert [c["generation"] for c in calls] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("installed", "gpu", "asked", "said"),
+    [
+        ((), H100, shape(), "flash-attn is not installed"),
+        ((2, 3, 4), H100, shape("cpu"), "needs a CUDA device, not cpu"),
+        ((3,), A100, shape(), "FlashAttention 3: does not serve compute capability 8.0"),
+        ((2,), T4, shape(dtype=HALF), "FlashAttention 2: does not serve compute capability 7.5"),
+        ((3,), H100, shape(dropout=0.1), "FlashAttention 3: no dropout"),
+        ((2,), H100, shape(dropout=0.1, softcap=1.0), "FlashAttention 2: no dropout with a softcap"),
+        ((2, 3), H100, shape(sinks=True), "FlashAttention 2: no attention sinks; FlashAttention 3: no attention sinks"),
+        ((4,), H100, shape(sinks=True), "FlashAttention 4: no gradient of attention sinks"),
+        ((4,), H100, shape(softcap=1.0), "FlashAttention 4: no softcap"),
+        ((3,), H100, shape(dtype=FLOAT), "FlashAttention 3: takes float16 and bfloat16, not float32"),
+        ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes 192 and 128"),
+        ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys of 192 with values of 128"),
+    ],
+)
+def test_flash_attn_reason(
+    installed: tuple[int, ...],
+    gpu: tuple[int, int],
+    asked: AttentionShape,
+    said: str,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_ins.install_flash_attn(monkeypatch, *installed)
+    machine(*gpu)
+    assert said in str(flash_attn.rejects(asked))
+
+
+def test_sinks_without_a_gradient_are_served_by_4(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.install_flash_attn(monkeypatch, 4)
+    machine(*B200)
+    assert flash_attn.rejects(shape(sinks=True, needs_grad=False)) is None
+
+
+@pytest.mark.parametrize("leaf", ["q", "k", "v", "sinks"])
+def test_a_gradient_of_anything_counts(leaf: str) -> None:
+    call = Case(sinks=True).make(FLOAT, requires_grad=False)
+    assert call.shape.needs_grad is False
+    wanted = replace(call, **{leaf: getattr(call, leaf).requires_grad_()})
+    assert wanted.shape.needs_grad is True
+    with torch.no_grad():
+        assert replace(wanted).shape.needs_grad is False
+
+
+@pytest.mark.parametrize(
+    ("init", "cute", "said"),
+    [
+        ("raise ImportError('undefined symbol: _ZN3c10')", None, "FlashAttention 2: does not import with torch"),
+        ("raise OSError('libcudart.so.12')", "", "FlashAttention 2: does not import with torch"),
+        ("", None, "FlashAttention 2: does not import with torch"),  # a namespace without the function
+        # the wheel of generation 2 ships the source of 4, without what it needs
+        ("def flash_attn_varlen_func(): ...", "import not_there_at_all", None),
+    ],
+)
+def test_a_broken_wheel_is_a_reason_not_a_crash(
+    init: str, cute: str | None, said: str | None, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(flash_attn, "GENERATIONS", [g for g in flash_attn.GENERATIONS if g.number != 3])
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text(init)
+    if cute is not None:
+        (package / "cute").mkdir()
+        (package / "cute" / "__init__.py").write_text(cute)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        machine(*H100)
+        reason = flash_attn.rejects(shape())
+        assert (said in str(reason)) if said else reason is None
+        assert choose(shape()) == ("flash_attn" if said is None else "torch_varlen")
+        if said is None:
+            assert "does not import" in str(flash_attn._rejects(flash_attn.GENERATIONS[0], shape()))
+    finally:
+        for name in ("flash_attn", "flash_attn.cute"):
+            sys.modules.pop(name, None)
+
+
+# --- xformers ---------------------------------------------------------------------------------------------------------
+
+
+def test_xformers_without_cuda_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.install_xformers(monkeypatch, built_with_cuda=False)
+    machine(*H100)
+    reason = f"this xformers wheel holds no CUDA kernels for torch {torch.__version__}"
+    assert xformers.rejects(shape()) == reason
+    with pytest.raises(BackendUnavailableError, match="holds no CUDA kernels"):
+        choose(shape(), "xformers")
+    assert choose(shape(head_dim=192)) == "mem_efficient"
+
+
+def test_xformers_that_does_not_import(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.module(monkeypatch, "xformers")  # and nothing in it
+    machine(*H100)
+    assert "does not import with torch" in str(xformers.rejects(shape()))
+
+
+def test_packages_that_are_not_there() -> None:
+    assert "pip install xformers" in str(xformers.rejects(shape()))
+    assert "pip install flash-attn" in str(flash_attn.rejects(shape()))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ask", [check_name, lambda name: choose(shape("cpu"), name)])
+def test_an_unknown_name(ask: Callable[[str], Any]) -> None:
+    with pytest.raises(BackendUnavailableError) as caught:
+        ask("flash")
+    for fragment in ("'flash'", "'auto'", *BACKENDS):
+        assert fragment in str(caught.value)
+
+
+def test_a_named_backend_that_cannot_serve_says_why_and_what_can() -> None:
+    call = replace(Case().make(FLOAT), softcap=2.0)
+    with pytest.raises(BackendUnavailableError) as caught:
+        attend(call, "segments")
+    said = str(caught.value)
+    assert "'segments' can't serve float32 on cpu, 4/2 heads of 64, softcap 2" in said
+    assert "scaled_dot_product_attention has no softcap" in said
+    assert said.endswith("Here these can: reference; or pass attention='auto'.")
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_where_none_can_all_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "rejects", lambda shape: "on holiday")
+    asked = shape("cpu", softcap=1.0, sinks=True, window=7, dropout=0.1)
+    with pytest.raises(BackendUnavailableError) as caught:
+        choose(asked)
+    for fragment in ("window 7", "softcap 1", "sinks", "dropout 0.1", "reference: on holiday", "segments: ", "flex: "):
+        assert fragment in str(caught.value)
+    with pytest.raises(BackendUnavailableError, match="Here these can: none"):
+        choose(asked, "reference")

@@ -1,0 +1,404 @@
+"""Where sequences begin and end, read from every spelling of a batch, and what is put back where.
+
+Contradictory batches are in ``test_packing_errors.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import pickle
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fastpack.packing import IGNORE_INDEX, PACKING_KEYWORDS, PackedSeqLens, pack_inputs, take_packing
+
+CPU = torch.device("cpu")
+LENGTHS = (3, 1, 1, 4, 4, 2)
+
+
+def read(shape: tuple[int, int], mask: Any = None, positions: Tensor | None = None, **packing: Any) -> PackedSeqLens:
+    return pack_inputs(shape, CPU, attention_mask=mask, position_ids=positions, packing=packing)
+
+
+def check(packed: PackedSeqLens, lengths: Sequence[int]) -> None:
+    """Everything that follows from the lengths, against loops over Python ints."""
+    offsets = [0, *itertools.accumulate(lengths)]
+    assert packed.lengths == tuple(lengths)
+    assert all(type(n) is int for n in packed.lengths)
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.tolist() == offsets
+    assert packed.position_ids.dtype == torch.int64
+    assert packed.position_ids.tolist() == [[i for n in lengths for i in range(n)]]
+    assert packed.seq_idx.dtype == torch.int32
+    assert packed.seq_idx.tolist() == [[which for which, n in enumerate(lengths) for _ in range(n)]]
+    assert (packed.num_sequences, packed.total_tokens, packed.max_seqlen) == (len(lengths), sum(lengths), max(lengths))
+    assert type(packed.max_seqlen) is int
+
+
+def lay_out(lengths: Sequence[int], starts: Sequence[int], width: int) -> Tensor:
+    """A ``[B, width]`` mask with one sequence a row, beginning at column ``starts[row]``."""
+    mask = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, (length, start) in enumerate(zip(lengths, starts, strict=True)):
+        mask[row, start : start + length] = 1
+    return mask
+
+
+def positions_of(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([[i for n in lengths for i in range(n)]])
+
+
+def trl(lengths: Sequence[int]) -> dict[str, Any]:
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    numbers = torch.tensor([[which for which, n in enumerate(lengths) for _ in range(n)]], dtype=torch.int32)
+    longest = max(lengths)
+    return {
+        "positions": positions_of(lengths),
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets.clone(),
+        "seq_idx": numbers,
+        "packed_seq_lens": list(lengths),
+        "max_length_q": longest,
+        "max_length_k": torch.tensor(longest),
+    }
+
+
+@pytest.mark.parametrize("make", [list, tuple, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)])
+def test_from_lengths(make: Any) -> None:
+    packed = PackedSeqLens.from_lengths(make(LENGTHS))
+    check(packed, LENGTHS)
+    assert packed.indices is None
+    assert packed.batch_shape is None
+    assert packed.runs == ((0, 1, 3), (3, 2, 1), (5, 2, 4), (13, 1, 2))
+
+
+@pytest.mark.parametrize("side", ["right", "left", "both"])
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16])
+def test_padding_on_any_side(side: str, dtype: torch.dtype) -> None:
+    width = 7
+    starts = [{"right": 0, "left": width - n, "both": (width - n) // 2}[side] for n in LENGTHS]
+    mask = lay_out(LENGTHS, starts, width)
+    packed = read((len(LENGTHS), width), mask.to(dtype))
+    check(packed, LENGTHS)
+    assert packed.batch_shape == (len(LENGTHS), width)
+    assert packed.indices is not None
+    assert packed.indices.tolist() == mask.reshape(-1).nonzero()[:, 0].tolist()
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(3, 4, dtype=torch.long)])
+def test_each_row_is_a_sequence_where_nothing_says_otherwise(mask: Tensor | None) -> None:
+    packed = read((3, 4), mask)
+    check(packed, (4, 4, 4))
+    assert packed.indices is None, "no slot is padding, so nothing is to be gathered"
+
+
+def test_rows_without_a_token_are_left_out() -> None:
+    mask = torch.tensor([[0, 0, 0], [1, 1, 0], [0, 0, 0], [0, 0, 1], [0, 0, 0]])
+    check(read((5, 3), mask), (2, 1))
+
+
+@pytest.mark.parametrize(
+    ("mask", "lengths"),
+    [
+        ([[1, 1, 2, 2, 0]], (2, 2)),
+        ([[1, 1, 0, 2, 2]], (2, 2)),
+        ([[0, 7, 7, 3, 1]], (2, 1, 1)),
+        ([[1, 1, 2, 1, 1]], (2, 1, 2)),  # a number that comes back is another sequence
+        ([[1, 2, 3, 4, 5]], (1, 1, 1, 1, 1)),
+        ([[1, 1, 2, 2, 2], [1, 1, 1, 1, 1]], (2, 3, 5)),  # each row begins anew
+        ([[1, 1, 2, 2, 2], [2, 2, 2, 3, 0]], (2, 3, 3, 1)),
+    ],
+)
+def test_segment_numbers(mask: list[list[int]], lengths: tuple[int, ...]) -> None:
+    shape = (len(mask), len(mask[0]))
+    check(read(shape, torch.tensor(mask)), lengths)
+    # positions that agree change nothing, whatever stands under padding
+    where = torch.full(shape, -3)
+    where[torch.tensor(mask) != 0] = positions_of(lengths)[0]
+    check(read(shape, torch.tensor(mask), where), lengths)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, sum(LENGTHS), dtype=torch.long)])
+def test_restarting_positions(mask: Tensor | None) -> None:
+    total = sum(LENGTHS)
+    where = positions_of(LENGTHS)
+    for positions in (where, where[0]):
+        packed = read((1, total), mask, positions)
+        check(packed, LENGTHS)
+        assert packed.batch_shape == (1, total)
+        assert packed.indices is None
+
+
+def test_several_packed_rows() -> None:
+    where = torch.tensor([[0, 1, 2, 0, 1, 9], [0, 0, 1, 2, 3, 0]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    packed = read((2, 6), mask, where)
+    check(packed, (3, 2, 1, 4, 1))
+    # a row that goes on counting where the row above stopped is a sequence of its own
+    kept = read((2, 3), None, torch.tensor([[0, 1, 2], [3, 4, 5]]))
+    assert kept.lengths == (3, 3)
+    assert kept.position_ids.tolist() == [[0, 1, 2, 3, 4, 5]]
+    # one row of positions serves every row of the batch
+    check(read((2, 3), None, torch.tensor([0, 1, 0])), (2, 1, 2, 1))
+
+
+def test_positions_under_padding_are_ignored_and_the_others_kept() -> None:
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 0, 0, 0]])
+    garbage = torch.tensor([[7, -5, 0, 1, 2], [0, 1, 10**6, 1, 1]])
+    check(read((2, 5), mask, garbage), (3, 2))
+    # absolute positions of a left-padded batch, and a skip that the user chose, reach the model as they came
+    chosen = torch.tensor([[0, 1, 2, 3, 4], [0, 5, 1, 1, 1]])
+    packed = read((2, 5), mask, chosen)
+    assert packed.lengths == (3, 2)
+    assert packed.position_ids.tolist() == [[2, 3, 4, 0, 5]]
+
+
+KEYWORDS = tuple(trl(LENGTHS))
+SUBSETS = [
+    names
+    for size in range(1, len(KEYWORDS) + 1)
+    for names in itertools.combinations(KEYWORDS, size)
+    if not all(name.startswith("max") for name in names)
+]
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids="+".join)
+def test_every_combination_of_keywords_that_agrees(names: tuple[str, ...]) -> None:
+    batch = trl(LENGTHS)
+    total = sum(LENGTHS)
+    given_ = {name: batch[name] for name in names}
+    check(read((1, total), None, **given_), LENGTHS)
+    check(read((1, total), torch.ones(1, total, dtype=torch.long), **given_), LENGTHS)
+
+
+def test_keywords_with_a_padded_batch() -> None:
+    """Offsets and lengths count real tokens; ``seq_idx`` may count real tokens or slots."""
+    lengths = (3, 2, 4)
+    mask = lay_out(lengths, (1, 2, 0), 4)
+    rows = torch.arange(3)[:, None].expand(3, 4)
+    batch = trl(lengths)
+    for name in ("cu_seq_lens_q", "packed_seq_lens", "seq_idx"):
+        check(read((3, 4), mask, **{name: batch[name]}), lengths)
+    check(read((3, 4), mask, seq_idx=rows), lengths)
+
+
+def test_seq_idx_in_any_numbering() -> None:
+    check(read((1, 5), seq_idx=torch.tensor([[5, 5, 2, 9, 9]])), (2, 1, 2))
+    # as mamba takes it: each row counts from 0, and may hold a single sequence
+    check(read((2, 3), seq_idx=torch.tensor([[0, 0, 1], [0, 0, 0]])), (2, 1, 3))
+    check(read((2, 3), seq_idx=torch.tensor([[0, 0, 0], [0, 0, 1]])), (3, 2, 1))
+    check(read((1, 3), seq_idx=[0, 0, 1]), (2, 1))
+
+
+@pytest.mark.parametrize("key", ["cu_seq_lens_q", "cu_seq_lens_k"])
+def test_offsets_in_any_form(key: str) -> None:
+    for offsets in ([0, 2, 5], (0, 2, 5), torch.tensor([0, 2, 5]), torch.tensor([[0, 2, 5]], dtype=torch.int32)):
+        check(read((1, 5), **{key: offsets}), (2, 3))
+    # transformers fills up with repeated offsets: sequences without tokens
+    check(read((1, 5), **{key: torch.tensor([0, 0, 2, 2, 5, 5])}), (2, 3))
+
+
+def test_packed_seq_lens_in_any_form() -> None:
+    for lengths in ([2, 3], (2, 3), torch.tensor([2, 3]), PackedSeqLens.from_lengths([2, 3])):
+        packed = read((1, 5), packed_seq_lens=lengths)
+        check(packed, (2, 3))
+        assert packed.batch_shape == (1, 5)
+
+
+def test_what_was_read_from_this_batch_is_not_read_again() -> None:
+    first = read((2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    assert read((2, 3), packed_seq_lens=first) is first
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    mask, where = torch.tensor([[1, 1, 1, 0]]), torch.tensor([[0, 1, 0, 5]])
+    copies = mask.clone(), where.clone()
+    read((1, 4), mask, where)
+    assert torch.equal(mask, copies[0])
+    assert torch.equal(where, copies[1])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 3), st.data())
+def test_lengths_come_back_from_every_representation(lengths: list[int], spare: int, data: st.DataObject) -> None:
+    width = max(lengths) + spare
+    starts = [data.draw(st.integers(0, width - n)) for n in lengths]
+    mask = lay_out(lengths, starts, width)
+    padded = read((len(lengths), width), mask)
+    check(padded, lengths)
+
+    total = sum(lengths)
+    batch = trl(lengths)
+    for name in ("positions", "cu_seq_lens_q", "seq_idx", "packed_seq_lens"):
+        check(read((1, total), None, **{name: batch[name]}), lengths)
+    segments = batch["seq_idx"].long() + 1
+    check(read((1, total + spare), torch.nn.functional.pad(segments, (0, spare))), lengths)
+
+    x = torch.randn(len(lengths), width, 2)
+    tokens = [x[row, start : start + n] for row, (start, n) in enumerate(zip(starts, lengths, strict=True))]
+    assert torch.equal(padded.unpad(x), torch.cat(tokens)[None])
+    assert torch.equal(padded.repad(padded.unpad(x)), x * mask[..., None])
+
+
+MASKS = {
+    "right": [[1, 1, 1, 0], [1, 0, 0, 0]],
+    "left": [[0, 1, 1, 1], [0, 0, 0, 1]],
+    "segments": [[1, 1, 2, 0], [0, 1, 2, 2]],
+    "a row of padding": [[0, 0, 0, 0], [1, 1, 1, 1]],
+    "no padding": [[1, 1, 1, 1], [1, 1, 1, 1]],
+    "no token": [[0, 0, 0, 0], [0, 0, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_round_trip_and_its_gradient(mask: list[list[int]]) -> None:
+    """What stands at padding, NaN included, reaches neither the result nor a gradient."""
+    real = (torch.tensor(mask) != 0)[..., None]
+    packed = read((2, 4), torch.tensor(mask))
+    x = torch.randn(2, 4, 3, 2).where(real[..., None], torch.tensor(float("nan"))).requires_grad_()
+    tokens = packed.unpad(x)
+    assert tokens.shape == (1, packed.total_tokens, 3, 2)
+    out = packed.repad(tokens.square())
+    assert out.shape == x.shape
+    assert torch.equal(out, x.detach().square().where(real[..., None], torch.zeros(())))
+    weight = torch.randn_like(out)
+    (out * weight).sum().backward()
+    if not packed.is_empty:
+        assert torch.equal(x.grad, (2 * x.detach() * weight).where(real[..., None], torch.zeros(())))
+    assert torch.equal(packed.repad_flat(tokens[0].detach()), packed.repad(tokens.detach()).flatten(0, 1))
+
+
+def test_a_batch_without_a_token_gives_zeros_and_zero_gradients() -> None:
+    """One throw-away token runs, so that every rank has a graph; not even its NaN comes back."""
+    packed = read((2, 3), torch.zeros(2, 3, dtype=torch.long))
+    check(packed, (1,))
+    assert packed.is_empty
+    weight = torch.ones(5, requires_grad=True)
+    out = packed.repad(packed.unpad(torch.ones(2, 3, 5)) * weight * float("inf") - float("inf"))
+    assert torch.equal(out, torch.zeros(2, 3, 5))
+    out.sum().backward()
+    assert weight.grad is not None
+    finite = torch.ones(5, requires_grad=True)
+    packed.repad(packed.unpad(torch.ones(2, 3, 5)) * finite).sum().backward()
+    assert torch.equal(finite.grad, torch.zeros(5))
+
+
+def test_repad_without_a_batch_leaves_tokens_packed() -> None:
+    packed = PackedSeqLens.from_lengths([2, 3])
+    x = torch.randn(1, 5, 4)
+    assert packed.repad(x) is x
+    assert packed.repad_flat(x[0]).shape == (5, 4)
+    assert torch.equal(packed.unpad(x), x)
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions", "ignored"),
+    [
+        (None, [[0, 1, 0, 0, 1, 2]], [0, 2, 3]),
+        ([[1, 1, 2, 2, 2, 0]], None, [0, 2]),
+        ([[0, 0, 1, 1], [1, 1, 1, 0]], None, [2, 4]),
+        ([[0, 0], [1, 1]], None, [2]),
+        ([[0, 0], [0, 0]], None, []),
+    ],
+)
+def test_first_labels_are_ignored_on_a_copy(
+    mask: list[list[int]] | None, positions: list[list[int]] | None, ignored: list[int]
+) -> None:
+    shape = (len(mask), len(mask[0])) if mask is not None else (1, 6)
+    packed = read(
+        shape,
+        None if mask is None else torch.tensor(mask),
+        None if positions is None else torch.tensor(positions),
+    )
+    labels = torch.arange(1, 1 + shape[0] * shape[1]).reshape(shape)
+    before = labels.clone()
+    masked = packed.mask_first_labels(labels)
+    expected = before.reshape(-1).clone()
+    expected[ignored] = IGNORE_INDEX
+    assert torch.equal(masked.reshape(-1), expected)
+    assert masked.shape == labels.shape
+    assert torch.equal(labels, before), "the batch's own labels changed"
+
+
+def test_to_another_device() -> None:
+    packed = read((2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    assert packed.to("cpu") is packed
+    moved = packed.to("meta", non_blocking=True)
+    assert {t.device.type for t in (moved.cu_seqlens, moved.position_ids, moved.indices, moved.seq_idx)} == {"meta"}
+    assert (moved.lengths, moved.batch_shape, moved.is_empty) == (packed.lengths, packed.batch_shape, False)
+    assert PackedSeqLens.from_lengths([2]).to("meta").indices is None
+    assert read((1, 2), torch.zeros(1, 2, dtype=torch.long)).to("meta").is_empty
+
+
+def test_accelerate_moves_it_with_the_batch() -> None:
+    operations = pytest.importorskip("accelerate.utils.operations")
+    batch = {"input_ids": torch.zeros(1, 5), "packed_seq_lens": PackedSeqLens.from_lengths([2, 3])}
+    moved = operations.send_to_device(batch, torch.device("meta"), non_blocking=True)
+    assert moved["packed_seq_lens"].cu_seqlens.device.type == "meta"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_copies_and_pickles(duplicate: Any) -> None:
+    """Also once a block mask, which holds closures, and other derived values are kept with it."""
+    packed = read((2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    packed.memo("mask", lambda: lambda: packed)
+    assert packed.runs
+    assert packed.seq_idx.shape == (1, 5)
+    twin = duplicate(packed)
+    check(twin, (2, 3))
+    assert torch.equal(twin.indices, packed.indices)
+    assert twin.batch_shape == (2, 3)
+    assert twin.memo("mask", lambda: "rebuilt") == "rebuilt"
+    assert packed.memo("mask", lambda: "rebuilt") != "rebuilt", "the original lost what it kept"
+
+
+def test_it_is_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        PackedSeqLens.from_lengths([1]).lengths = (2,)  # type: ignore[misc]
+
+
+def test_memo_builds_once_a_key() -> None:
+    packed = PackedSeqLens.from_lengths([2])
+    built: list[str] = []
+    for key in ("a", "b", "a", "a"):
+        assert packed.memo(key, lambda key=key: built.append(key) or key) == key
+    assert built == ["a", "b"]
+
+
+def test_take_packing_removes_every_keyword_and_returns_those_that_were_set() -> None:
+    kwargs: dict[str, Any] = {**dict.fromkeys(PACKING_KEYWORDS), "seq_idx": 1, "labels": 2}
+    assert take_packing(kwargs) == {"seq_idx": 1}
+    assert kwargs == {"labels": 2}
+
+
+@pytest.mark.gpu
+def test_reading_a_batch_waits_for_the_gpu_once() -> None:
+    batch = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in trl(LENGTHS).items()}
+    positions = batch.pop("positions")
+    mask = torch.ones_like(positions)
+    ids = torch.zeros(1, sum(LENGTHS), 4, device="cuda")
+    labels = torch.zeros_like(positions)
+    pack_inputs(tuple(positions.shape), ids.device, attention_mask=mask, position_ids=positions, packing=batch)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            packed = pack_inputs(
+                tuple(positions.shape), ids.device, attention_mask=mask, position_ids=positions, packing=batch
+            )
+        assert len([w for w in caught if "synchron" in str(w.message)]) == 1, [str(w.message) for w in caught]
+        torch.cuda.set_sync_debug_mode("error")
+        packed.repad(packed.unpad(ids))
+        packed.mask_first_labels(labels)
+        assert packed.seq_idx.is_cuda
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert packed.lengths == LENGTHS
