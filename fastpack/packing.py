@@ -2,14 +2,13 @@
 
 Shape suffixes: B rows, S columns of the batch as it came; T tokens that are real; N sequences.
 
-This is the one place that knows how other libraries spell packing (``cu_seq_lens_q``, ``max_length_q``,
-``seq_idx``, restarting ``position_ids``, integer segment masks). Everything behind it sees one object, built once a
-batch with at most one synchronisation with the host, and handed down by keyword.
+One object a batch, built once (:mod:`fastpack.packing_inputs` reads it from what a batch carries) and handed down by
+keyword.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -18,16 +17,6 @@ import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
-
-PACKING_KEYWORDS = (
-    "packed_seq_lens",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "seq_idx",
-)
-"""Every keyword that says how a batch is packed, ours first, then TRL's and transformers'."""
 
 IGNORE_INDEX = -100
 
@@ -69,7 +58,7 @@ class PackedSeqLens:
         Raises:
             PackingError: a length below 1, or no length at all.
         """
-        return _build(_check_lengths(lengths), torch.device(device))
+        return build_lengths(check_lengths(lengths), torch.device(device))
 
     @property
     def num_sequences(self) -> int:
@@ -175,122 +164,18 @@ class PackedSeqLens:
         return labels_BS.reshape(-1).index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
 
 
-def pack_inputs(
-    shape: tuple[int, int],
-    device: torch.device,
-    *,
-    attention_mask: Any = None,
-    position_ids: Tensor | None = None,
-    packing: Mapping[str, Any] | None = None,
-) -> PackedSeqLens:
-    """Read where sequences begin and end from whatever a batch carries.
-
-    Args:
-        shape: ``(B, S)`` of ``input_ids`` or ``inputs_embeds``.
-        device: where the batch is.
-        attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; or ``[B, S]`` of segment numbers, 0 for
-            padding (1, 1, 2, 2, 0).
-        position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``; a value that does not grow begins a new sequence.
-            Values under padding are ignored.
-        packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
-
-    Raises:
-        PackingError: the inputs contradict each other, or are of a kind that does not say where sequences end.
-    """
-    given = {key: value for key, value in (packing or {}).items() if value is not None}
-    ours = given.get("packed_seq_lens")
-    if isinstance(ours, PackedSeqLens) and ours.batch_shape == shape:
-        return ours.to(device)  # already read from this very batch, and checked, by the head
-
-    rows, columns = shape
-    slots = rows * columns
-    if slots == 0:
-        raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
-    host = _to_host(shape, attention_mask, position_ids, given)
-    # index of every real token in the flattened batch, and the sequence number its mask gives it
-    mask = host.get("attention_mask")
-    if mask is None:
-        index = torch.arange(slots)
-        segment = torch.zeros(slots, dtype=torch.long)
-    else:
-        if bool((mask < 0).any()):
-            raise PackingError(
-                "attention_mask holds negative or fractional values: an additive mask does not say where sequences "
-                "end. Pass 0 and 1, or segment numbers with 0 for padding."
-            )
-        index = mask.nonzero()[:, 0]
-        segment = mask[index]
-    if index.numel() == 0:
-        if attention_mask.is_floating_point():
-            raise PackingError(
-                "attention_mask is of a floating-point dtype and holds zeros only: padding everywhere, or an additive "
-                "mask that hides nothing? Pass it as integers or bools, 1 for a real token."
-            )
-        _explicit_boundary(given, host, index, row=index, found=index.bool(), slots=slots)
-        return _empty(shape, device)
-    row = index // columns
-    gap = index.diff() != 1
-    new_row = row.diff() != 0
-    new_segment = segment.diff() != 0
-    hole = gap & ~new_row & ~new_segment
-    if bool(hole.any()):
-        at = int(hole.nonzero()[0, 0])
-        raise PackingError(
-            f"attention_mask has a hole: row {int(row[at])} has real tokens in columns {int(index[at] % columns)} "
-            f"and {int(index[at + 1] % columns)} with padding between them. Padding may stand left and right of a "
-            "sequence, not inside it; number the segments (1, 1, 0, 2, 2) if they are separate sequences."
-        )
-    boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
-
-    # who says outright where sequences begin: offsets, lengths, or a mask that numbers them
-    author = "attention_mask (its segments)" if bool((new_segment & ~new_row).any()) else None
-    explicit = _explicit_boundary(given, host, index, row=row, found=boundary, slots=slots)
-    if explicit is not None:
-        if author is not None and not torch.equal(explicit[1], boundary):
-            at = int((explicit[1] & ~boundary).nonzero()[0, 0]) + 1
-            raise PackingError(
-                f"{explicit[0]} begins a sequence at token {at}, in the middle of a segment of attention_mask. Pass "
-                "one of them, or make them agree."
-            )
-        author, boundary = explicit
-    positions = host.get("position_ids")
-    real_positions = None if positions is None else positions[index]
-    if real_positions is not None:
-        step = real_positions.diff()
-        if author is None:
-            boundary = boundary | (step <= 0)
-            _reject_jumps(step, boundary, all_real=index.numel() == slots)
-        else:
-            _check_positions(author, step, boundary, new_row)
-
-    starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
-    lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
-    _check_max_length(given, host, max(lengths))
-    return _build(
-        lengths,
-        device,
-        positions=real_positions,
-        indices=None if index.numel() == slots else index,
-        batch_shape=shape,
-    )
-
-
-def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Remove the packing keywords from ``kwargs`` and return those that were set."""
-    taken = {key: kwargs.pop(key, None) for key in PACKING_KEYWORDS}
-    return {key: value for key, value in taken.items() if value is not None}
-
-
-def _check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
+    """The lengths as Python ints; raise unless there are some and each is at least 1."""
     if isinstance(lengths, Tensor):
-        _check_vector(lengths)
+        check_vector(lengths)
     values = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
     if not values or min(values) < 1:
         raise PackingError(f"packed_seq_lens must be lengths of at least 1 token each; got {values[:8]}.")
     return values
 
 
-def _check_vector(lengths: Tensor) -> None:
+def check_vector(lengths: Tensor) -> None:
+    """Raise unless a tensor of lengths is 1-D and whole."""
     if lengths.ndim != 1 or lengths.is_floating_point():
         raise PackingError(
             f"packed_seq_lens is a tensor of shape {tuple(lengths.shape)} and {lengths.dtype}; pass a 1-D tensor of "
@@ -298,7 +183,7 @@ def _check_vector(lengths: Tensor) -> None:
         )
 
 
-def _build(
+def build_lengths(
     lengths: Sequence[int],
     device: torch.device,
     *,
@@ -307,6 +192,7 @@ def _build(
     batch_shape: tuple[int, int] | None = None,
     is_empty: bool = False,
 ) -> PackedSeqLens:
+    """Offsets and positions from lengths that were checked; ``positions`` and ``indices`` ``[T]`` as they are."""
     sizes = torch.tensor(lengths, dtype=torch.long)
     offsets = torch.zeros(len(lengths) + 1, dtype=torch.long)
     torch.cumsum(sizes, 0, out=offsets[1:])
@@ -321,157 +207,3 @@ def _build(
         batch_shape=batch_shape,
         is_empty=is_empty,
     )
-
-
-def _empty(shape: tuple[int, int], device: torch.device) -> PackedSeqLens:
-    return _build([1], device, indices=torch.zeros(1, dtype=torch.long), batch_shape=shape, is_empty=True)
-
-
-def _to_host(
-    shape: tuple[int, int], attention_mask: Any, position_ids: Tensor | None, given: Mapping[str, Any]
-) -> dict[str, Tensor]:
-    """Bring every tensor that describes the batch to the host, flat and int64, in one copy."""
-    rows, columns = shape
-    parts: dict[str, Tensor] = {}
-    if attention_mask is not None:
-        if not isinstance(attention_mask, Tensor):
-            raise PackingError(
-                f"attention_mask is a {type(attention_mask).__name__}; a patched model takes None or a [B, S] tensor "
-                "of 0 and 1 (or segment numbers), and builds what the backend needs itself."
-            )
-        if tuple(attention_mask.shape) != shape:
-            raise PackingError(
-                f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
-                "takes a [B, S] mask (4-D masks do not say where sequences end)."
-            )
-        parts["attention_mask"] = _whole(attention_mask)
-    if position_ids is not None:
-        if position_ids.ndim > 2:
-            raise PackingError(
-                f"position_ids has shape {tuple(position_ids.shape)}; multi-axis positions (3-D, of vision-language "
-                "models) are not covered. Pass [B, S]."
-            )
-        if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
-            raise PackingError(
-                f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
-            )
-        parts["position_ids"] = position_ids.reshape(-1, columns).expand(rows, columns)
-    for key, value in given.items():
-        if isinstance(value, Tensor):
-            if key == "packed_seq_lens":
-                _check_vector(value)
-            parts[key] = value
-        elif key.startswith(("cu_seq_lens", "seq_idx")):
-            parts[key] = torch.tensor(value)
-    host = {key: part.detach().reshape(-1).long() for key, part in parts.items() if part.device.type == "cpu"}
-    remote = {key: part for key, part in parts.items() if key not in host}
-    if remote:
-        device = next(iter(remote.values())).device
-        joined = torch.cat([part.detach().reshape(-1).to(device, torch.int32) for part in remote.values()])
-        split = joined.cpu().long().split([part.numel() for part in remote.values()])
-        host.update(zip(remote, split, strict=True))
-    return host
-
-
-def _whole(mask: Tensor) -> Tensor:
-    """The mask, with -1 for what is negative or fractional: integers alone can number segments."""
-    if not mask.is_floating_point():
-        return mask
-    return torch.where(mask == mask.trunc(), mask.clamp(min=-1), -1)
-
-
-def _explicit_boundary(
-    given: Mapping[str, Any], host: Mapping[str, Tensor], index: Tensor, *, row: Tensor, found: Tensor, slots: int
-) -> tuple[str, Tensor] | None:
-    """Boundaries that were given outright, after a check that everything given agrees.
-
-    Args:
-        index: ``[T]``, where each real token sits in the batch; ``row``: in which row.
-        found: ``[T - 1]`` bool, the boundaries that rows and the mask make.
-        slots: real tokens and padding.
-
-    Returns:
-        The keyword that says so, and ``[T - 1]`` bool; None where none came.
-    """
-    total = index.numel()
-    sources: dict[str, Tensor] = {}
-    ours = given.get("packed_seq_lens")
-    if ours is not None:
-        lengths = (
-            list(ours.lengths) if isinstance(ours, PackedSeqLens) else _check_lengths(host.get("packed_seq_lens", ours))
-        )
-        if sum(lengths) != total:
-            raise PackingError(
-                f"packed_seq_lens sum to {sum(lengths)}, but the batch holds {total} real tokens. They must be the "
-                "lengths of the sequences in input_ids, in order."
-            )
-        sources["packed_seq_lens"] = torch.tensor(lengths).cumsum(0)[:-1]
-    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if key in given:
-            offsets = host[key]
-            if offsets.numel() < 1 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-                raise PackingError(f"{key} must rise from 0; got {offsets.tolist()[:8]}.")
-            if int(offsets[-1]) != total:
-                raise PackingError(
-                    f"{key} ends at {int(offsets[-1])}, but the batch holds {total} tokens. It must be the offsets "
-                    "of the sequences in input_ids, from 0 to their total."
-                )
-            sources[key] = offsets.unique()[1:-1]  # repeated offsets are sequences without tokens
-    if "seq_idx" in given:
-        numbers = host["seq_idx"]
-        if numbers.numel() not in (total, slots):
-            raise PackingError(f"seq_idx holds {numbers.numel()} entries, but the batch has {total} tokens.")
-        changes = (numbers if numbers.numel() == total else numbers[index]).diff() != 0
-        if getattr(given["seq_idx"], "ndim", 1) == 2 and len(given["seq_idx"]) > 1:
-            changes |= row.diff() != 0  # each row numbers its own
-        sources["seq_idx"] = changes.nonzero()[:, 0] + 1
-    if not sources:
-        return None
-    first, starts = next(iter(sources.items()))
-    for other, others in sources.items():
-        if not torch.equal(starts, others):
-            raise PackingError(
-                f"{first} and {other} disagree about where sequences begin: {starts.tolist()[:8]} against "
-                f"{others.tolist()[:8]}. Pass one of them, or make them agree."
-            )
-    boundary = torch.zeros_like(found)
-    boundary[starts - 1] = True
-    if bool((found & ~boundary).any()):
-        at = int((found & ~boundary).nonzero()[0, 0]) + 1
-        raise PackingError(
-            f"{first} lets a sequence run over token {at}, where a new row or a new segment of attention_mask begins."
-        )
-    return first, boundary
-
-
-def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
-    # With padding in the mask, skipped positions are a choice of the user's (the stock model keeps one sequence);
-    # without, transformers would read a jump as a new sequence, and nobody can tell which was meant.
-    jump = (step > 1) & ~boundary
-    if all_real and bool(jump.any()):
-        at = int(jump.nonzero()[0, 0]) + 1
-        raise PackingError(
-            f"position_ids jump by {int(step[at - 1])} at token {at}: neither the next position nor a restart. Pass "
-            "packed_seq_lens to say where sequences begin."
-        )
-
-
-def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
-    # Several packed rows may hold one sequence each, whose positions need not restart in any visible way.
-    wrong = torch.where(explicit, (step == 1) & ~new_row, step != 1)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0, 0]) + 1
-        what = "begin a sequence" if bool(explicit[at - 1]) else "continue one"
-        raise PackingError(
-            f"{author} and position_ids disagree: token {at} should {what}, but its position "
-            f"is {int(step[at - 1]):+d} from the token before. position_ids must restart where a sequence begins "
-            "and grow by 1 inside it; leave them out to have them made."
-        )
-
-
-def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
-    for key in ("max_length_q", "max_length_k"):
-        if key in given:
-            value = int(host[key].max()) if key in host else int(given[key])
-            if value < longest:
-                raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")

@@ -24,5 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)
+def _one_thread() -> None:
+    """Tensors are small here, and there are many calls: a second thread only waits for the first."""
+    torch.set_num_threads(1)

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fastpack.packing import IGNORE_INDEX, PACKING_KEYWORDS, PackedSeqLens, pack_inputs, take_packing
+from fastpack.packing import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing_inputs import PACKING_KEYWORDS, pack_inputs, take_packing
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 1, 4, 4, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fastpack import FastpackError, PackedSeqLens, PackingError
-from fastpack.packing import pack_inputs
+from fastpack.packing_inputs import pack_inputs
 
 T = torch.tensor
 LOWEST = torch.finfo(torch.float32).min

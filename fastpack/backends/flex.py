@@ -124,5 +124,6 @@ def _compiled() -> Callable[..., Any]:
 
     # Lengths that change become symbolic after the second batch. Not dynamic=True: that would make a softcap symbolic
     # too, which inductor refuses.
-    compiled: Callable[..., Any] = torch.compile(flex_attention)
+    # fullgraph: past dynamo's limit of compilations it raises, rather than run eagerly with T x T scores.
+    compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
     return compiled

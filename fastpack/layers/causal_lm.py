@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
-from fastpack.packing import PackedSeqLens, pack_inputs, take_packing
+from fastpack.packing import PackedSeqLens
+from fastpack.packing_inputs import pack_inputs, take_packing
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
@@ -41,7 +42,7 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
     back in the slot that it came from, zeros in the slots of padding.
 
     Raises:
-        PackingError: see :func:`fastpack.packing.pack_inputs`; or a packed batch was sent on the stock path.
+        PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
     """
     arguments = _bind(type(backbone), args, kwargs)

@@ -31,12 +31,6 @@ def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         probe.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread(_two_threads: None) -> None:
-    """Tensors are small here, and there are many calls: a second thread only waits for the first."""
-    torch.set_num_threads(1)
-
-
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
     """``machine(7, 5)``: torch reports a CUDA device of that compute capability. Shapes say ``cuda`` then."""
