@@ -7,6 +7,7 @@ attention sinks as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - si
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +42,11 @@ def run(call: AttentionCall) -> Tensor:
     window = call.effective_window
     q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.k, call.v))
     keywords: dict[str, Any] = {
-        "score_mod": _softcap(call.softcap),
+        "score_mod": None if call.softcap is None else _softcap(call, call.softcap),
         "block_mask": call.packed.memo(("flex", window), lambda: block_mask(call.packed, window)),
         "scale": call.scale,
         "enable_gqa": call.groups > 1,
+        "kernel_options": {"BACKEND": "TRITON"},  # not the decoding kernel, which is chosen for short batches
     }
     if call.sinks is None:
         out: Tensor = _compiled()(q, k, v, **keywords)
@@ -107,13 +109,14 @@ def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:
     return visible_in_window
 
 
-@functools.cache
-def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
-    if limit is None:
-        return None
+def _softcap(call: AttentionCall, limit: float) -> Callable[..., Tensor]:
+    # A tensor, since a float would become symbolic when compiled, which inductor refuses in a score_mod.
+    heads = call.q.shape[1]
+    limits = call.packed.memo(("flex softcap", limit, heads), lambda: call.q.new_full((heads,), limit).float())
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return limit * torch.tanh(score / limit)
+        bounded: Tensor = limits[head] * torch.tanh(score / limits[head])
+        return bounded
 
     return score_mod
 
@@ -122,8 +125,9 @@ def _softcap(limit: float | None) -> Callable[..., Tensor] | None:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Lengths that change become symbolic after the second batch. Not dynamic=True: that would make a softcap symbolic
-    # too, which inductor refuses.
-    # fullgraph: past dynamo's limit of compilations it raises, rather than run eagerly with T x T scores.
-    compiled: Callable[..., Any] = torch.compile(flex_attention, fullgraph=True)
+    # dynamic: lengths change with every batch. fullgraph: where dynamo can't compile, or has compiled too often, it
+    # raises, rather than run eagerly with T x T scores. Windows, softcaps, dtypes and head counts compile anew, so
+    # several models in a process pass its limit of 8, which newer torch lets us raise.
+    more = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True, **more)
     return compiled
