@@ -9,7 +9,7 @@ keyword.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -119,6 +119,10 @@ class PackedSeqLens:
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle leaves out what is only kept for speed: a block mask holds closures, which don't pickle.
         return {**self.__dict__, "_memo": {}}
+
+    def flattened(self) -> PackedSeqLens:
+        """The same sequences as the one row ``[1, T]`` that :meth:`unpad` makes of them."""
+        return replace(self, indices=None, batch_shape=(1, self.total_tokens), _memo={})
 
     def unpad(self, x_BS: Tensor) -> Tensor:
         """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order."""

@@ -128,6 +128,8 @@ def _compiled() -> Callable[..., Any]:
     # dynamic: lengths change with every batch. fullgraph: where dynamo can't compile, or has compiled too often, it
     # raises, rather than run eagerly with T x T scores. Windows, softcaps, dtypes and head counts compile anew, so
     # several models in a process pass its limit of 8, which newer torch lets us raise.
-    more = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    more: dict[str, Any] = (
+        {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    )
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True, **more)
     return compiled

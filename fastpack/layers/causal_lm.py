@@ -56,9 +56,7 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
     embeddings = arguments.get("inputs_embeds")
     if embeddings is None and packed.batch_shape is not None and _adds_noise(backbone, packed):
         embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
-    return_dict = arguments.pop("return_dict", None)  # PEFT passes None for "as the config says"
-    if return_dict is None:
-        return_dict = getattr(backbone.config, "return_dict", True)
+    as_tuple = _wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
     arguments.update(
         input_ids=None if embeddings is not None else packed.unpad(arguments["input_ids"]),
@@ -70,13 +68,47 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
         return_dict=True,
     )
     outputs = _put_back(call_stock(backbone, stock, **arguments), packed)
-    return outputs if return_dict else outputs.to_tuple()
+    return outputs.to_tuple() if as_tuple else outputs
 
 
 def head_forward(head: Any, kind: HeadKind, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
-    """A head's forward, its labels seen to (:func:`prepare_head`)."""
+    """A head's forward, its labels seen to (:func:`prepare_head`).
+
+    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too.
+    """
     args, kwargs = prepare_head(head, kind, args, kwargs)
-    return call_stock(head, stock, *args, **kwargs)
+    packed = kwargs.get("packed_seq_lens")
+    if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
+        return call_stock(head, stock, *args, **kwargs)
+    if not _loss_on_real_tokens(head, packed, kwargs):
+        return call_stock(head, stock, *args, **kwargs)
+    as_tuple = _wants_tuple(head, kwargs)
+    flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
+    nothing = {"attention_mask": None, "position_ids": None}
+    outputs = call_stock(
+        head, stock, **{**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened(), "return_dict": True}
+    )
+    outputs = _put_back(outputs, packed)
+    return outputs.to_tuple() if as_tuple else outputs
+
+
+_PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
+
+
+def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
+    """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them."""
+    if arguments.get("labels") is None or packed.batch_shape is None or packed.is_empty:
+        return False
+    if packed.indices is None or arguments.get("shift_labels") is not None or arguments.get("logits_to_keep"):
+        return False
+    own_head = type(head).__module__.startswith("transformers.models.")
+    return own_head and not _adds_noise(head.base_model, packed)
+
+
+def _wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
+    """Take ``return_dict`` out of the arguments; PEFT passes None for "as the config says"."""
+    return_dict = arguments.pop("return_dict", None)
+    return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
 
 
 def head_pre_hook(
