@@ -1,4 +1,4 @@
-"""One contestant: trains a model through TRL's unmodified ``SFTTrainer`` and prints its figures as JSON.
+"""One contestant: trains a model, through TRL's unmodified ``SFTTrainer`` or a plain loop, and prints its figures.
 
 Run as ``python -m fastpack.bench.contestant '{"contestant": ...}'`` by :mod:`fastpack.bench.runner`.
 """
@@ -27,6 +27,9 @@ CONTESTANTS = {
 }
 
 
+LEARNING_RATE = 1e-4
+
+
 @dataclass(frozen=True)
 class Settings:
     """What one run does."""
@@ -42,6 +45,12 @@ class Settings:
     attention: str = "auto"
     seed: int = 0
     dtype: str = "auto"
+    loop: str = "trl"
+
+    @property
+    def packed(self) -> bool:
+        """True where batches come flattened."""
+        return self.contestant in ("stock padding_free", "fastpack packed")
 
 
 @dataclass
@@ -60,64 +69,29 @@ class Figures:
 
 def run(settings: Settings) -> Figures:
     """Train ``warmup + steps`` steps, and measure the last ``steps``."""
-    from transformers import AutoModelForCausalLM, TrainerCallback
-    from trl.trainer.sft_config import SFTConfig
-    from trl.trainer.sft_trainer import SFTTrainer
+    from transformers import AutoModelForCausalLM
 
     import fastpack
 
     on_gpu = torch.cuda.is_available()
-    dtype = _dtype(settings.dtype, on_gpu)
     torch.manual_seed(settings.seed)
     config = make_config(settings.shape)
     with torch.device("cuda" if on_gpu else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
-    total = settings.warmup + settings.steps
-    lengths = make_lengths(settings.rows * total, kind=settings.lengths, seed=settings.seed)
-    packed = settings.contestant in ("stock padding_free", "fastpack packed")
-
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = SFTConfig(
-            output_dir=folder,
-            per_device_train_batch_size=settings.rows,
-            max_steps=total,
-            learning_rate=1e-4,
-            padding_free=packed,
-            max_length=None,
-            gradient_checkpointing=settings.checkpointing,
-            bf16=False,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            shuffle_dataset=False,
-            train_sampling_strategy="sequential",
-            dataset_kwargs={"skip_prepare_dataset": True},
-            seed=settings.seed,
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=_dtype(settings.dtype, on_gpu), attn_implementation="sdpa"
         )
-        clock = _Clock(settings.warmup)
-
-        class Callback(TrainerCallback):
-            def on_step_begin(self, *_: Any, **__: Any) -> None:
-                clock.begin()
-
-            def on_step_end(self, *_: Any, **__: Any) -> None:
-                clock.end()
-
-        if settings.mode == "lora":
-            model = _with_lora(model)
-        trainer = SFTTrainer(
-            model,
-            args=arguments,
-            train_dataset=_rows(lengths, config.vocab_size, settings.seed),
-            processing_class=_tokenizer(),
-            callbacks=[Callback()],
-        )
-        backend = "sdpa"
-        if settings.contestant.startswith("fastpack"):
-            fastpack.patch(trainer, attention=settings.attention)
-            backend = str(fastpack.report(trainer).backend)
-        trainer.train()
+    if settings.mode == "lora":
+        model = _with_lora(model)
+    backend = "sdpa"
+    if settings.contestant.startswith("fastpack"):
+        fastpack.patch(model, attention=settings.attention)
+        backend = str(fastpack.report(model).backend)
+    lengths = make_lengths(
+        settings.rows * (settings.warmup + settings.steps), kind=settings.lengths, seed=settings.seed
+    )
+    clock = _Clock(settings.warmup)
+    train = _plain_loop if settings.loop == "plain" else _sft_trainer
+    losses = train(model, settings, _rows(lengths, config.vocab_size, settings.seed), clock)
 
     timed = lengths[settings.rows * settings.warmup :]
     batches = [timed[i : i + settings.rows] for i in range(0, len(timed), settings.rows)]
@@ -126,12 +100,82 @@ def run(settings: Settings) -> Figures:
         contestant=settings.contestant,
         step_median=statistics.median(clock.steps),
         tokens=tokens,
-        slots=tokens if packed else sum(max(batch) * len(batch) for batch in batches),
+        slots=tokens if settings.packed else sum(max(batch) * len(batch) for batch in batches),
         tokens_per_second=tokens / sum(clock.steps),
         peak_memory=_peak_memory(on_gpu),
-        losses=[entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        losses=losses,
         backend=backend,
     )
+
+
+def _sft_trainer(model: Any, settings: Settings, rows: Any, clock: _Clock) -> list[float]:
+    """TRL's ``SFTTrainer``, as a user would call it. Returns the loss of each step."""
+    from transformers import TrainerCallback
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    class Callback(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.end()
+
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=settings.rows,
+            max_steps=settings.warmup + settings.steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            padding_free=settings.packed,
+            max_length=None,
+            gradient_checkpointing=settings.checkpointing,
+            bf16=False,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            seed=settings.seed,
+        )
+        trainer = SFTTrainer(
+            model, args=arguments, train_dataset=rows, processing_class=_tokenizer(), callbacks=[Callback()]
+        )
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _plain_loop(model: Any, settings: Settings, rows: Any, clock: _Clock) -> list[float]:
+    """A user's own loop over ``model(..., labels=...)`` with AdamW. Returns the loss of each step."""
+    model.train()
+    device = next(model.parameters()).device
+    if settings.checkpointing:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE)
+    losses: list[float] = []
+    for first in range(0, len(rows), settings.rows):
+        ids = [torch.tensor(row) for row in rows[first : first + settings.rows]["input_ids"]]
+        clock.begin()
+        batch = {name: tensor.to(device) for name, tensor in _collate(ids, packed=settings.packed).items()}
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.end()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _collate(ids: list[torch.Tensor], *, packed: bool) -> dict[str, torch.Tensor]:
+    """Padded right with a mask, or flattened with restarting positions and the first labels ignored."""
+    if packed:
+        positions = torch.cat([torch.arange(len(row)) for row in ids])[None]
+        flat = torch.cat(ids)[None]
+        return {"input_ids": flat, "position_ids": positions, "labels": flat.masked_fill(positions == 0, -100)}
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+    return {"input_ids": padded.clamp(min=0), "attention_mask": (padded != -100).long(), "labels": padded}
 
 
 class _Clock:

@@ -1,0 +1,42 @@
+"""The ``fastpack`` command: which part is asked for, and one clear line where it can't be done.
+
+Each subcommand is a module of :mod:`fastpack.commands`, imported only when it is called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from fastpack import FastpackError, __version__
+
+COMMANDS = {
+    "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
+    "demo": "train a tiny model stock and patched, side by side, without network",
+    "bench": "stock padded, stock padding_free and fastpack: time, memory and losses, in one run",
+    "doctor": "what is installed, and what this machine can use",
+    "families": "the families of models that are covered",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code: 2 where the user has something to mend."""
+    parser = argparse.ArgumentParser(
+        prog="fastpack",
+        description="Make any Hugging Face causal LM train without padding, exactly.",
+        epilog="\n".join(["commands:", *(f"  {name:<10}{what}" for name, what in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fastpack {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `fastpack COMMAND --help`")
+    given = parser.parse_args(arguments)
+    try:
+        code: int = importlib.import_module(f"fastpack.commands.{given.command}").main(given.arguments)
+    except FastpackError as error:
+        # messages of libraries may span lines; the terminal gets one
+        print(f"fastpack {given.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return code

@@ -1,0 +1,103 @@
+"""Tokenizer, data and model of ``fastpack sft``, from local files as well as from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastpack.commands import UsageError
+
+if TYPE_CHECKING:
+    from fastpack.commands.sft_arguments import SftArguments
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""The reader of ``datasets`` for each kind of local file."""
+
+
+def load_tokenizer(given: SftArguments) -> Any:
+    """The tokenizer asked for, or the model's own."""
+    from transformers import AutoTokenizer
+
+    source: Any = given.ours.tokenizer or given.model.model_name_or_path or given.ours.random_init
+    if given.ours.tokenizer is None and Path(source).is_file():
+        raise UsageError(f"{source} is a config and holds no tokenizer: pass --tokenizer FOLDER")
+    revision = given.model.model_revision if source == given.model.model_name_or_path else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, revision=revision, trust_remote_code=given.training.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UsageError(f"no tokenizer in {source}: pass --tokenizer FOLDER ({error})") from error
+    if tokenizer.vocab_size == 0:  # transformers makes an empty one where it finds a config but no files
+        raise UsageError(f"no tokenizer in {source}: pass --tokenizer FOLDER")
+    return tokenizer
+
+
+def load_dataset(script: Any, training: Any) -> tuple[Any, Any]:
+    """The training split, and the evaluation split where the trainer is to evaluate (else None)."""
+    import datasets
+    from datasets.exceptions import DatasetsError
+
+    name = script.dataset_name
+    path = Path(name)
+    try:
+        if path.is_file():
+            if path.suffix not in READERS:
+                raise UsageError(f"{name}: a local data set is one of {', '.join(READERS)}, or a folder of them")
+            splits = datasets.load_dataset(
+                READERS[path.suffix], data_files={"train": name}, streaming=script.dataset_streaming
+            )
+        elif path.suffix in READERS:
+            raise UsageError(f"no such file: {name}")
+        elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+            splits = datasets.load_from_disk(name)
+        else:
+            splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+    except DatasetsError as error:
+        cause = error.__cause__ or error
+        raise UsageError(f"{name} can't be read as a data set: {cause}") from error
+    if not isinstance(splits, dict):
+        splits = {script.dataset_train_split: splits}
+    train = _split(splits, script.dataset_train_split, name)
+    _check_columns(train, name, training)
+    if training.eval_strategy == "no":
+        return train, None
+    return train, _split(splits, script.dataset_test_split, name)
+
+
+def _split(splits: Any, split: str, name: str) -> Any:
+    if split not in splits:
+        raise UsageError(
+            f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}: choose with --dataset_train_split, "
+            "and --dataset_test_split where --eval_strategy is set"
+        )
+    return splits[split]
+
+
+def _check_columns(dataset: Any, name: str, training: Any) -> None:
+    columns = set(dataset.column_names or ())
+    known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {training.dataset_text_field}, {"input_ids"})
+    if columns and not any(wanted <= columns for wanted in known):
+        raise UsageError(
+            f"{name} has the columns {', '.join(sorted(columns))}; SFT takes messages, or prompt and completion, or "
+            f"{training.dataset_text_field} (--dataset_text_field names another)"
+        )
+
+
+def random_model(given: SftArguments) -> Any:
+    """A causal LM of the config of ``--random_init``, with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = given.ours.random_init
+    assert source is not None
+    if source.endswith(".json") and not Path(source).is_file():
+        raise UsageError(f"no such file: {source}")
+    trust = given.training.trust_remote_code
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    settings: dict[str, Any] = {"trust_remote_code": trust}
+    if given.model.dtype not in (None, "auto"):
+        settings["dtype"] = getattr(torch, given.model.dtype)
+    if given.model.attn_implementation is not None:
+        settings["attn_implementation"] = given.model.attn_implementation
+    return AutoModelForCausalLM.from_config(config, **settings)

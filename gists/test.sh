@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Sets everything up, then runs the whole test suite.
+#
+#   bash gists/test.sh            lint, types, and the pairwise cover
+#   bash gists/test.sh --all      the full product
+#   bash gists/test.sh -k packing -x    any flag of pytest
+set -euo pipefail
+# shellcheck source=gists/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+prepare test
+workers=(-n 2)
+for flag in "$@"; do
+    case "$flag" in
+    -n* | --numprocesses* | --pdb) workers=() ;;
+    esac
+done
+
+ruff check --quiet
+ruff format --check --quiet
+mypy
+# one thread a worker: threads of several processes that wait for each other make everything many times slower
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest ${workers[@]+"${workers[@]}"} "$@"

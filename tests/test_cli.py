@@ -1,0 +1,326 @@
+"""The command line: training from local files, the hint, one-line errors, doctor and families."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastpack
+from fastpack import commands
+from fastpack.cli import main
+from fastpack.commands.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
+from fastpack.commands.meter import Feeding, Summary, count_slots, hint
+from fastpack.families import FAMILIES
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEPS = 3
+trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``rows.jsonl``, ``tokenizer/`` and ``llama.json``."""
+    folder = tmp_path_factory.mktemp("sft")
+    rows = make_rows(48)
+    tokenizer = train_tokenizer(rows)
+    tokenizer.save_pretrained(folder / "tokenizer")
+    write_rows(rows, folder)
+    (folder / "llama.json").write_text(tiny_llama(tokenizer, num_key_value_heads=1, **SIZES).to_json_string())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _offline_and_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def sft_flags(work: Path, *flags: str) -> list[str]:
+    given = ["--tokenizer", str(work / "tokenizer"), "--random_init", str(work / "llama.json")]
+    given += [
+        "--dataset_name",
+        str(work / "rows.jsonl"),
+        "--max_steps",
+        str(STEPS),
+        "--per_device_train_batch_size",
+        "8",
+    ]
+    given += ["--use_cpu", "True", "--bf16", "False", "--learning_rate", "1e-2", "--save_strategy", "no"]
+    return ["sft", *given, *flags]
+
+
+def run_sft(work: Path, *flags: str) -> dict[str, Any]:
+    """The figures of a run that must end well."""
+    assert main([*sft_flags(work, *flags), "--json", "figures.json"]) == 0
+    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
+    return figures
+
+
+def losses(figures: dict[str, Any]) -> list[float]:
+    return [step["loss"] for step in figures["steps"]]
+
+
+@trains_on_cpu
+def test_patched_and_stock_have_the_same_losses(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    patched = run_sft(work)
+    printed = capsys.readouterr().out
+    stock = run_sft(work, "--no_patch")
+    stock_printed = capsys.readouterr().out
+
+    assert len(losses(stock)) == STEPS
+    assert losses(patched) == pytest.approx(losses(stock), rel=1e-4)
+    assert losses(stock)[-1] < losses(stock)[0]
+    assert (patched["summary"]["rung"], stock["summary"]["rung"]) == ("fast", "stock")
+    assert patched["summary"]["backend"] == "segments"
+    counts = [(step["real_tokens"], step["slots"]) for step in patched["steps"]]
+    assert counts == [(step["real_tokens"], step["slots"]) for step in stock["steps"]]
+    summary = patched["summary"]
+    assert summary["real_tokens"] == sum(real for real, _ in counts)
+    assert summary["padding_share"] == pytest.approx(1 - summary["real_tokens"] / summary["slots"])
+    assert 0.2 < summary["padding_share"] < 0.8
+
+    for text, said in ((printed, "the patched backbone skipped them"), (stock_printed, "without --no_patch")):
+        (line,) = (line for line in text.splitlines() if line.startswith("hint:"))
+        assert said in line
+        assert "--packing" in line
+    for row in ("steps", "loss, first to last", "real tokens/s", "slots that were padding", "peak memory", "rung"):
+        assert row in printed
+
+
+@trains_on_cpu
+def test_counts_are_those_of_the_collator(work: Path) -> None:
+    from transformers import AutoTokenizer
+
+    figures = run_sft(work, "--train_sampling_strategy", "sequential", "--max_length", "64")
+    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
+    rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
+    lengths = [min(64, len(tokenizer.apply_chat_template(row["messages"])["input_ids"])) for row in rows]
+    for at, step in enumerate(figures["steps"]):
+        batch = lengths[8 * at : 8 * at + 8]
+        assert (step["real_tokens"], step["slots"]) == (sum(batch), 8 * max(batch))
+
+
+@trains_on_cpu
+def test_packing_runs_and_leaves_nothing_to_say(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2")
+    assert figures["summary"]["padding_share"] == 0
+    assert figures["hint"] is None
+    assert "hint:" not in capsys.readouterr().out
+    stock = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2", "--no_patch")
+    assert losses(figures) == pytest.approx(losses(stock), rel=1e-4)
+
+
+@trains_on_cpu
+def test_padding_free_has_the_losses_of_padded_batches(work: Path) -> None:
+    flat = run_sft(work, "--padding_free")
+    padded = run_sft(work)
+    assert flat["summary"]["padding_share"] == 0
+    assert "packing was off" in flat["hint"]
+    assert losses(flat) == pytest.approx(losses(padded), rel=1e-4)
+
+
+@trains_on_cpu
+def test_lora_on_four_bit_weights(work: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    flags = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj", "--load_in_4bit")
+    figures = run_sft(work, *flags)
+    assert figures["summary"]["rung"] == "fast"
+    assert any("LoRA" in kind or "lora" in kind for kind in figures["report"]["projections"])
+    stock = run_sft(work, *flags, "--no_patch")
+    assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
+
+
+def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack.commands.sft_arguments import parse
+
+    flags = ["--random_init", str(work / "llama.json"), "--dataset_name", "rows.jsonl"]
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    assert parse(flags).training.bf16 is False
+
+
+@trains_on_cpu
+def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [json.loads(line)["messages"][:2] for line in (work / "rows.jsonl").read_text().splitlines()]
+    pairs = [json.dumps({"prompt": q["content"], "completion": a["content"]}) for q, a in rows]
+    (folder / "train.jsonl").write_text("\n".join(pairs[:32]))
+    (folder / "test.jsonl").write_text("\n".join(pairs[32:]))
+    flags = ["--eval_strategy", "steps", "--eval_steps", "1", "--gradient_accumulation_steps", "2"]
+    arguments = [*sft_flags(work, *flags, "--output_dir", str(tmp_path / "out")), "--json", "figures.json"]
+    arguments[arguments.index("--dataset_name") + 1] = str(folder)
+    arguments[arguments.index("--save_strategy") + 1] = "steps"
+    assert main(arguments) == 0
+
+    figures = json.loads(Path("figures.json").read_text())
+    # both halves of each step are counted, and no batch of the evaluation
+    assert all(step["real_tokens"] > 8 * 12 for step in figures["steps"])
+    assert figures["summary"]["slots"] < 3 * 16 * 256
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert not fastpack.is_patched(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"--dataset_name": "nowhere.jsonl"}, "no such file: nowhere.jsonl"),
+        ({"--dataset_name": None}, "pass --dataset_name"),
+        ({"--tokenizer": None}, "holds no tokenizer: pass --tokenizer FOLDER"),
+        ({"--tokenizer": "nowhere"}, "no tokenizer in nowhere: pass --tokenizer FOLDER"),
+        ({"--random_init": None}, "either --model_name_or_path MODEL or --random_init CONFIG"),
+        ({"--random_init": "nowhere.json"}, "no such file: nowhere.json"),
+        ({"--attention": "flash_attn"}, "can't serve float32 on cpu"),
+        ({"--attention": "sideways"}, "invalid choice: 'sideways'"),
+        ({"--no_such_flag": "1"}, "--no_such_flag"),
+        ({"--max_steps": "many"}, "invalid int value: 'many'"),
+        ({"--eval_strategy": "epoch"}, "has no split 'test'"),
+        ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
+    ],
+)
+def test_errors_are_one_line(
+    work: Path, change: dict[str, str | None], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = sft_flags(work)
+    for flag, value in change.items():
+        if value is None:
+            at = arguments.index(flag)
+            del arguments[at : at + 2]
+        elif flag in arguments:
+            arguments[arguments.index(flag) + 1] = value
+        else:
+            arguments += [flag, value]
+    assert_one_line(arguments, said, capsys)
+
+
+def assert_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    (line,) = (line for line in printed.err.splitlines() if "error:" in line)
+    assert line.startswith("fastpack sft: error: ")
+    assert said in line
+    assert "Traceback" not in printed.err
+
+
+def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"question": "Why?", "answer": "So."}\n')
+    (tmp_path / "broken.jsonl").write_text('{"text": \n')
+    (tmp_path / "notes.doc").write_text("Why?")
+    for name, said in (
+        ("odd.jsonl", "has the columns answer, question"),
+        ("broken.jsonl", "can't be read as a data set"),
+        ("notes.doc", "a local data set is one of .jsonl"),
+    ):
+        arguments = sft_flags(work)
+        arguments[arguments.index("--dataset_name") + 1] = str(tmp_path / name)
+        assert_one_line(arguments, said, capsys)
+
+
+def test_an_encoder_and_a_foreign_tokenizer_are_refused(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import BertConfig
+
+    config = json.loads((work / "llama.json").read_text())
+    (tmp_path / "small.json").write_text(json.dumps({**config, "vocab_size": 97}))
+    small = BertConfig(vocab_size=1024, **SIZES)
+    (tmp_path / "bert.json").write_text(small.to_json_string())
+    for name, said in (("small.json", "ids, the model embeds 97"), ("bert.json", "is an encoder")):
+        arguments = sft_flags(work)
+        arguments[arguments.index("--random_init") + 1] = str(tmp_path / name)
+        assert_one_line(arguments, said, capsys)
+
+
+def test_what_is_not_installed_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    assert_one_line(["sft"], "needs trl and datasets, not installed here: pip install 'fastpack[trl]'", capsys)
+
+
+def test_a_trl_that_needs_a_gpu_is_named(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "trl_trains_on_cpu", lambda: False)
+    assert_one_line(sft_flags(work), "needs TRL 1.16 or newer", capsys)
+
+
+def summary(*, steps: int = 10, real: int = 1000, slots: int = 2000) -> Summary:
+    return Summary(steps, 2.0, 1.0, real, slots, 1 - real / slots, 100.0, None, "")
+
+
+def test_hint_is_silent_where_nothing_can_be_saved() -> None:
+    assert hint(summary(), Feeding(patched=True, packing=True, full_step=256)) is None
+    full = summary(real=2000, slots=2000)
+    assert hint(full, Feeding(patched=True, packing=False, full_step=200)) is None
+
+
+def test_hint_says_what_packing_would_do() -> None:
+    line = hint(summary(real=1900), Feeding(patched=True, packing=False, full_step=512))
+    assert line is not None
+    assert "packing was off" in line
+    assert "1,900 real tokens in about 4 steps of 512, not 10 of 190" in line
+    line = hint(summary(), Feeding(patched=False, packing=False, full_step=None))
+    assert line is not None
+    assert "50% of the slots (1,000 of 2,000) were padding" in line
+    assert "--packing --max_length N" in line
+
+
+def test_slots_of_padded_and_flattened_batches() -> None:
+    ids = torch.ones(2, 4, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
+    assert [int(n) for n in count_slots({"input_ids": ids, "attention_mask": mask})] == [4, 8]
+    flat = {"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])}
+    assert [int(n) for n in count_slots(flat)] == [5, 8]  # rounded up by `pad_to_multiple_of`
+    assert count_slots({"inputs_embeds": torch.ones(2, 3, 5)}) == (6, 6)
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    assert "segments" in capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 0
+    findings = json.loads(capsys.readouterr().out)
+    assert findings["packages"]["torch"]["supported"] is True
+    assert findings["packages"]["torch"]["needed"].startswith(">=")
+    on_cpu = findings["attention"]["devices"]["cpu"]
+    assert on_cpu["segments"] == {"float32": None, "bfloat16": None, "float16": None}
+    assert "CUDA" in on_cpu["torch_varlen"]["bfloat16"]
+
+
+def test_doctor_names_what_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpack.commands import doctor
+
+    versions = {"transformers": "5.16.9", "torch": "2.11.0+cu128"}
+    monkeypatch.setattr(doctor, "_version", versions.get)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "5.16.9: too old" in printed
+    assert "2.11.0+cu128: too old" not in printed
+    assert "not installed" in printed
+
+
+def test_families(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["model_type"] for row in rows} == set(FAMILIES)
+    assert {"model_type": "llama", "rung": "fast", "backbone": "LlamaModel"} in rows
+    assert main(["families", "--markdown"]) == 0
+    markdown = capsys.readouterr().out
+    assert all(f"`{name}`" in markdown for name in FAMILIES)
+    assert main(["families"]) == 0
+    assert "LlamaModel" in capsys.readouterr().out
+
+
+def test_the_module_is_the_command_and_starts_light() -> None:
+    shown = subprocess.run([sys.executable, "-m", "fastpack", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == f"fastpack {fastpack.__version__}"
+    code = "import fastpack.cli, sys; sys.exit(bool({'transformers', 'trl', 'rich'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,125 @@
+"""``fastpack demo``: both runs in a few steps, its figures and its picture; and the data that it makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastpack.cli import main
+from fastpack.commands import demo, trl_trains_on_cpu
+from fastpack.commands.demo.data import SPECIAL_TOKENS, make_rows, train_tokenizer
+from fastpack.commands.meter import StepRecord
+
+STEPS = 4
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.skipif(not trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
+def test_demo(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fastpack",
+        "demo",
+        "--steps",
+        str(STEPS),
+        "--rows",
+        "96",
+        "--json",
+        "figures.json",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fastpack-demo.png", "figures.json"]
+    assert (tmp_path / "fastpack-demo.png").read_bytes().startswith(PNG)
+    assert "The losses agree" in done.stdout
+
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["losses_agree"] is True
+    assert [row["step"] for row in figures["steps"]] == list(range(1, STEPS + 1))
+    for row in figures["steps"]:
+        assert row["patched_loss"] == pytest.approx(row["stock_loss"], rel=1e-4)
+        assert row["stock_seconds"] > 0
+        assert row["patched_seconds"] > 0
+    assert figures["steps"][-1]["stock_loss"] < figures["steps"][0]["stock_loss"]
+    assert figures["max_relative_difference"] == max(row["relative_difference"] for row in figures["steps"])
+    assert figures["real_tokens"] == sum(row["real_tokens"] for row in figures["steps"])
+    assert figures["slots"] == sum(row["slots"] for row in figures["steps"])
+    assert 0.3 < figures["padding_share"] < 0.7
+    speeds = figures["tokens_per_second"]
+    assert figures["speed_ratio"] == pytest.approx(speeds["patched"] / speeds["stock"])
+    assert figures["model"]["rung"] == "fast"
+    assert figures["machine"]["torch"]
+
+
+def results(drift: float) -> dict[str, Any]:
+    def run(factor: float) -> dict[str, Any]:
+        records = [StepRecord(step, 100, 200, 0.5, 3.0 * factor) for step in range(1, 5)]
+        report = {"family": "llama", "rung": "fast", "backend": "segments"}
+        return {
+            "records": records,
+            "peak_memory_bytes": 2**30,
+            "memory_kind": "resident",
+            "report": report,
+            "parameters": 10,
+        }
+
+    return {"stock": run(1.0), "patched": run(1.0 + drift)}
+
+
+@pytest.mark.parametrize(("drift", "code"), [(1e-6, 0), (1e-3, 1)])
+def test_losses_that_disagree_fail(
+    drift: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fastpack.commands.demo.worker import Settings
+
+    settings = Settings(tmp_path, steps=4, batch_size=16, seed=0, threads=1)
+    figures = demo._figures(results(drift), settings, rows=64)
+    monkeypatch.setattr(demo, "compare", lambda **_: figures)
+    monkeypatch.setattr(demo, "require_trl_on_cpu", lambda command: None)
+    assert main(["demo", "--plot", str(tmp_path / "plot.png")]) == code
+    assert ("DISAGREE" in capsys.readouterr().out) is (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--steps", "2"], "--steps must be more than 2"),
+        (["--rows", "3"], "--rows must be at least 16"),
+        (["--plot", "nowhere/plot.png"], "no such folder"),
+    ],
+)
+def test_bad_flags_are_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fastpack demo: error: ")
+    assert said in line
+
+
+def test_data_are_the_same_for_the_same_seed() -> None:
+    assert make_rows(20, seed=3) == make_rows(20, seed=3)
+    assert make_rows(20, seed=3) != make_rows(20, seed=4)
+
+
+def test_tokenizer_is_small_and_whole() -> None:
+    rows = make_rows(50)
+    tokenizer = train_tokenizer(rows)
+    assert len(tokenizer) <= 1000
+    assert set(SPECIAL_TOKENS) <= set(tokenizer.get_vocab())
+    chat = rows[0]["messages"]
+    ids = tokenizer.apply_chat_template(chat)["input_ids"]
+    assert all(message["content"] in tokenizer.decode(ids) for message in chat)
+    assert tokenizer.pad_token_id not in ids
