@@ -147,7 +147,7 @@ class PackedSeqLens:
         if self.is_empty:
             # keeps the graph, with a gradient of zero, and drops the throw-away token, which may not be finite
             x_T = x_T.masked_fill(torch.ones_like(x_T, dtype=torch.bool), 0)
-        return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy(0, self.indices, x_T)
+        return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy_(0, self.indices, x_T)
 
     def mask_first_labels(self, labels_BS: Tensor) -> Tensor:
         """A copy of ``labels`` in which the first label of each sequence is ignored.

@@ -46,6 +46,7 @@ class Settings:
     seed: int = 0
     dtype: str = "auto"
     loop: str = "trl"
+    max_length: int | None = None
 
     @property
     def packed(self) -> bool:

@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--lengths", default="alpaca", help="'alpaca', a number of tokens, or a JSON file of lengths")
+    parser.add_argument("--max-length", type=int, help="truncate rows to so many tokens")
     parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's SFTTrainer, or a plain loop")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--attention", default="auto", help="fastpack's attention backend")
@@ -50,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
         checkpointing=arguments.checkpointing,
         attention=arguments.attention,
         loop=arguments.loop,
+        max_length=arguments.max_length,
     )
     figures = run_all(settings, arguments.only or list(CONTESTANTS))
     worst = worst_loss_difference(figures)
