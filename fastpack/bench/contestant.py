@@ -90,6 +90,8 @@ def run(settings: Settings) -> Figures:
     lengths = make_lengths(
         settings.rows * (settings.warmup + settings.steps), kind=settings.lengths, seed=settings.seed
     )
+    if settings.max_length is not None:
+        lengths = [min(length, settings.max_length) for length in lengths]
     clock = _Clock(settings.warmup)
     train = _plain_loop if settings.loop == "plain" else _sft_trainer
     losses = train(model, settings, _rows(lengths, config.vocab_size, settings.seed), clock)
