@@ -120,11 +120,13 @@ def _plan_unless_patched(model: nn.Module, options: dict[str, Any]) -> Plan | No
         return None
     # Plan on the stock model: look at what lies beneath our own forwards, which are put back if planning fails.
     _restore(model)
+    plan = None
     try:
-        return make_plan(model, **options)
-    except Exception:
-        _apply(make_plan(model, **state.options), state.options)
-        raise
+        plan = make_plan(model, **options)
+    finally:
+        if plan is None:
+            _apply(make_plan(model, **state.options), state.options)
+    return plan
 
 
 def _apply(plan: Plan, options: dict[str, Any]) -> None:
