@@ -249,3 +249,18 @@ def test_tuple_output() -> None:
     assert torch.equal(as_tuple[1], named.logits)
     bare = model.model(batch["input_ids"], attention_mask=batch["attention_mask"], return_dict=False)
     assert bare[0].shape[:2] == batch["input_ids"].shape
+
+
+def test_a_stock_loss_over_a_padded_batch_runs_on_real_tokens() -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    batch = padded(make_sequences(VOCAB), "left")
+    seen: list[tuple[int, ...]] = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[:2])))
+    out = model(**batch)
+    assert out.logits.shape[:2] == batch["input_ids"].shape
+    assert not out.logits[batch["attention_mask"] == 0].any()
+    without = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+    shifted = model(**{**batch, "labels": None}, logits_to_keep=3)
+    assert shifted.logits.shape[1] == 3
+    assert relative(out.logits, without.logits) <= FLOAT32_BOUND
+    assert seen[:2] == [(1, sum(LENGTHS)), tuple(batch["input_ids"].shape)]

@@ -87,6 +87,53 @@ def test_float32(model_type: str) -> None:
         assert error.worst <= GPU_FLOAT32_BOUND, error
 
 
+VARLEN = (
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "glm",
+    "glm4",
+    "gpt2",
+    "gpt_neox",
+    "helium",
+    "olmo",
+    "olmo3",
+    "phi",
+    "seed_oss",
+    "starcoder2",
+)
+
+
+@pytest.mark.parametrize("model_type", VARLEN)
+def test_varlen_families(model_type: str) -> None:
+    sequences = make_sequences(VOCAB)
+    wide = run_alone(tiny_model(model_type).cuda(), sequences)
+    plain = compare(run_alone(tiny_model(model_type).to("cuda", torch.bfloat16), sequences), wide)
+    model = fastpack.patch(tiny_model(model_type).to("cuda", torch.bfloat16))
+    assert fastpack.report(model).rung == "varlen"
+    for kind in INPUT_KINDS:
+        check(compare(run_batch(model, sequences, kind), wide), plain)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "not reentrant"])
+def test_lora_with_checkpointing(checkpointing: str) -> None:
+    from test_adapters import with_lora
+
+    sequences = make_sequences(VOCAB, LENGTHS)
+
+    def adapted(dtype: torch.dtype) -> nn.Module:
+        return with_lora(build("llama", dtype)).to(dtype)
+
+    wide = run_alone(adapted(torch.float32), sequences)
+    plain = compare(run_alone(adapted(torch.bfloat16), sequences), wide)
+    model = fastpack.patch(adapted(torch.bfloat16))
+    if checkpointing != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
+        model.enable_input_require_grads()
+    for kind in INPUT_KINDS:
+        check(compare(run_batch(model, sequences, kind), wide), plain)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_over_float32_weights(dtype: torch.dtype) -> None:
     sequences = make_sequences(VOCAB, LENGTHS)
