@@ -66,12 +66,8 @@ def patch(target: T, *, attention: str = "auto", strict: bool = False) -> T:
             Nothing has been changed when any of these is raised.
     """
     options = {"attention": attention, "strict": strict}
-    models = models_of(target)
-    plans = [(model, _plan_unless_patched(model, options)) for model in models]
-    for model, plan in plans:
-        if plan is not None:
-            _restore(model)
-            _apply(plan, options)
+    for plan in _plan_all(models_of(target), options):
+        _apply(plan, options)
     return target
 
 
@@ -112,21 +108,30 @@ def _state(backbone: nn.Module) -> PatchState | None:
     return state
 
 
-def _plan_unless_patched(model: nn.Module, options: dict[str, Any]) -> Plan | None:
-    state = _state(find_parts(model).backbone)
-    if state is None:
-        return make_plan(model, **options)
-    if state.options == options:
-        return None
-    # Plan on the stock model: look at what lies beneath our own forwards, which are put back if planning fails.
-    _restore(model)
-    plan = None
+def _plan_all(models: list[nn.Module], options: dict[str, Any]) -> list[Plan]:
+    """Plans for the models that these options change, each seen without our forwards.
+
+    A patch in force is taken off to look beneath it; where any plan fails, every such patch is put back.
+    """
+    plans: list[Plan] = []
+    taken_off: list[tuple[nn.Module, dict[str, Any]]] = []
+    complete = False
     try:
-        plan = make_plan(model, **options)
+        for model in models:
+            backbone = find_parts(model).backbone
+            state = _state(backbone)
+            if any(plan.backbone is backbone for plan in plans) or (state is not None and state.options == options):
+                continue
+            if state is not None:
+                _restore(model)
+                taken_off.append((model, state.options))
+            plans.append(make_plan(model, **options))
+        complete = True
     finally:
-        if plan is None:
-            _apply(make_plan(model, **state.options), state.options)
-    return plan
+        if not complete:
+            for model, before in taken_off:
+                _apply(make_plan(model, **before), before)
+    return plans
 
 
 def _apply(plan: Plan, options: dict[str, Any]) -> None:

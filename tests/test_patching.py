@@ -133,6 +133,31 @@ def test_a_second_patch_is_a_no_op_or_replans(model: nn.Module) -> None:
     assert fingerprint(model) == before
 
 
+class Holder:
+    """What a trainer looks like: a policy and a reference model."""
+
+    def __init__(self, model: nn.Module, ref_model: nn.Module) -> None:
+        self.model, self.ref_model = model, ref_model
+
+    def train(self) -> None: ...
+
+
+def test_a_refused_reference_leaves_the_policy_as_it_was() -> None:
+    policy = fastpack.patch(tiny_model("llama"))
+    with pytest.raises(fastpack.UnsupportedModelError):
+        fastpack.patch(Holder(policy, tiny_model("bloom", n_layer=1, n_head=2)), attention="reference")
+    assert fastpack.report(policy).backend == "segments", "the patch in force stays"
+
+
+def test_a_model_held_twice_is_patched_once() -> None:
+    model = tiny_model("llama")
+    before = fingerprint(model)
+    fastpack.patch(Holder(model, model))
+    assert len(model._forward_pre_hooks) == 1
+    fastpack.unpatch(model)
+    assert fingerprint(model) == before
+
+
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_come_back_patched(model: nn.Module, how: str) -> None:
     alone = run_alone(model, make_sequences(VOCAB))
