@@ -20,10 +20,10 @@ from fastpack.bench.lengths import make_lengths
 from fastpack.bench.shapes import make_config
 
 CONTESTANTS = {
-    "stock padded": "TRL with padded batches, transformers' sdpa attention",
-    "stock padding_free": "TRL's padding_free=True, transformers' sdpa attention",
-    "fastpack": "fastpack.patch(model), fed the same padded batches",
-    "fastpack packed": "fastpack.patch(model), fed by TRL's padding_free=True",
+    "stock padded": "padded batches, transformers' sdpa attention",
+    "stock padding_free": "flattened batches, transformers' sdpa attention",
+    "fastpack": "patched, fed the same padded batches",
+    "fastpack packed": "patched, fed the same flattened batches",
 }
 
 

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's SFTTrainer, or a plain loop")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--attention", default="auto", help="fastpack's attention backend")
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None)
+    what = "; ".join(f"{name}: {text}" for name, text in CONTESTANTS.items())
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, help=what)
     parser.add_argument("--json", type=Path, help="write the figures here")
 
 
