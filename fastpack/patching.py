@@ -11,12 +11,14 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastpack.layers.attention import interface_name, register_interface
+from fastpack.ops.implementation import Implementation
+from fastpack.options import Graphs, Loss, PatchKeywords, PatchOptions
 from fastpack.planning import Plan, make_plan
 from fastpack.report import PatchReport
 from fastpack.targets import find_parts, models_of
@@ -31,7 +33,7 @@ _ABSENT = "absent"
 class PatchState:
     """What was changed on one model, in order, and how to undo it."""
 
-    options: dict[str, Any]
+    options: PatchOptions
     report: PatchReport
     undo: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
@@ -39,10 +41,18 @@ class PatchState:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A model that comes out of a pickle in a fresh process needs our name in AttentionInterface again.
         self.__dict__.update(state)
-        register_interface(self.options["attention"])
+        register_interface(self.options.attention)
 
 
-def patch(target: T, *, attention: str = "auto", strict: bool = False) -> T:
+def patch(
+    target: T,
+    *,
+    attention: str = "auto",
+    kernels: Implementation = "auto",
+    graphs: Graphs = None,
+    loss: Loss = None,
+    strict: bool = False,
+) -> T:
     """Make a model train without padding. Changes this instance alone, and nothing about its results.
 
     A padded batch is un-padded before the backbone and put back behind it; a packed one (restarting
@@ -65,7 +75,8 @@ def patch(target: T, *, attention: str = "auto", strict: bool = False) -> T:
         PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met.
             Nothing has been changed when any of these is raised.
     """
-    options = {"attention": attention, "strict": strict}
+    options = PatchOptions(attention, kernels, graphs, loss, strict)
+    options.check()
     for plan in _plan_all(models_of(target), options):
         _apply(plan, options)
     return target
@@ -79,9 +90,9 @@ def unpatch(target: T) -> T:
 
 
 @contextmanager
-def patched(target: T, *, attention: str = "auto", strict: bool = False) -> Iterator[T]:
-    """``patch`` on entry and ``unpatch`` on exit, also after an exception."""
-    patch(target, attention=attention, strict=strict)
+def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
+    """``patch`` with these options on entry and ``unpatch`` on exit, also after an exception."""
+    patch(target, **options)
     try:
         yield target
     finally:
@@ -108,13 +119,13 @@ def _state(backbone: nn.Module) -> PatchState | None:
     return state
 
 
-def _plan_all(models: list[nn.Module], options: dict[str, Any]) -> list[Plan]:
+def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
     """Plans for the models that these options change, each seen without our forwards.
 
     A patch in force is taken off to look beneath it; where any plan fails, every such patch is put back.
     """
     plans: list[Plan] = []
-    taken_off: list[tuple[nn.Module, dict[str, Any]]] = []
+    taken_off: list[tuple[nn.Module, PatchOptions]] = []
     complete = False
     try:
         for model in models:
@@ -125,18 +136,18 @@ def _plan_all(models: list[nn.Module], options: dict[str, Any]) -> list[Plan]:
             if state is not None:
                 _restore(model)
                 taken_off.append((model, state.options))
-            plans.append(make_plan(model, **options))
+            plans.append(make_plan(model, options))
         complete = True
     finally:
         if not complete:
             for model, before in taken_off:
-                _apply(make_plan(model, **before), before)
+                _apply(make_plan(model, before), before)
     return plans
 
 
-def _apply(plan: Plan, options: dict[str, Any]) -> None:
-    register_interface(options["attention"])
-    state = PatchState(dict(options), plan.report)
+def _apply(plan: Plan, options: PatchOptions) -> None:
+    register_interface(options.attention)
+    state = PatchState(options, plan.report)
     configs: dict[int, Any] = {}
     for swap in plan.forwards:
         stock = swap.module.__dict__.get(swap.attribute, _ABSENT)
@@ -145,7 +156,7 @@ def _apply(plan: Plan, options: dict[str, Any]) -> None:
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
-            configs[id(original)] = _private_config(original, options["attention"])
+            configs[id(original)] = _private_config(original, options.attention)
         state.undo.append((module, "config", original))
         module.config = configs[id(original)]
     for module, hook in plan.pre_hooks:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastpack.adapters import count_projections
-from fastpack.attention_dispatch import AttentionShape, check_name, choose, explain
+from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.families import AttentionSpec, Family, MlpSpec, NormSpec, Spec, family_of, source_hash
 from fastpack.layers.attention import attention_forward
@@ -27,6 +27,7 @@ from fastpack.layers.causal_lm import (
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
+from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.targets import Parts, find_parts
 
@@ -56,9 +57,9 @@ class Plan:
     pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
 
 
-def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
+def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     """Plan a patch; see :func:`fastpack.patch` for arguments and errors."""
-    check_name(attention)
+    attention = options.attention
     parts = find_parts(model)
     family = _covered_family(parts)
     backbone = parts.backbone
@@ -67,19 +68,19 @@ def make_plan(model: nn.Module, *, attention: str, strict: bool) -> Plan:
 
     specs = _trusted_specs(backbone, family, skipped)
     fast = all(name in specs for name in family.attention)
-    if strict and (not fast or skipped):
+    if options.strict and (not fast or skipped):
         why = "; ".join(f"{what}: {reason}" for what, reason in skipped) or (
             f"family {family.model_type} has no fast forwards; its attention would run on the varlen rung"
         )
         raise PatchError(f"strict=True, but not every layer is on the fast rung: {why}.")
 
     plan = Plan(backbone, PatchReport.stock(backbone))
-    _plan_backbone(plan, parts)
+    _plan_backbone(plan, parts, options)
     attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
     if not attentions:
         raise PatchError(f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch.")
     for module in backbone.modules():
-        _plan_module(plan, module, specs, family, attention, skipped)
+        _plan_module(plan, module, specs, family, options, skipped)
     if not fast:
         plan.interface_modules = list(attentions)
     _plan_rotary(plan, backbone, notes)
@@ -168,14 +169,14 @@ def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]
     return trusted
 
 
-def _plan_backbone(plan: Plan, parts: Parts) -> None:
+def _plan_backbone(plan: Plan, parts: Parts, options: PatchOptions) -> None:
     backbone, head = parts.backbone, parts.head
     plan.forwards.append(ForwardSwap(backbone, functools.partial(_bind, backbone_forward, backbone, ()), "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))
         return
     kind = _head_kind(head)
-    plan.forwards.append(ForwardSwap(head, functools.partial(_bind, head_forward, head, (kind,)), "head"))
+    plan.forwards.append(ForwardSwap(head, functools.partial(_bind, head_forward, head, (kind, options.loss)), "head"))
     plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind)))
 
 
@@ -197,7 +198,7 @@ def _plan_module(
     module: nn.Module,
     specs: dict[str, Spec],
     family: Family,
-    attention: str,
+    options: PatchOptions,
     skipped: list[tuple[str, str]],
 ) -> None:
     name = type(module).__name__
@@ -211,14 +212,18 @@ def _plan_module(
                 f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
                 "attention would not be packed."
             )
-        bind = functools.partial(_bind, attention_forward, module, (spec, attention))
+        bind = functools.partial(_bind, attention_forward, module, (spec, options))
         plan.forwards.append(ForwardSwap(module, bind, "attention"))
     elif replaced:
         skipped.append((name, "its forward was already replaced by someone else: left alone"))
     elif isinstance(spec, NormSpec):
-        plan.forwards.append(ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec), "norm"))
+        plan.forwards.append(
+            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec, options), "norm")
+        )
     elif isinstance(spec, MlpSpec):
-        plan.forwards.append(ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec), "mlp"))
+        plan.forwards.append(
+            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, options), "mlp")
+        )
 
 
 def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
@@ -238,8 +243,8 @@ def _bind(function: Callable[..., Any], module: nn.Module, settings: tuple[Any, 
     return bound
 
 
-def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, stock: Any) -> Any:
-    return functools.partial(function, module, spec)
+def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, options: PatchOptions, stock: Any) -> Any:
+    return functools.partial(function, module, spec, options)
 
 
 def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:

@@ -17,6 +17,7 @@ from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.stock import Forward, call_stock, require_packing
 from fastpack.ops.rope import apply_rope
+from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
 
 INTERFACE_PREFIX = "fastpack_"
@@ -26,7 +27,7 @@ INTERFACE_PREFIX = "fastpack_"
 def attention_forward(
     module: Any,
     spec: AttentionSpec,
-    attention: str,
+    options: PatchOptions,
     stock: Forward | None,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -64,7 +65,7 @@ def attention_forward(
             softcap=_read(module, spec.softcap) or None,
             dropout=module.attention_dropout if module.training else 0.0,
         ),
-        attention,
+        options.attention,
     )
     return module.o_proj(out.flatten(1).unsqueeze(0)), None
 

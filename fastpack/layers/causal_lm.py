@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
+from fastpack.options import Loss
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 
@@ -71,7 +72,7 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
     return outputs.to_tuple() if as_tuple else outputs
 
 
-def head_forward(head: Any, kind: HeadKind, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+def head_forward(head: Any, kind: HeadKind, loss: Loss, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
     """A head's forward, its labels seen to (:func:`prepare_head`).
 
     Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too.

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fastpack.families.spec import MlpSpec
 from fastpack.ops.glu import gated
+from fastpack.options import PatchOptions
 
 
-def mlp_forward(module: Any, spec: MlpSpec, x: Tensor) -> Tensor:
+def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not.
 
     Projections are called as modules: LoRA, 4-bit and 8-bit layers, and whatever hooks they carry, work as they are.

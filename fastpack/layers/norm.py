@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fastpack.families.spec import NormSpec
 from fastpack.ops.norm import layer_norm, rms_norm
+from fastpack.options import PatchOptions
 
 
-def norm_forward(module: Any, spec: NormSpec, x: Tensor) -> Tensor:
+def norm_forward(module: Any, spec: NormSpec, options: PatchOptions, x: Tensor) -> Tensor:
     """Normalise the last dimension of ``x``, any shape, packed or not."""
     eps = getattr(module, spec.eps)
     if spec.kind == "layer":

@@ -1,0 +1,35 @@
+"""Which implementation of an op runs: its definition in torch, or its Triton kernel.
+
+Kernels live in :mod:`fastpack.ops.kernels`, a module each, and are imported when first used: Triton is optional and
+slow to import.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Implementation = Literal["auto", "torch", "triton"]
+IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
+
+
+def use_triton(implementation: Implementation, x: Tensor) -> bool:
+    """True where the kernel is to run.
+
+    ``auto`` takes it on a CUDA device with Triton installed, and leaves a region that ``torch.compile`` traces to
+    the definition, which the compiler fuses with its neighbours. ``triton`` runs it wherever the tensor is, which on
+    a CPU is what Triton's interpreter is for.
+    """
+    if implementation == "auto":
+        return x.is_cuda and triton_installed() and not torch.compiler.is_compiling()
+    return implementation == "triton"
+
+
+@functools.cache
+def triton_installed() -> bool:
+    """True where Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers, a module an op; imported when first used."""
