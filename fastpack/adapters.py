@@ -1,13 +1,140 @@
-"""What a projection is made of: a plain, 4-bit or 8-bit base weight, with or without LoRA.
+"""What a projection is made of: base weight, bias, quantisation, LoRA's A, B and scale.
 
-Layers call projections as modules, so every kind works; this module only tells them apart, for reports.
+Layers read a projection at each call (adapters may be switched at any time) and compute with its parts; one that
+can't be read is called as a module, and the report says why.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from fastpack.ops.projections import Lora, Projection
+
+
+def read_projection(module: nn.Module) -> Projection | str:
+    """The parts of a linear layer, plain, 4-bit or wrapped by LoRA; or why it is to be called as a module."""
+    reason = _why_opaque(module)
+    if reason is not None:
+        return reason
+    cls = type(module)
+    if cls is nn.Linear:
+        return _read_linear(module)
+    if cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes."):
+        return _read_4bit(module)
+    if hasattr(module, "lora_A") and cls.__module__ in _PEFT_MODULES:
+        return _read_lora(module)
+    if cls.__name__ == "Linear8bitLt":
+        return "LLM.int8 has a product of its own"
+    return f"a {cls.__name__}"
+
+
+def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
+    """The base layer of a projection, to be called as a module, and its low-rank update; or why it can't be split."""
+    reason = _why_opaque(module)
+    if reason is not None:
+        return reason
+    if not (hasattr(module, "lora_A") and type(module).__module__ in _PEFT_MODULES):
+        return module, None
+    update = _active_update(module)
+    return update if isinstance(update, str) else (module.base_layer, update)  # type: ignore[return-value]
+
+
+_PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
+
+
+def carries_hooks(module: nn.Module) -> bool:
+    """True where calling a module does more than its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _why_opaque(module: nn.Module) -> str | None:
+    if carries_hooks(module):
+        return "it carries hooks, or a forward of its own (offloading does this)"
+    return None
+
+
+def _why_not_plain(weight: Tensor) -> str | None:
+    """Why a weight can't be used as it is, or None."""
+    if type(weight) not in (nn.Parameter, Tensor):
+        return f"its weight is a {type(weight).__name__}"
+    if weight.numel() == 0 or hasattr(weight, "ds_id"):
+        return "its weight is partitioned"
+    if weight.device.type == "meta":
+        return "its weight is offloaded"
+    return None
+
+
+def _read_linear(module: Any) -> Projection | str:
+    weight: Tensor = module.weight
+    return _why_not_plain(weight) or Projection(weight, _product_dtype(weight), module.bias)
+
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _read_4bit(module: Any) -> Projection | str:
+    weight = module.weight
+    state = getattr(weight, "quant_state", None)
+    if type(weight).__name__ != "Params4bit" or state is None or weight.numel() == 0:
+        return "its 4-bit weight is not quantised yet, partitioned or offloaded"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "its 4-bit weight is packed for a CPU"
+    if module.compute_dtype is None or not module.compute_type_is_set:
+        return "it has not chosen its compute dtype yet"
+    return Projection(weight, module.compute_dtype, module.bias, quant_state=state)
+
+
+def _read_lora(module: Any) -> Projection | str:
+    base = read_projection(module.base_layer)
+    if isinstance(base, str):
+        return f"under LoRA, {base}"
+    update = _active_update(module)
+    if isinstance(update, str):
+        return update
+    return base if update is None else Projection(base.weight, base.dtype, base.bias, update, base.quant_state)
+
+
+def _active_update(module: Any) -> Lora | str | None:
+    """The one low-rank update in force, None where there is none, or why it is PEFT's own to compute."""
+    if module.merged:
+        return "an adapter is merged into it" if module.disable_adapters else None
+    if module.disable_adapters:
+        return None
+    parts = module._modules  # looked up for each projection in each step: nn.Module's own lookup is slow
+    all_a, all_b = parts["lora_A"]._modules, parts["lora_B"]._modules
+    active = [name for name in module.active_adapters if name in all_a]
+    if len(active) != 1:
+        return f"{len(active)} adapters are active at once" if active else None
+    (name,) = active
+    if name in module.lora_variant:
+        return f"its adapter is a {type(module.lora_variant[name]).__name__}"
+    a, b, dropout = all_a[name], all_b[name], parts["lora_dropout"]._modules[name]
+    if type(a) is not nn.Linear or type(b) is not nn.Linear or b._parameters["bias"] is not None:
+        return "its adapter is not two plain matrices"
+    if carries_hooks(a) or carries_hooks(b) or carries_hooks(dropout):
+        return "its adapter carries hooks"
+    if type(dropout) not in (nn.Dropout, nn.Identity):
+        return f"its adapter's dropout is a {type(dropout).__name__}"
+    weight_a, weight_b = a._parameters["weight"], b._parameters["weight"]
+    if weight_a is None or weight_b is None:
+        return "its adapter has no weight"
+    reason = _why_not_plain(weight_a) or _why_not_plain(weight_b)
+    if reason is not None:
+        return f"of its adapter, {reason}"
+    probability = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+    return Lora(weight_a, weight_b, float(module.scaling[name]), probability)
 
 
 def describe_projection(module: nn.Module) -> str | None:
@@ -24,8 +151,8 @@ def describe_projection(module: nn.Module) -> str | None:
     return "linear" if isinstance(module, nn.Linear) else None
 
 
-def count_projections(model: nn.Module) -> dict[str, int]:
-    """How many projections of each kind a model has, the most frequent first. LoRA's own A and B don't count."""
+def projections_of(model: nn.Module) -> list[nn.Module]:
+    """Every projection of a model. LoRA's own A and B, and the base layers that it wraps, don't count."""
     inside = {
         id(child)
         for module in model.modules()
@@ -33,5 +160,15 @@ def count_projections(model: nn.Module) -> dict[str, int]:
         for child in module.modules()
         if child is not module
     }
-    kinds = (describe_projection(module) for module in model.modules() if id(module) not in inside)
-    return dict(Counter(kind for kind in kinds if kind is not None).most_common())
+    return [m for m in model.modules() if id(m) not in inside and describe_projection(m) is not None]
+
+
+def count_projections(model: nn.Module) -> dict[str, int]:
+    """How many projections of each kind a model has, the most frequent first."""
+    return dict(Counter(str(describe_projection(module)) for module in projections_of(model)).most_common())
+
+
+def count_opaque(model: nn.Module) -> dict[str, int]:
+    """Why projections are called as modules, with how many of each, the most frequent first."""
+    found = (read_projection(module) for module in projections_of(model))
+    return dict(Counter(reason for reason in found if isinstance(reason, str)).most_common())

@@ -11,6 +11,7 @@ from fastpack.ops.implementation import Implementation, triton_installed
 
 Graphs = Literal["auto"] | None
 Loss = Literal["fused"] | None
+Offload = Literal["checkpoints"] | None
 
 
 class PatchKeywords(TypedDict, total=False):
@@ -20,6 +21,7 @@ class PatchKeywords(TypedDict, total=False):
     kernels: Implementation
     graphs: Graphs
     loss: Loss
+    offload: Offload
     strict: bool
 
 
@@ -31,6 +33,7 @@ class PatchOptions:
     kernels: Implementation = "auto"
     graphs: Graphs = None
     loss: Loss = None
+    offload: Offload = None
     strict: bool = False
 
     def check(self) -> None:
@@ -38,13 +41,15 @@ class PatchOptions:
 
         Raises:
             BackendUnavailableError: no attention backend has this name.
-            PatchError: another option has a value that it doesn't take, or Triton was asked for and is not installed.
+            PatchError: another option has a value that it doesn't take; Triton was asked for and is not installed;
+                ``graphs`` and ``offload`` were both asked for.
         """
         check_name(self.attention)
         for name, allowed in (
             ("kernels", get_args(Implementation)),
             ("graphs", (None, "auto")),
             ("loss", (None, "fused")),
+            ("offload", (None, "checkpoints")),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -52,6 +57,12 @@ class PatchOptions:
         if self.kernels == "triton" and not triton_installed():
             raise PatchError(
                 "kernels='triton', but Triton is not installed: pip install triton, or pass kernels='auto'."
+            )
+        if self.graphs is not None and self.offload is not None:
+            raise PatchError(
+                f"graphs={self.graphs!r} and offload={self.offload!r} exclude each other: what a recorded step saves "
+                "has its fixed place on the device. Pass one of them; graphs gain where layers are small, offloading "
+                "where they are big."
             )
 
     def to_dict(self) -> dict[str, Any]:

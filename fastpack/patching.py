@@ -10,15 +10,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastpack.adapters import count_opaque, count_projections
+from fastpack.graphs import runner_of
 from fastpack.layers.attention import interface_name, register_interface
+from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
-from fastpack.options import Graphs, Loss, PatchKeywords, PatchOptions
+from fastpack.options import Graphs, Loss, Offload, PatchKeywords, PatchOptions
 from fastpack.planning import Plan, make_plan
 from fastpack.report import PatchReport
 from fastpack.targets import find_parts, models_of
@@ -51,6 +54,7 @@ def patch(
     kernels: Implementation = "auto",
     graphs: Graphs = None,
     loss: Loss = None,
+    offload: Offload = None,
     strict: bool = False,
 ) -> T:
     """Make a model train without padding. Changes this instance alone, and nothing about its results.
@@ -64,6 +68,11 @@ def patch(
             these wrapped by PEFT or with 4-bit or 8-bit weights, or a trainer that holds one.
         attention: ``auto`` for the first attention backend that can serve each call, or one of ``flash_attn``,
             ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``segments``, ``reference``.
+        offload: ``checkpoints`` lets the inputs of checkpointed layers wait for the backward in pinned host memory,
+            copied beside the computation: the same gradients, and (layers - 3) x T x hidden size x 2 bytes less device
+            memory in half precision. It takes as much host memory, rounded up to a power of two for each layer. It
+            does nothing, and the report says why, without gradient checkpointing or on another device than CUDA. Not
+            together with ``graphs``.
         strict: raise unless every layer lands on the fast rung.
 
     Returns:
@@ -75,7 +84,7 @@ def patch(
         PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met.
             Nothing has been changed when any of these is raised.
     """
-    options = PatchOptions(attention, kernels, graphs, loss, strict)
+    options = PatchOptions(attention, kernels, graphs, loss, offload, strict)
     options.check()
     for plan in _plan_all(models_of(target), options):
         _apply(plan, options)
@@ -106,7 +115,17 @@ def report(target: Any) -> PatchReport:
     """
     backbone = find_parts(models_of(target)[0]).backbone
     state = _state(backbone)
-    return state.report if state is not None else PatchReport.stock(backbone)
+    if state is None:
+        return PatchReport.stock(backbone)
+    # adapters may have come, gone or been switched since, and graphs been recorded
+    as_modules = count_opaque(backbone) if state.report.rung == "fast" else {}
+    notes = tuple(note for note in state.report.notes if not note.startswith("graphs:"))
+    offload, graphs = offload_of(backbone), runner_of(backbone)
+    if offload is not None:
+        notes += (offload.describe(backbone),)
+    if graphs is not None:
+        notes += (graphs.describe(next(backbone.parameters()).device),)
+    return replace(state.report, projections=count_projections(backbone), as_modules=as_modules, notes=notes)
 
 
 def is_patched(model: nn.Module) -> bool:

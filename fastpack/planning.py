@@ -12,10 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack.adapters import count_projections
+from fastpack.adapters import count_opaque, count_projections
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
-from fastpack.families import AttentionSpec, Family, MlpSpec, NormSpec, Spec, family_of, source_hash
+from fastpack.families import (
+    AttentionSpec,
+    DecoderSpec,
+    Family,
+    HeadSpec,
+    MlpSpec,
+    NormSpec,
+    Spec,
+    family_of,
+    source_hash,
+)
+from fastpack.graphs import GraphRunner
 from fastpack.layers.attention import attention_forward
 from fastpack.layers.causal_lm import (
     HeadKind,
@@ -24,9 +35,13 @@ from fastpack.layers.causal_lm import (
     head_pre_hook,
     replica_pre_hook,
 )
+from fastpack.layers.decoder import decoder_forward
+from fastpack.layers.loss import fused_loss_rejects
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
+from fastpack.layers.runtime import Runtime
+from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.targets import Parts, find_parts
@@ -75,12 +90,13 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         raise PatchError(f"strict=True, but not every layer is on the fast rung: {why}.")
 
     plan = Plan(backbone, PatchReport.stock(backbone))
-    _plan_backbone(plan, parts, options)
+    _plan_backbone(plan, parts, options, family, skipped, notes)
     attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
     if not attentions:
         raise PatchError(f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch.")
+    runtime = Runtime(options)
     for module in backbone.modules():
-        _plan_module(plan, module, specs, family, options, skipped)
+        _plan_module(plan, module, specs, family, runtime, skipped)
     if not fast:
         plan.interface_modules = list(attentions)
     _plan_rotary(plan, backbone, notes)
@@ -102,6 +118,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         backends=explain(shapes[0]),
         swapped=dict(swapped),
         projections=projections,
+        as_modules=count_opaque(backbone) if fast else {},
         skipped=tuple(dict.fromkeys(skipped)),
         notes=tuple(dict.fromkeys(notes)),
     )
@@ -169,15 +186,45 @@ def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]
     return trusted
 
 
-def _plan_backbone(plan: Plan, parts: Parts, options: PatchOptions) -> None:
+def _plan_backbone(
+    plan: Plan,
+    parts: Parts,
+    options: PatchOptions,
+    family: Family,
+    skipped: list[tuple[str, str]],
+    notes: list[str],
+) -> None:
     backbone, head = parts.backbone, parts.head
-    plan.forwards.append(ForwardSwap(backbone, functools.partial(_bind, backbone_forward, backbone, ()), "backbone"))
+    graphs = GraphRunner() if options.graphs == "auto" else None
+    if graphs is not None:
+        notes.append(graphs.describe(next(backbone.parameters()).device))
+    offload = CheckpointOffload() if options.offload == "checkpoints" else None
+    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload))
+    plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))
         return
     kind = _head_kind(head)
-    plan.forwards.append(ForwardSwap(head, functools.partial(_bind, head_forward, head, (kind, options.loss)), "head"))
+    loss = _head_loss(head, kind, options, family, skipped)
+    plan.forwards.append(ForwardSwap(head, functools.partial(_bind, head_forward, head, (kind, loss)), "head"))
     plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind)))
+
+
+def _head_loss(
+    head: Any, kind: HeadKind, options: PatchOptions, family: Family, skipped: list[tuple[str, str]]
+) -> HeadSpec | None:
+    """What the head computes, where its loss is to be fused and can be."""
+    if options.loss is None:
+        return None
+    cls: Any = type(head)
+    spec = family.fast.get(cls.__name__) if cls.__module__ == family.module else None
+    proved = isinstance(spec, HeadSpec) and source_hash(cls) in family.proved.get(cls.__name__, ())
+    found = spec if isinstance(spec, HeadSpec) and proved else None
+    reason = fused_loss_rejects(head, kind, found)
+    if reason is not None:
+        skipped.append(("loss", f"{reason}: the stock loss runs"))
+        return None
+    return found
 
 
 def _head_kind(head: nn.Module) -> HeadKind:
@@ -198,7 +245,7 @@ def _plan_module(
     module: nn.Module,
     specs: dict[str, Spec],
     family: Family,
-    options: PatchOptions,
+    runtime: Runtime,
     skipped: list[tuple[str, str]],
 ) -> None:
     name = type(module).__name__
@@ -212,17 +259,22 @@ def _plan_module(
                 f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
                 "attention would not be packed."
             )
-        bind = functools.partial(_bind, attention_forward, module, (spec, options))
+        bind = functools.partial(_bind, attention_forward, module, (spec, runtime))
         plan.forwards.append(ForwardSwap(module, bind, "attention"))
+    elif isinstance(spec, DecoderSpec):
+        # one whose forward was replaced (offloading hooks do this) calls its own modules, which are fast each
+        if not replaced and not hasattr(module, "_hf_hook"):
+            bind = functools.partial(_bind, decoder_forward, module, (spec, runtime))
+            plan.forwards.append(ForwardSwap(module, bind, "layer"))
     elif replaced:
         skipped.append((name, "its forward was already replaced by someone else: left alone"))
     elif isinstance(spec, NormSpec):
         plan.forwards.append(
-            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec, options), "norm")
+            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec, runtime), "norm")
         )
     elif isinstance(spec, MlpSpec):
         plan.forwards.append(
-            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, options), "mlp")
+            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, runtime), "mlp")
         )
 
 
@@ -243,8 +295,8 @@ def _bind(function: Callable[..., Any], module: nn.Module, settings: tuple[Any, 
     return bound
 
 
-def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, options: PatchOptions, stock: Any) -> Any:
-    return functools.partial(function, module, spec, options)
+def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, runtime: Runtime, stock: Any) -> Any:
+    return functools.partial(function, module, spec, runtime)
 
 
 def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:

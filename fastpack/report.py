@@ -23,6 +23,7 @@ class PatchReport:
         backends: for each backend, why it can't serve, or None.
         swapped: how many modules of each kind have another forward now.
         projections: how many linear layers of each kind there are.
+        as_modules: why projections are called as modules, where their weights can't be read and fused, and how many.
         skipped: what was left alone, and why.
         notes: what a user should know.
     """
@@ -35,6 +36,7 @@ class PatchReport:
     backends: dict[str, str | None] = field(default_factory=dict)
     swapped: dict[str, int] = field(default_factory=dict)
     projections: dict[str, int] = field(default_factory=dict)
+    as_modules: dict[str, int] = field(default_factory=dict)
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -72,6 +74,8 @@ class PatchReport:
         for kind, count in self.swapped.items():
             table.add_row(f"  {kind}", f"{count} swapped")
         table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))
+        for why, count in self.as_modules.items():
+            table.add_row("  called as modules", f"{count}: {why}")
         for what, why in self.skipped:
             table.add_row(f"left alone: {what}", why)
         for note in self.notes:

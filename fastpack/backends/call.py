@@ -108,7 +108,7 @@ class AttentionCall:
             sinks=self.sinks is not None,
             dropout=self.dropout,
             total_tokens=self.packed.total_tokens,
-            num_sequences=self.packed.num_sequences,
+            num_sequences=self.packed.cu_seqlens.numel() - 1,  # in a bucket, also those without a token
             max_seqlen=self.packed.max_seqlen,
             needs_grad=torch.is_grad_enabled()
             and any(t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks)),

@@ -1,147 +1,139 @@
-"""Run contestants in turn, check that their losses agree, print the table."""
+"""Run contestants in turn, each in a process of its own, and put everything found into one record."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
-from pathlib import Path
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fastpack.bench.contestant import CONTESTANTS, Figures, Settings
-from fastpack.bench.shapes import SHAPES
+from fastpack.bench.ceiling import CEILING, Ceiling
+from fastpack.bench.contestant import FIGURES, STEP
+from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.flops import step_flops
+from fastpack.bench.gate import Precision, Verdict, compare
+from fastpack.bench.models import LORA_RANK
+from fastpack.bench.settings import Figures, Settings
+from fastpack.bench.shapes import make_config
 from fastpack.errors import FastpackError
 
-LOSS_BOUND = {"full precision": 1e-4, "half precision": 2e-2}
-"""How far losses may be apart, relative, before the figures mean nothing."""
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of the benchmark.
+
+    Attributes:
+        floor_rate: real tokens a second if nothing took time but the matrix products, at the measured rate.
+        left_out: contestants that could not take part, and why.
+    """
+
+    settings: Settings
+    figures: list[Figures]
+    verdict: Verdict
+    ceiling: Ceiling
+    floor_rate: float
+    machine: dict[str, Any]
+    left_out: dict[str, str]
+
+    @property
+    def ran(self) -> list[Figures]:
+        """Contestants that have figures."""
+        return [row for row in self.figures if row.error is None]
+
+    @property
+    def best_stock(self) -> Figures | None:
+        """The fastest that fastpack had no part in."""
+        stock = [row for row in self.ran if not CONTESTANTS[row.contestant].patched]
+        return max(stock, key=lambda row: row.tokens_per_second, default=None)
+
+    @property
+    def title(self) -> str:
+        """What was trained, in one line."""
+        given = self.settings
+        words = [given.shape, given.mode, f"{given.rows} rows", f"{given.lengths.split('/')[-1]} lengths"]
+        words += ["checkpointing"] if given.checkpointing else []
+        words += ["a plain loop"] if given.loop == "plain" else []
+        words += [f"{name} {value}" for name in ("graphs", "loss") if (value := getattr(given, name)) is not None]
+        return ", ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for a JSON file."""
+        return {
+            "settings": asdict(self.settings),
+            "machine": self.machine,
+            "ceiling": asdict(self.ceiling),
+            "floor_tokens_per_second": self.floor_rate,
+            "verdict": asdict(self.verdict),
+            "left_out": self.left_out,
+            "contestants": [
+                row.to_dict() | ({"floor_share": row.tokens_per_second / self.floor_rate} if row.error is None else {})
+                for row in self.figures
+            ],
+        }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``fastpack bench``."""
-    parser.add_argument("--shape", choices=SHAPES, default=None, help="default: llama8b on a GPU, tiny on a CPU")
-    parser.add_argument("--mode", choices=("full", "lora"), default="full")
-    parser.add_argument("--rows", type=int, default=16, help="rows of a batch")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--lengths", default="alpaca", help="'alpaca', a number of tokens, or a JSON file of lengths")
-    parser.add_argument("--max-length", type=int, help="truncate rows to so many tokens")
-    parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's SFTTrainer, or a plain loop")
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--attention", default="auto", help="fastpack's attention backend")
-    what = "; ".join(f"{name}: {text}" for name, text in CONTESTANTS.items())
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, help=what)
-    parser.add_argument("--json", type=Path, help="write the figures here")
+def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
+    """Measure the machine, then each contestant, one process after the other.
 
+    Raises:
+        FastpackError: a process failed otherwise than for want of memory; the end of what it said is in the message.
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-def main(arguments: argparse.Namespace) -> int:
-    """Run the benchmark; 1 where losses disagree."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    settings = Settings(
-        contestant="",
-        shape=arguments.shape or ("llama8b" if on_gpu else "tiny"),
-        mode=arguments.mode,
-        rows=arguments.rows,
-        steps=arguments.steps,
-        warmup=arguments.warmup,
-        lengths=arguments.lengths,
-        checkpointing=arguments.checkpointing,
-        attention=arguments.attention,
-        loop=arguments.loop,
-        max_length=arguments.max_length,
-    )
-    figures = run_all(settings, arguments.only or list(CONTESTANTS))
-    worst = worst_loss_difference(figures)
-    bound = LOSS_BOUND["half precision" if on_gpu else "full precision"]
-    _print(figures, settings, worst, bound)
-    if arguments.json:
-        record = {"settings": asdict(settings), "worst_loss_difference": worst, "machine": machine()}
-        arguments.json.write_text(json.dumps({**record, "contestants": [asdict(f) for f in figures]}, indent=1))
-    return 0 if worst <= bound else 1
-
-
-def run_all(settings: Settings, contestants: Sequence[str]) -> list[Figures]:
-    """Each contestant in a process of its own, one after the other."""
-    from rich.progress import Progress
-
-    found: list[Figures] = []
-    with Progress(transient=True) as progress:
-        task = progress.add_task("contestants", total=len(contestants))
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    figures: list[Figures] = []
+    with Progress(*columns, transient=True) as progress:
+        task = progress.add_task("this machine", total=1)
+        found = json.loads(_run("fastpack.bench.ceiling", [], CEILING))
+        progress.update(task, completed=1)
         for name in contestants:
-            progress.update(task, description=name)
-            found.append(_run_one(replace(settings, contestant=name)))
-            progress.advance(task)
+            task = progress.add_task(name, total=settings.warmup + settings.steps + on_gpu)
+            given = json.dumps(asdict(replace(settings, contestant=name)))
+            line = _run("fastpack.bench.contestant", [given], FIGURES, lambda task=task: progress.advance(task))  # type: ignore[misc]
+            figures.append(Figures(**json.loads(line)))
+    ceiling = Ceiling(**found["ceiling"])
+    half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
+    precision: Precision = "half precision" if half else "full precision"
+    return Outcome(
+        settings,
+        figures,
+        compare(figures, precision),
+        ceiling,
+        floor_rate(settings, ceiling),
+        found["machine"],
+        left_out,
+    )
+
+
+def floor_rate(settings: Settings, ceiling: Ceiling) -> float:
+    """Real tokens a second over the timed steps, if their matrix products took all the time."""
+    config = make_config(settings.shape)
+    batches = settings.timed_batches()
+    needed = sum(
+        step_flops(config, batch, mode=settings.mode, checkpointing=settings.checkpointing, rank=LORA_RANK).total
+        for batch in batches
+    )
+    return sum(map(sum, batches)) / (needed / ceiling.flops)
+
+
+def _run(module: str, arguments: list[str], prefix: str, on_step: Callable[[], None] | None = None) -> str:
+    """Run a module in a process of its own; the rest of the line that it prints after ``prefix``."""
+    found = None
+    with tempfile.TemporaryFile("w+") as errors:
+        with subprocess.Popen(
+            [sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(prefix):
+                    found = line.removeprefix(prefix)
+                elif on_step is not None and line.strip() == STEP:
+                    on_step()
+        if found is None:
+            errors.seek(0)
+            tail = "\n".join(errors.read().strip().splitlines()[-15:])
+            raise FastpackError(f"{module} {' '.join(arguments)} failed (exit {process.returncode}):\n{tail}")
     return found
-
-
-def _run_one(settings: Settings) -> Figures:
-    command = [sys.executable, "-m", "fastpack.bench.contestant", json.dumps(asdict(settings))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    line = next((line for line in done.stdout.splitlines() if line.startswith("FIGURES ")), None)
-    if line is None:
-        tail = "\n".join(done.stderr.strip().splitlines()[-15:])
-        raise FastpackError(f"contestant {settings.contestant!r} failed (exit {done.returncode}):\n{tail}")
-    return Figures(**json.loads(line.removeprefix("FIGURES ")))
-
-
-def worst_loss_difference(figures: Sequence[Figures]) -> float:
-    """The largest relative difference of any contestant's loss from the first's, over all steps."""
-    first = figures[0].losses
-    return max(
-        abs(ours - theirs) / abs(theirs) for other in figures for ours, theirs in zip(other.losses, first, strict=True)
-    )
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
-    import platform
-
-    import torch
-    import transformers
-    import trl
-
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
-    return {
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "trl": trl.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def _print(figures: Sequence[Figures], settings: Settings, worst: float, bound: float) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    where = machine()
-    title = f"{settings.shape}, {settings.mode}, {settings.rows} rows of {settings.lengths} lengths" + (
-        ", checkpointing" if settings.checkpointing else ""
-    )
-    table = Table(title=title, box=box.ROUNDED)
-    columns = ("", "attention", "step (ms)", "real tokens/s", "times", "peak GiB", "share", "padding")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("", "attention") else "right")
-    base = figures[0]
-    for row in figures:
-        table.add_row(
-            row.contestant,
-            row.backend,
-            f"{row.step_median * 1e3:,.0f}",
-            f"{row.tokens_per_second:,.0f}",
-            f"{row.tokens_per_second / base.tokens_per_second:.2f} x",
-            f"{row.peak_memory:.2f}",
-            f"{row.peak_memory / base.peak_memory:.1%}",
-            f"{1 - row.tokens / row.slots:.0%}",
-        )
-    console = Console(width=110)
-    console.print(table)
-    verdict = "agree" if worst <= bound else "DISAGREE"
-    console.print(f"losses {verdict}: at most {worst:.1e} apart, relative, over all steps (bound {bound:g})")
-    console.print(", ".join(f"{key} {value}" for key, value in where.items()), style="dim")

@@ -5,15 +5,31 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fastpack.bench.runner import add_arguments
-from fastpack.bench.runner import main as run
+from fastpack.bench.flags import add_arguments, run
+from fastpack.commands import require, require_trl_on_cpu
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Parse the flags and run the benchmark; 1 where losses disagree."""
+    """Parse the flags and run the benchmark; 1 where losses disagree, or an op of ours is not exact enough."""
     parser = argparse.ArgumentParser(
         prog="fastpack bench",
         description="Train the same model in several ways, each in a process of its own, and compare.",
     )
     add_arguments(parser)
-    return run(parser.parse_args(arguments))
+    given = parser.parse_args(arguments)
+    if given.plot:
+        require("bench --plot", "matplotlib", extra="plot")
+    if given.ops is None:
+        _require_what_training_needs(given)
+    return run(given)
+
+
+def _require_what_training_needs(given: argparse.Namespace) -> None:
+    import torch
+
+    if given.loop == "trl":
+        require("bench", "trl", "datasets", extra="trl")
+        if not torch.cuda.is_available():
+            require_trl_on_cpu("bench")
+    if given.mode == "qlora":
+        require("bench --mode qlora", "bitsandbytes", extra="bnb")

@@ -33,7 +33,7 @@ from fastpack.families import (
     qwen3_moe,
     smollm3,
 )
-from fastpack.families.spec import AttentionSpec, Family, MlpSpec, NormSpec, Spec
+from fastpack.families.spec import AttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.families.varlen import VARLEN_FAMILIES
 
 __all__ = [
@@ -41,7 +41,9 @@ __all__ = [
     "FAST_FAMILIES",
     "VARLEN_FAMILIES",
     "AttentionSpec",
+    "DecoderSpec",
     "Family",
+    "HeadSpec",
     "MlpSpec",
     "NormSpec",
     "Spec",

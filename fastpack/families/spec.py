@@ -57,7 +57,41 @@ class MlpSpec:
     activation: str = "act_fn"
 
 
-Spec = AttentionSpec | NormSpec | MlpSpec
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder layer: attention, then an MLP, each added to the residual stream.
+
+    Attributes:
+        pre_attention, post_attention, pre_mlp, post_mlp: names of the norms before and behind each branch, or None.
+        residual_scale: name of the factor on each branch, or None for 1.
+        dropouts: names of the dropouts behind attention and MLP, or None.
+    """
+
+    pre_attention: str | None = "input_layernorm"
+    post_attention: str | None = None
+    pre_mlp: str | None = "post_attention_layernorm"
+    post_mlp: str | None = None
+    residual_scale: str | None = None
+    dropouts: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """From the last hidden state to the loss: ``logits = softcap(lm_head(hidden) * scale / divisor)``.
+
+    Attributes:
+        scale, divisor, softcap: name of an attribute (dotted for one of the config's) that holds it, or None; a softcap
+            whose value is None is none.
+        experts: whether a load-balancing loss over router logits is added.
+    """
+
+    scale: str | None = None
+    divisor: str | None = None
+    softcap: str | None = None
+    experts: bool = False
+
+
+Spec = AttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from torch import Tensor
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec
+from fastpack.layers.projections import project_modules, read_norm
+from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock import Forward, call_stock, require_packing
-from fastpack.ops.rope import apply_rope
-from fastpack.options import PatchOptions
+from fastpack.ops.rope import apply_rope, norm_rope
 from fastpack.packing import PackedSeqLens
 
 INTERFACE_PREFIX = "fastpack_"
@@ -27,7 +28,7 @@ INTERFACE_PREFIX = "fastpack_"
 def attention_forward(
     module: Any,
     spec: AttentionSpec,
-    options: PatchOptions,
+    runtime: Runtime,
     stock: Forward | None,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -49,44 +50,81 @@ def attention_forward(
             **kwargs,
         )
         return result
-    q, k, v = _project(module, spec, hidden_states)
-    if spec.rope_switch is None or getattr(module, spec.rope_switch):
-        assert position_embeddings is not None
-        cos, sin = position_embeddings
-        q, k = apply_rope(q, k, cos[0], sin[0], layout=spec.rope_layout, compute_in_float32=spec.rope_in_float32)
-    out = attend(
-        AttentionCall(
-            q,
-            k,
-            v,
-            packed_seq_lens,
-            scale=module.scaling,
-            window=_read(module, spec.window),
-            softcap=_read(module, spec.softcap) or None,
-            dropout=module.attention_dropout if module.training else 0.0,
-        ),
-        options.attention,
+    projected, _ = project_qkv(module, spec, runtime, hidden_states.squeeze(0))
+    out = attend_heads(module, spec, runtime, projected, position_embeddings, packed_seq_lens)
+    (out,), _ = project_modules([module.o_proj], out, runtime)
+    return out.unsqueeze(0), None
+
+
+def project_qkv(
+    module: Any, spec: AttentionSpec, runtime: Runtime, x: Tensor, norm: Any = None
+) -> tuple[list[Tensor], Tensor]:
+    """The projections of ``norm(x)``, x ``[T, hidden]``: those to queries, keys and values ``[T, heads * D]``, or the
+    one to all; and x to go on with."""
+    names = ("q_proj", "k_proj", "v_proj") if spec.qkv is None else (spec.qkv,)
+    return project_modules([getattr(module, name) for name in names], x, runtime, norm=norm)
+
+
+def attend_heads(
+    module: Any,
+    spec: AttentionSpec,
+    runtime: Runtime,
+    projected: list[Tensor],
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    packed: PackedSeqLens,
+) -> Tensor:
+    """From what :func:`project_qkv` gave to the heads' results side by side, ``[T, H * D]``."""
+    q, k, v = _heads(module, spec, projected)
+    tables = position_embeddings if spec.rope_switch is None or getattr(module, spec.rope_switch) else None
+    q, k = _normalise_and_turn(module, spec, runtime, q, k, tables)
+    call = AttentionCall(
+        q,
+        k,
+        v,
+        packed,
+        scale=module.scaling,
+        window=_read(module, spec.window),
+        softcap=_read(module, spec.softcap) or None,
+        dropout=module.attention_dropout if module.training else 0.0,
     )
-    return module.o_proj(out.flatten(1).unsqueeze(0)), None
+    return attend(call, runtime.options.attention).flatten(1)
 
 
-def _project(module: Any, spec: AttentionSpec, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, normalised where the family does so."""
     head_dim = module.head_dim
     if spec.qkv is not None:
-        fused = getattr(module, spec.qkv)(hidden_states).squeeze(0).unflatten(-1, (-1, head_dim))
+        fused = projected[0].unflatten(-1, (-1, head_dim))
         groups = module.num_key_value_groups
         kv_heads = fused.shape[1] // (groups + 2)
         q, k, v = fused.split((groups * kv_heads, kv_heads, kv_heads), 1)
         return q, k, v
-    q, k, v = (getattr(module, name)(hidden_states).squeeze(0) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = projected
     normalised = spec.qk_norm if hasattr(module, "q_norm") else None
     if normalised == "flat":
         q, k = module.q_norm(q), module.k_norm(k)
     q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
-    if normalised == "head":
-        q, k = module.q_norm(q), module.k_norm(k)
     return q, k, v
+
+
+def _normalise_and_turn(
+    module: Any, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions."""
+    settings: dict[str, Any] = {
+        "layout": spec.rope_layout,
+        "compute_in_float32": spec.rope_in_float32,
+        "implementation": runtime.options.kernels,
+    }
+    if spec.qk_norm == "head" and hasattr(module, "q_norm"):
+        norm, other = read_norm(module.q_norm), read_norm(module.k_norm)
+        if norm is not None and other is not None and tables is not None and norm.weight.ndim == other.weight.ndim == 1:
+            how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
+            return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0][0], tables[1][0], **how, **settings)
+        q, k = module.q_norm(q), module.k_norm(k)
+    if tables is None:
+        return q, k
+    return apply_rope(q, k, tables[0][0], tables[1][0], **settings)
 
 
 def _read(module: Any, name: str | None) -> Any:

@@ -8,15 +8,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping
-from typing import Any, Literal
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.families.spec import HeadSpec
+from fastpack.layers.loss import fused_head, fused_loss_serves
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
-from fastpack.options import Loss
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
+
+if TYPE_CHECKING:
+    from fastpack.graphs import GraphRunner
+    from fastpack.offload import CheckpointOffload
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
@@ -36,11 +43,19 @@ MEDIA = (
 )
 
 
-def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+def backbone_forward(
+    backbone: Any,
+    graphs: GraphRunner | None,
+    offload: CheckpointOffload | None,
+    stock: Forward | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """The backbone's forward on real tokens only.
 
     Takes what the stock forward takes, and the packing keywords. Returns what it returns, with everything per token
-    back in the slot that it came from, zeros in the slots of padding.
+    back in the slot that it came from, zeros in the slots of padding. Where there are ``graphs``, they run the stock
+    forward; where there is an ``offload``, it sees what the forward saves.
 
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
@@ -68,28 +83,44 @@ def backbone_forward(backbone: Any, stock: Forward | None, *args: Any, **kwargs:
         use_cache=False,
         return_dict=True,
     )
-    outputs = _put_back(call_stock(backbone, stock, **arguments), packed)
+    if torch.compiler.is_compiling():
+        graphs = offload = None
+    if graphs is not None:
+        outputs = graphs.run(backbone, stock, arguments)
+    else:
+        with nullcontext() if offload is None else offload.around(backbone, packed.cu_seqlens.device):
+            outputs = call_stock(backbone, stock, **arguments)
+    outputs = _put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
-def head_forward(head: Any, kind: HeadKind, loss: Loss, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+def head_forward(
+    head: Any, kind: HeadKind, loss: HeadSpec | None, stock: Forward | None, *args: Any, **kwargs: Any
+) -> Any:
     """A head's forward, its labels seen to (:func:`prepare_head`).
 
-    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too.
+    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. With
+    ``loss``, the head's declaration, its own loss is computed without logits in training.
     """
     args, kwargs = prepare_head(head, kind, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return call_stock(head, stock, *args, **kwargs)
-    if not _loss_on_real_tokens(head, packed, kwargs):
+    flatten = _loss_on_real_tokens(head, packed, kwargs)
+    fused = loss is not None and fused_loss_serves(head, kwargs)
+    if not (flatten or fused):
         return call_stock(head, stock, *args, **kwargs)
     as_tuple = _wants_tuple(head, kwargs)
-    flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
-    nothing = {"attention_mask": None, "position_ids": None}
-    outputs = call_stock(
-        head, stock, **{**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened(), "return_dict": True}
-    )
-    outputs = _put_back(outputs, packed)
+    run: Forward = functools.partial(call_stock, head, stock)
+    if loss is not None and fused:
+        run = functools.partial(fused_head, head, loss)
+    if flatten:
+        flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
+        nothing = {"attention_mask": None, "position_ids": None}
+        kwargs = {**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened()}
+    outputs = run(**kwargs, return_dict=True)
+    if flatten:
+        outputs = _put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 

@@ -4,21 +4,44 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.families.spec import MlpSpec
-from fastpack.ops.glu import gated
-from fastpack.options import PatchOptions
+from fastpack.layers.projections import project_modules, read_group, read_norm
+from fastpack.layers.runtime import Runtime
+from fastpack.ops.gated_mlp import gated_mlp
+from fastpack.ops.glu import activation_kind, gated, gated_halves
 
 
-def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:
-    """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not.
+def mlp_forward(module: Any, spec: MlpSpec, runtime: Runtime, x: Tensor) -> Tensor:
+    """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
+    return mlp_block(module, spec, runtime, x.reshape(-1, x.shape[-1])).view(x.shape)
 
-    Projections are called as modules: LoRA, 4-bit and 8-bit layers, and whatever hooks they carry, work as they are.
-    """
-    if spec.gate_up is not None:
-        gate, up = getattr(module, spec.gate_up)(x).chunk(2, dim=-1)
-    else:
-        gate, up = module.gate_proj(x), module.up_proj(x)
-    out: Tensor = module.down_proj(gated(gate, up, getattr(module, spec.activation)))
+
+def mlp_block(
+    module: Any, spec: MlpSpec, runtime: Runtime, x: Tensor, *, norm: nn.Module | None = None, residual: bool = False
+) -> Tensor:
+    """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``."""
+    names = ("gate_proj", "up_proj") if spec.gate_up is None else (spec.gate_up,)
+    inner = [getattr(module, name) for name in names]
+    activation = getattr(module, spec.activation)
+    kind, kernels = activation_kind(activation), runtime.options.kernels
+    fused_norm = None if norm is None else read_norm(norm)
+    group = None if kind is None else read_group([*inner, module.down_proj], x)
+    if group is not None and kind is not None and (norm is None or fused_norm is not None):
+        adds = residual and x.dtype == group[-1].dtype
+        out = gated_mlp(
+            x,
+            group[:-1],
+            group[-1],
+            kind,
+            runtime.workspace,
+            norm=fused_norm,
+            residual=adds,
+            implementation=kernels,
+        )
+        return x + out if residual and not adds else out
+    made, x = project_modules(inner, x, runtime, norm=norm)
+    h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
+    (out,), _ = project_modules([module.down_proj], h, runtime, residual=x if residual else None)
     return out

@@ -1,28 +1,55 @@
-"""Root-mean-square and layer normalisation over the last dimension.
+"""Root-mean-square and layer normalisation over the last dimension, alone or of a sum with the residual stream.
 
 Definitions (Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4; Ba et al., "Layer
-Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + weight:
+Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + weight, and b = bias or 0:
 
     rms_norm(x)   = x / sqrt(mean(x^2) + eps) * w
-    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w + b
+    add_..._norm(x, residual) = norm(x + residual), x + residual
 
 Families differ in where they round to x's dtype, which is kept, so that results match theirs to the bit in most
 places: ``before`` the weight is applied (Llama) or ``after`` (Gemma, OLMo-2, Cohere).
+
+Gradients, with n the normalised x before its weight and g the gradient of the result (the terms in mean(x) belong to
+layer normalisation alone):
+
+    dx = rstd * (g w - n mean(g w n) - mean(g w)) + gradient of the sum,  dw = sum over tokens of g n
+
+Suffixes: T tokens, H width of the last dimension.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastpack.ops.implementation import Implementation, use_triton
+
 Rounding = Literal["before", "after"]
+
+MAX_WIDTH = 32768  # of the kernels: a row is held in the registers of one program
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Kind(NamedTuple):
+    """Which normalisation: about the mean or not, where it is rounded, and whether w is 1 + weight."""
+
+    centred: bool
+    round_before: bool
+    unit_offset: bool
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, rounding: Rounding = "before", unit_offset: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rounding: Rounding = "before",
+    unit_offset: bool = False,
+    implementation: Implementation = "auto",
 ) -> Tensor:
     """Root-mean-square normalisation of ``[..., H]``.
 
@@ -32,49 +59,315 @@ def rms_norm(
         eps: added to the mean square.
         rounding: round to ``x.dtype`` before or after the weight is applied.
         unit_offset: multiply by ``1 + weight`` (Gemma).
+        implementation: ``auto`` takes the kernel where :func:`use_triton` says so, for what it serves.
+
+    Returns:
+        ``[..., H]``, of ``x.dtype``, or with rounding ``before`` of the dtype that it promotes to with the weight's.
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
     """
-    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
-        out: Tensor = _RmsNorm.apply(x, 1.0 + weight if unit_offset else weight, eps)
+    kind = Kind(False, rounding == "before", unit_offset)
+    out: Tensor
+    if _kernel_serves(implementation, x, weight):
+        out = _Norm.apply(x, None, weight, None, eps, kind, True)
         return out
+    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
+        # torch has no fused kernel here: results of the plain formula to the bit, with a third of the backward's passes
+        out = _Norm.apply(x, None, weight, None, eps, kind, False)
+        return out
+    scale = _scale(weight, kind)
     if rounding == "before":
         # the kernel reduces in float32 and rounds once, as the stock module does before its weight
-        return weight * F.rms_norm(x, (x.shape[-1],), None, eps).to(x.dtype)
-    scale = 1.0 + weight.float() if unit_offset else weight.float()
-    return F.rms_norm(x.float(), (x.shape[-1],), scale, eps).to(x.dtype)
+        return scale * F.rms_norm(x, (x.shape[-1],), None, eps).to(x.dtype)
+    return F.rms_norm(_wide(x), (x.shape[-1],), scale, eps).to(x.dtype)
 
 
-def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Layer normalisation of the last dimension without a bias, in float32 (Cohere).
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rounding: Rounding = "before",
+    unit_offset: bool = False,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` of ``x + residual``, and that sum.
 
-    ``weight`` may have leading dimensions of its own (``[heads, D]``).
+    Args:
+        x, residual: ``[..., H]``, of one shape; their sum is rounded to the dtype that the two promote to.
+        weight, eps, rounding, unit_offset, implementation: as of :func:`rms_norm`.
+
+    Raises:
+        ValueError: as :func:`rms_norm`, or the shapes differ.
     """
-    normalised = F.layer_norm(x.float(), (x.shape[-1],), None, None, eps)
-    return (weight.to(torch.float32) * normalised).to(x.dtype)
+    _check_shapes(x, residual)
+    if _kernel_serves(implementation, x, weight, residual):
+        normed, summed = _Norm.apply(
+            x, residual, weight, None, eps, Kind(False, rounding == "before", unit_offset), True
+        )
+        return normed, summed
+    summed = x + residual
+    return rms_norm(summed, weight, eps, rounding=rounding, unit_offset=unit_offset, implementation="torch"), summed
 
 
-class _RmsNorm(torch.autograd.Function):
-    """Float32 on a CPU, where torch has no fused kernel: results of the plain formula to the bit, with a third of
-    the passes over memory in the backward.
+def layer_norm(
+    x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, implementation: Implementation = "auto"
+) -> Tensor:
+    """Layer normalisation of the last dimension, in float32, rounded once, to ``x.dtype`` (Cohere).
 
-        dx = rstd * (g w) - x * rstd^3 * mean(g w x),  dw = sum over tokens of g x rstd
+    ``weight`` and ``bias`` may have leading dimensions of their own, the last ones of x (``[heads, D]``).
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
     """
+    if _kernel_serves(implementation, x, weight, bias=bias):
+        out: Tensor = _Norm.apply(x, None, weight, bias, eps, LAYER, True)
+        return out
+    out = weight.to(torch.float32) * F.layer_norm(x.float(), (x.shape[-1],), None, None, eps)
+    if bias is not None:
+        out = out + bias.to(torch.float32)
+    return out.to(x.dtype)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    bias: Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """:func:`layer_norm` of ``x + residual``, and that sum; see :func:`add_rms_norm`."""
+    _check_shapes(x, residual)
+    if _kernel_serves(implementation, x, weight, residual, bias):
+        normed, summed = _Norm.apply(x, residual, weight, bias, eps, LAYER, True)
+        return normed, summed
+    summed = x + residual
+    return layer_norm(summed, weight, eps, bias=bias, implementation="torch"), summed
+
+
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    rounding: Rounding = "before",
+    unit_offset: bool = False,
+    residual: Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`rms_norm` or :func:`add_rms_norm` without a graph, for use inside another autograd Function.
+
+    Returns:
+        The normalised tensor, ``x + residual`` (x itself where there is no residual), and ``rstd``: float32 ``[T]``,
+        one over the root mean square of each row, leading dimensions flattened.
+    """
+    if residual is not None:
+        _check_shapes(x, residual)
+    kind = Kind(False, rounding == "before", unit_offset)
+    kernel = _kernel_serves(implementation, x, weight, residual)
+    normed, summed, _, rstd = _forward(x, residual, weight, None, eps, kind, kernel)
+    return normed, summed, rstd
+
+
+def rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    rounding: Rounding = "before",
+    unit_offset: bool = False,
+    grad_summed: Tensor | None = None,
+    need_weight: bool = True,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`rms_norm_forward` for what was normalised (the sum, where there was a residual) and weight.
+
+    Args:
+        grad: ``[..., H]``, of the normalised tensor.
+        x: ``[..., H]``, what was normalised; rstd: ``[T]``, as the forward returned it.
+        grad_summed: the gradient that reaches the sum directly, added to the first result.
+        need_weight: False where the weight is frozen, which is less work.
+
+    Returns:
+        The gradient of x, of its dtype (and of the residual's, since they are added), and that of the weight or None.
+    """
+    kind = Kind(False, rounding == "before", unit_offset)
+    kernel = _kernel_serves(implementation, x, weight)
+    dx, dweight, _ = _backward(grad, x, weight, None, rstd, grad_summed, kind, (True, need_weight, False), kernel)
+    assert dx is not None
+    return dx, dweight
+
+
+def rms_norm_apply(
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    *,
+    rounding: Rounding = "before",
+    unit_offset: bool = False,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """The normalised tensor once more, from x (or the sum) and the ``rstd`` that :func:`rms_norm_forward` returned:
+    one pass, equal to the first to the bit. No graph."""
+    kind = Kind(False, rounding == "before", unit_offset)
+    if _kernel_serves(implementation, x, weight):
+        from fastpack.ops.kernels import norm as kernels
+
+        return kernels.forward(x, None, weight, None, 0.0, kind, rstd)[0]
+    return _weighted(_wide(x), rstd.reshape(*x.shape[:-1], 1), weight, x.dtype, kind)
+
+
+class _Norm(torch.autograd.Function):
+    """Every normalisation above: saves what was normalised, the weight and one or two figures a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rstd = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-        ctx.save_for_backward(x, weight, rstd)
-        return (x * rstd).mul_(weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        kind: Kind,
+        kernel: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        normed, summed, mean, rstd = _forward(x, residual, weight, bias, eps, kind, kernel)
+        ctx.save_for_backward(summed, weight, mean, rstd)
+        ctx.kind, ctx.kernel = kind, kernel
+        ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, residual, bias))
+        ctx.set_materialize_grads(False)
+        return normed if residual is None else (normed, summed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, rstd = ctx.saved_tensors
-        weighted = grad * weight
-        product = weighted * x
-        slope = product.mean(-1, keepdim=True) * rstd.pow(3)
-        dweight = None
-        if ctx.needs_input_grad[1]:
-            torch.mul(grad, x, out=product)
-            # [1, T] @ [T, H]: a matrix product instead of one more pass
-            dweight = (rstd.reshape(1, -1) @ product.reshape(-1, x.shape[-1])).reshape(weight.shape)
-        return weighted.mul_(rstd).addcmul_(x, slope, value=-1), dweight, None
+    def backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        x_needed, residual_needed, weight_needed, bias_needed = ctx.needs_input_grad[:4]
+        dweight = dbias = None
+        dsum = grad_summed
+        if grad is not None:
+            summed, weight, mean, rstd = ctx.saved_tensors
+            needed = (x_needed or residual_needed, weight_needed, bias_needed)
+            dsum, dweight, dbias = _backward(
+                grad, summed, weight, mean, rstd, grad_summed, ctx.kind, needed, ctx.kernel
+            )
+        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
+        dx = dsum.to(x_dtype) if x_needed and dsum is not None else None
+        dresidual = dsum.to(residual_dtype) if residual_needed and dsum is not None else None
+        dbias = None if dbias is None else dbias.to(bias_dtype)
+        return dx, dresidual, dweight, dbias, None, None, None
+
+
+LAYER = Kind(centred=True, round_before=False, unit_offset=False)
+
+
+def _forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: Kind,
+    kernel: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Normalised, sum, mean ``[T]`` (None unless centred), rstd ``[T]``; of a layer norm by the kernel alone."""
+    if kernel:
+        from fastpack.ops.kernels import norm as kernels
+
+        return kernels.forward(x, residual, weight, bias, eps, kind)
+    summed = x if residual is None else x + residual
+    wide = _wide(summed)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return _weighted(wide, rstd, weight, summed.dtype, kind), summed, None, rstd.reshape(-1)
+
+
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    grad_summed: Tensor | None,
+    kind: Kind,
+    needed: tuple[bool, bool, bool],
+    kernel: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias (float32), those that are ``needed``; of a layer norm by the kernel alone."""
+    if kernel:
+        from fastpack.ops.kernels import norm as kernels
+
+        return kernels.backward(grad, x, weight, mean, rstd, grad_summed, kind, needed)
+    wide, g, width = _wide(x), grad.to(rstd.dtype), x.shape[-1]
+    dx = dweight = None
+    if needed[0]:
+        of_row = rstd.reshape(*x.shape[:-1], 1)
+        weighted = g * _scale(weight, kind)
+        slope = (weighted * wide).mean(-1, keepdim=True) * of_row.pow(3)
+        dx = weighted.mul_(of_row).addcmul_(wide, slope, value=-1)
+        if grad_summed is not None:
+            dx += grad_summed
+        dx = dx.to(x.dtype)
+    if needed[1]:
+        # [1, T] @ [T, H]: a matrix product instead of one more pass, in this dtype also where autocast has another
+        with torch.autocast(x.device.type, enabled=False):
+            dweight = rstd.reshape(1, -1) @ (g * wide).reshape(-1, width)
+        dweight = dweight.reshape(weight.shape).to(weight.dtype)
+    return dx, dweight, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float32, or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _scale(weight: Tensor, kind: Kind) -> Tensor:
+    """The w of the definitions, in the dtype that it is multiplied in."""
+    if not kind.round_before:
+        weight = _wide(weight)
+    return 1.0 + weight if kind.unit_offset else weight
+
+
+def _weighted(wide: Tensor, rstd: Tensor, weight: Tensor, dtype: torch.dtype, kind: Kind) -> Tensor:
+    """``wide * rstd * w``, rounded to ``dtype`` where this kind rounds."""
+    normed, scale = wide * rstd, _scale(weight, kind)
+    if not kind.round_before:
+        return normed.mul_(scale).to(dtype)
+    normed = normed.to(dtype)
+    return normed.mul_(scale) if torch.promote_types(dtype, scale.dtype) == dtype else normed * scale
+
+
+def _kernel_serves(
+    implementation: Implementation,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> bool:
+    """True where the kernel is to run.
+
+    Raises:
+        ValueError: it was asked for by name and can't.
+    """
+    if not use_triton(implementation, x):
+        return False
+    reason = None
+    if x.shape[-1] > MAX_WIDTH:
+        reason = f"rows of {x.shape[-1]} elements, and holds at most {MAX_WIDTH}"
+    for parameter in (weight, bias):
+        if parameter is not None and parameter.shape != x.shape[x.ndim - weight.ndim :]:
+            reason = f"a parameter of shape {tuple(parameter.shape)} for x of {tuple(x.shape)}"
+    for tensor in (x, weight, residual, bias):
+        if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
+            reason = f"{tensor.dtype}, and serves float32, bfloat16 and float16"
+    if reason is None or implementation == "auto":
+        return reason is None
+    raise ValueError(f"The normalisation kernel was given {reason}. Pass implementation='auto' or 'torch'.")
+
+
+def _check_shapes(x: Tensor, residual: Tensor) -> None:
+    if x.shape != residual.shape:
+        raise ValueError(f"x is {tuple(x.shape)} and residual {tuple(residual.shape)}: they must be of one shape.")

@@ -1,22 +1,45 @@
-"""Rotary position embedding of packed queries and keys.
+"""Rotary position embedding of packed queries and keys, alone or behind a normalisation of each head.
 
 Definition (Su et al., "RoFormer", arXiv:2104.09864, eq. 34), for each token and head: pairs of elements of the first
 R of D are rotated by the token's angles; the other D - R pass unchanged. ``half`` pairs element i with i + R/2,
 ``interleaved`` pairs 2i with 2i + 1.
 
-    out = x * cos + rotate(x) * sin,  rotate((first, second)) = (-second, first)
+    rope(x) = x * cos + rotate(x) * sin,  rotate((first, second)) = (-second, first)
+    norm_rope(x) = rope(rms_norm(x, weight))
 
-Its backward is the same with ``sin`` turned around, so nothing but the tables is kept for it.
+The transpose of ``rope`` is ``rope`` with ``-sin``, so its backward keeps nothing but the tables. That of
+``norm_rope`` computes 1 / rms(x) again, from the x that it reads anyway; with y = rms_norm(x), n = x / rms(x) and w
+the weight or 1 + weight (Zhang & Sennrich, arXiv:1910.07467, eq. 4, differentiated):
+
+    dy = rope^T(g),  dx = (dy w - n mean(dy w n)) / rms(x),  dw = sum over tokens and heads of dy n
+
+Suffixes: T tokens, H query heads, K key heads, D head size, R rotated elements of a head, P positions of a table.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.norm import Rounding, rms_norm
 
 Layout = Literal["half", "interleaved"]
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Turn(NamedTuple):
+    """How heads are rotated: all that is no tensor."""
+
+    layout: Layout
+    in_float32: bool
+    kernel: bool
+    inverse: bool = False
+    in_place: bool = False
 
 
 def apply_rope(
@@ -27,49 +50,321 @@ def apply_rope(
     *,
     layout: Layout = "half",
     compute_in_float32: bool = False,
+    positions: Tensor | None = None,
+    in_place: bool = False,
+    implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys.
+    """Rotate queries and keys. Differentiable in both, twice.
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``.
-        cos, sin: ``[T, R]`` with R at most D, both halves written out, as transformers' rotary modules return them.
+        q: ``[T, H, D]``; k: ``[T, K, D]``; any strides.
+        cos, sin: ``[T, R]`` with R at most D, as transformers' rotary modules return them: both elements of a pair
+            hold the same value, and **only the first is read**. Or, with ``positions``, tables ``[P, R]``.
         layout: how elements are paired.
-        compute_in_float32: rotate in float32 (Cohere), else in the promoted dtype of heads and tables.
+        compute_in_float32: rotate in float32 (Cohere), else in the promoted dtype of heads and tables. The kernel
+            always does, and rounds once.
+        positions: int64 or int32 ``[T]``, the row of the tables that each token takes. On a GPU nothing checks that
+            they lie within the tables.
+        in_place: q and k are given up: the results lie in their memory, and **neither q, k nor a tensor that they
+            are views of may be read there again** (other slices of a fused projection may). Autograd is none the
+            wiser about such reads, other than a tensor that it saved: that raises, since q's version is counted up.
+            So do other results of a ``split``, ``chunk`` or ``unbind`` that gave q; slices (``x[:, a:b]``) don't.
+            Ignored where ``torch.compile`` traces, whose compiler plans memory itself.
+
+            Torch's own way (``ctx.mark_dirty``) forbids views to a Function of two results, and to one of a single
+            result it copies the gradient of the whole base; hence this.
+        implementation: ``auto`` takes the kernel where :func:`use_triton` says so, for what it serves: heads and
+            tables whose last dimension has stride 1.
 
     Returns:
         q and k rotated, of the same shapes and dtypes. Float32 tables (OLMo-2, autocast) are used as they are.
+
+    Raises:
+        ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve;
+            ``in_place`` for a leaf that requires grad (or a view of one), or for one that overlaps itself.
     """
-    if compute_in_float32:
+    _check_shapes(q, k, cos, sin, positions)
+    kernel = _kernel_serves(implementation, (q, k, cos, sin), positions)
+    turn = Turn(layout, compute_in_float32, kernel, in_place=in_place)
+    if not kernel:
+        cos, sin, positions = *_rows(cos, sin, positions, turn), None
+        if torch.compiler.is_compiling():
+            return _turned(q, cos, sin, layout), _turned(k, cos, sin, layout)
+    if in_place:
+        _check_given_up(q, k)
+    out: tuple[Tensor, Tensor] = _Rope.apply(q, k, cos, sin, positions, turn)
+    return out
+
+
+def rotate_(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: Layout = "half",
+    compute_in_float32: bool = False,
+    positions: Tensor | None = None,
+    inverse: bool = False,
+    implementation: Implementation = "auto",
+) -> None:
+    """Rotate q and k where they lie, in one launch, unseen by autograd: for use inside other Functions.
+
+    ``inverse`` turns the other way, which is the backward: gradients in, gradients out. Arguments and errors
+    otherwise as of :func:`apply_rope`.
+    """
+    _check_shapes(q, k, cos, sin, positions)
+    kernel = _kernel_serves(implementation, (q, k, cos, sin), positions)
+    _check_given_up(q, k)
+    turn = Turn(layout, compute_in_float32, kernel, inverse, in_place=True)
+    if not kernel:
+        cos, sin, positions = *_rows(cos, sin, positions, turn), None
+    with torch.no_grad():
+        _turn_heads(q, k, cos, sin, positions, turn)
+
+
+def norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    layout: Layout = "half",
+    rounding: Rounding = "before",
+    unit_offset: bool = False,
+    compute_in_float32: bool = False,
+    positions: Tensor | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Root-mean-square normalisation of each head, then rotation (Qwen 3, Gemma 3).
+
+    Args:
+        q: ``[T, H, D]``; k: ``[T, K, D]``; any strides. Both are kept for the backward, so never overwritten.
+        q_weight, k_weight: ``[D]``. Weights of each head (``[H, D]``) or of all heads at once (``[H * D]``) are for
+            the separate ops.
+        eps, rounding, unit_offset: as of :func:`fastpack.ops.norm.rms_norm`; the kernel rounds once, at the end.
+        cos, sin, layout, compute_in_float32, positions, implementation: as of :func:`apply_rope`. Where ``auto``
+            does not take the fused kernel, each of the two ops chooses for itself.
+
+    Returns:
+        ``[T, H, D]`` and ``[T, K, D]``, of the dtypes that ``rms_norm`` returns.
+
+    Raises:
+        ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve.
+    """
+    _check_shapes(q, k, cos, sin, positions)
+    if not q_weight.shape == k_weight.shape == q.shape[-1:]:
+        raise ValueError(
+            f"norm_rope takes one weight of [{q.shape[-1]}] for all heads of q and one for those of k; got "
+            f"{[*q_weight.shape]} and {[*k_weight.shape]}. Other norms: normalise, then apply_rope."
+        )
+    if _kernel_serves(implementation, (q, k, cos, sin, q_weight, k_weight), positions):
+        how = Turn(layout, compute_in_float32, True)
+        out: tuple[Tensor, Tensor] = _NormRope.apply(
+            q, k, q_weight, k_weight, cos, sin, positions, eps, how, rounding == "before", unit_offset
+        )
+        return out
+    q, k = (
+        rms_norm(x, weight, eps, rounding=rounding, unit_offset=unit_offset, implementation=implementation)
+        for x, weight in ((q, q_weight), (k, k_weight))
+    )
+    return apply_rope(
+        q,
+        k,
+        cos,
+        sin,
+        layout=layout,
+        compute_in_float32=compute_in_float32,
+        positions=positions,
+        implementation=implementation,
+    )
+
+
+class _Rope(torch.autograd.Function):
+    """Rotates q ``[T, H, D]`` and k ``[T, K, D]``; one of them may be None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn
+    ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.turn = turn
+        outs = _turn_heads(q, k, cos, sin, positions, turn)
+        # in place: a new tensor in the old memory, which shares its version and gets this Function for its history
+        return tuple(None if out is None else out.detach() for out in outs) if turn.in_place else outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        turn = ctx.turn._replace(inverse=not ctx.turn.inverse, in_place=False)
+        q, k = (_unit(grad) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return *_Rope.apply(q, k, *ctx.saved_tensors, turn), None, None, None, None
+
+
+class _NormRope(torch.autograd.Function):
+    """The kernel of :func:`norm_rope`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        eps: float,
+        turn: Turn,
+        round_before: bool,
+        unit_offset: bool,
+    ) -> tuple[Tensor, Tensor]:
+        from fastpack.ops.kernels import norm_rope as kernels
+
+        ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, positions)
+        ctx.settings = kernels.Norm(eps, unit_offset, turn.layout == "interleaved")
+        q_out, k_out = (
+            x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype) if round_before else x.dtype)
+            for x, weight in ((q, q_weight), (k, k_weight))
+        )
+        kernels.norm_rotate(q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, ctx.settings)
+        return q_out, k_out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
+        from fastpack.ops.kernels import norm_rope as kernels
+
+        q, k, q_weight, k_weight, cos, sin, positions = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_q, grad_k = _unit(grad_q), _unit(grad_k)
+        dq, dk = (x.new_empty(x.shape) if needed else None for x, needed in zip((q, k), needs, strict=False))
+        partial = kernels.norm_rotate_backward(
+            q, k, grad_q, grad_k, dq, dk, q_weight, k_weight, cos, sin, positions, ctx.settings, needs[2] or needs[3]
+        )
+        dq_weight = dk_weight = None
+        if partial is not None:
+            # added in a fixed order, without atomics
+            dq_weight, dk_weight = (
+                rows.sum(0).to(weight.dtype) if needed else None
+                for rows, weight, needed in zip(partial, (q_weight, k_weight), needs[2:4], strict=True)
+            )
+        return dq, dk, dq_weight, dk_weight, *(None,) * 7
+
+
+def _unit(grad: Tensor) -> Tensor:
+    """With a last dimension of stride 1, as the kernels take it; that of a sum is expanded."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def _turn_heads(
+    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn
+) -> tuple[Tensor | None, ...]:
+    """Rotate q and k into new memory or their own; the kernel in one launch. Unseen by autograd."""
+    given = (q, k)
+    outs = given if turn.in_place else tuple(None if x is None else x.new_empty(x.shape) for x in given)
+    pairs = [(x, out) for x, out in zip(given, outs, strict=True) if x is not None and out is not None]
+    if turn.kernel:
+        from fastpack.ops.kernels import rope as kernels
+
+        kernels.rotate(pairs, cos, sin, positions, interleaved=turn.layout == "interleaved", inverse=turn.inverse)
+        if turn.in_place:
+            for x, _ in pairs:
+                if not x.is_inference():
+                    increment_version(x)  # as torch's own operations do: who saved x must not trust it
+    else:
+        for x, out in pairs:
+            _turn(x, out, cos, sin, turn)
+    return outs
+
+
+def _rows(cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn) -> tuple[Tensor, Tensor]:
+    """The tables' rows of the tokens, ``[T, 1, R]``."""
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    if turn.in_float32:
         cos, sin = cos.float(), sin.float()
-    cos, sin = cos[:, None], sin[:, None]
-    return _Rotate.apply(q, cos, sin, layout, False), _Rotate.apply(k, cos, sin, layout, False)
+    return cos[:, None], sin[:, None]
 
 
-class _Rotate(torch.autograd.Function):
-    """``x * cos + rotate(x) * sin``, or with ``backwards`` the transpose of that map."""
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """The definition, for a compiler."""
+    rotary = cos.shape[-1]
+    first, second = _pairs(x[..., :rotary], layout)
+    (cos, _), (sin, _) = _pairs(cos, layout), _pairs(sin, layout)
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
+    return torch.cat((turned.to(x.dtype), x[..., rotary:]), -1)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, backwards: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.layout, ctx.backwards = layout, backwards
-        rotary = cos.shape[-1]
-        wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-        out = torch.empty_like(wide)
-        out[..., rotary:] = wide[..., rotary:]
-        first, second = _pairs(wide[..., :rotary], layout)
-        out_first, out_second = _pairs(out[..., :rotary], layout)
-        (cos_first, cos_second), (sin_first, sin_second) = _pairs(cos, layout), _pairs(sin, layout)
-        if backwards:
-            sin_first, sin_second = sin_second, sin_first
-        sign = 1 if backwards else -1
-        torch.mul(first, cos_first, out=out_first).addcmul_(second, sin_first, value=sign)
-        torch.mul(second, cos_second, out=out_second).addcmul_(first, sin_second, value=-sign)
-        return out.to(x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return _Rotate.apply(grad, cos, sin, ctx.layout, not ctx.backwards), None, None, None, None
+def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
+    """The definition with as few passes over memory as torch can: ``x`` to ``out``, which may be x itself."""
+    rotary = cos.shape[-1]
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    target = out if wide is x else wide
+    first, second = _pairs(wide[..., :rotary], turn.layout)
+    if target is wide:
+        first = first.clone()
+    out_first, out_second = _pairs(target[..., :rotary], turn.layout)
+    (cos, _), (sin, _) = _pairs(cos, turn.layout), _pairs(sin, turn.layout)
+    sign = 1 if turn.inverse else -1
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=-sign)
+    if target is not out:
+        out[..., :rotary] = target[..., :rotary]
+    if out is not x:
+        out[..., rotary:] = x[..., rotary:]
+
+
+def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
+    tokens = q.shape[0]
+    rotary = cos.shape[-1]
+    if (
+        not q.ndim == k.ndim == cos.ndim + 1 == 3
+        or k.shape[0] != tokens
+        or k.shape[2] != q.shape[2]
+        or cos.shape != sin.shape
+        or rotary % 2
+        or rotary > q.shape[2]
+        or (cos.shape[0] if positions is None else positions.numel()) != tokens
+        or (positions is not None and positions.ndim != 1)
+    ):
+        got = ", ".join(f"{name} {[*x.shape]}" for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)))
+        raise ValueError(
+            "RoPE takes q [T, H, D], k [T, K, D], cos and sin [T, R] with R even and at most D, or tables [P, R] with "
+            f"positions [T]; got {got}{'' if positions is None else f', positions {[*positions.shape]}'}."
+        )
+
+
+def _kernel_serves(implementation: Implementation, tensors: tuple[Tensor, ...], positions: Tensor | None) -> bool:
+    """Whether the kernel runs; raises where it was asked for by name and can't."""
+    if not use_triton(implementation, tensors[0]):
+        return False
+    for x in tensors:
+        if x.stride(-1) != 1 or x.dtype not in KERNEL_DTYPES:
+            break
+    else:
+        if positions is None or (positions.stride(0) == 1 and positions.dtype in (torch.int64, torch.int32)):
+            return True
+    if implementation == "triton":
+        raise ValueError(
+            "The RoPE kernel takes bf16, fp16, float32 or float64 with a last dimension of stride 1, and positions of "
+            f"int64 or int32 of stride 1; got {[(x.dtype, x.stride()) for x in tensors]} and positions "
+            f"{None if positions is None else (positions.dtype, positions.stride())}. implementation='auto' or "
+            "'torch' takes any."
+        )
+    return False
+
+
+def _check_given_up(q: Tensor, k: Tensor) -> None:
+    for name, x in (("q", q), ("k", k)):
+        base = x._base if x._is_view() else x
+        if base is not None and base.requires_grad and base.is_leaf and torch.is_grad_enabled():
+            raise ValueError(f"{name} is a leaf that requires grad, or a view of one: it can't be rotated in place.")
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            raise ValueError(f"{name} overlaps itself (strides {x.stride()}): it can't be rotated in place.")
 
 
 def _pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,77 @@
+"""What this machine can do at best, measured: matrix products and copies. The floor under every time.
+
+Run as ``python -m fastpack.bench.ceiling`` in a process of its own, which prints ``CEILING {...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from fastpack.bench.measure import time_calls
+
+CEILING = "CEILING "
+PRODUCTS = 8
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Measured rates: operations a second of a large product of random matrices, bytes a second read and written."""
+
+    flops: float
+    bandwidth: float
+    product: str
+    device: str
+
+
+def measure() -> Ceiling:
+    """Medians on this machine: bfloat16 on a GPU, float32 on a CPU.
+
+    The matrices are random: with zeros a GPU draws less power and runs faster than it ever does in training.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    size, dtype = (8192, torch.bfloat16) if on_gpu else (512, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+
+    def multiply() -> None:  # for long enough that the chip is as warm as in training
+        for _ in range(PRODUCTS):
+            torch.mm(a, b, out=product)
+
+    flops = PRODUCTS * 2 * size**3 / time_calls([multiply], device, repeats=50 if on_gpu else 5).seconds
+    source = torch.randn((1 << 30 if on_gpu else 1 << 26) // 4, device=device)
+    target = torch.empty_like(source)
+    seconds = time_calls([lambda: target.copy_(source)], device, repeats=50 if on_gpu else 5).seconds
+    name = str(dtype).removeprefix("torch.")
+    return Ceiling(flops, 2 * 4 * source.numel() / seconds, f"{size}^3 {name}", device_name())
+
+
+def device_name() -> str:
+    """The GPU's, or the processor's."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    from importlib import metadata
+
+    import fastpack
+
+    found: dict[str, Any] = {"device": device_name()}
+    if not torch.cuda.is_available():
+        found["threads"] = torch.get_num_threads()
+    for package in ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "flash-attn", "liger-kernel"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return {**found, "fastpack": fastpack.__version__, "python": platform.python_version()}
+
+
+if __name__ == "__main__":
+    print(CEILING + json.dumps({"ceiling": asdict(measure()), "machine": machine()}))

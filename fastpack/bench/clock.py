@@ -1,0 +1,92 @@
+"""Wall time of each training step, and one more step under the profiler."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LAUNCHES = ("LaunchKernel", "GraphLaunch")
+"""What calls of the CUDA runtime and driver that put work on the device have in their names."""
+
+
+class Clock:
+    """Told when a step begins and ends. Times those after the warm-up, the device waited for.
+
+    Args:
+        warmup, steps: how many are not timed, and how many are.
+        profile: whether a step more follows, which is profiled and not timed.
+        on_step: called after each step.
+    """
+
+    def __init__(self, warmup: int, steps: int, *, profile: bool, on_step: Callable[[], None] | None = None) -> None:
+        self.seconds: list[float] = []
+        self.kernels: int | None = None
+        self.launches: int | None = None
+        self.busy: float | None = None
+        self.total_steps = warmup + steps + profile
+        self.peak_memory = 0
+        self._warmup = warmup
+        self._timed = warmup + steps
+        self._step = 0
+        self._began = 0.0
+        self._profiler: Any = None
+        self._on_step = on_step
+
+    def begin(self) -> None:
+        """A step begins."""
+        if self._step == self._timed:
+            # whatever the profiler takes must not count
+            self.peak_memory = torch.cuda.max_memory_allocated()
+            self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profiler.start()
+        _synchronize()
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """It has ended."""
+        _synchronize()
+        if self._warmup <= self._step < self._timed:
+            self.seconds.append(time.perf_counter() - self._began)
+        if self._profiler is not None:
+            self._profiler.stop()
+            self.kernels, self.launches, self.busy = count_kernels(_trace(self._profiler))
+            self._profiler = None
+        self._step += 1
+        if self._on_step is not None:
+            self._on_step()
+
+
+def count_kernels(events: list[dict[str, Any]]) -> tuple[int, int, float]:
+    """From the events of a trace: kernels, calls that launched one or a graph of them, seconds in which any ran."""
+    spans: list[tuple[float, float]] = []
+    launches = 0
+    for event in events:
+        category = event.get("cat")
+        if category == "kernel":
+            spans.append((event["ts"], event["ts"] + event["dur"]))
+        elif category in ("cuda_runtime", "cuda_driver") and any(name in event["name"] for name in LAUNCHES):
+            launches += 1
+    busy, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return len(spans), launches, busy / 1e6
+
+
+def _trace(profiler: Any) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return events
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,44 @@
+"""Who takes part: how batches come, whose attention, and what else is changed on the stock model."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to train the same model.
+
+    Attributes:
+        what: one line for people.
+        packed: batches come flattened, as TRL's ``padding_free=True`` sends them; else padded with a mask.
+        varlen: attention is FlashAttention-2's kernel for packed sequences; else transformers' sdpa.
+        liger: Liger's kernels are applied.
+        patched: by fastpack.
+    """
+
+    what: str
+    packed: bool = False
+    varlen: bool = False
+    liger: bool = False
+    patched: bool = False
+
+    def unavailable(self, on_gpu: bool) -> str | None:
+        """Why it can't take part here, or None."""
+        if (self.varlen or self.liger) and not on_gpu:
+            return "needs a GPU"
+        if self.liger and importlib.util.find_spec("liger_kernel") is None:
+            return "liger-kernel is not installed"
+        return None
+
+
+CONTESTANTS = {
+    "stock padded": Contestant("padded batches, transformers' sdpa attention"),
+    "stock padding_free": Contestant("flattened batches, transformers' sdpa attention", packed=True),
+    "stock + FA2": Contestant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
+    "stock + FA2 + Liger": Contestant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
+    "fastpack": Contestant("patched, fed the padded batches", patched=True),
+    "fastpack packed": Contestant("patched, fed the flattened batches", packed=True, patched=True),
+}
+"""By name, the first one that the others are compared with first."""

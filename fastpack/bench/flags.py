@@ -1,0 +1,113 @@
+"""The flags of ``fastpack bench``, and what they ask for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.settings import Settings
+from fastpack.bench.shapes import SHAPES
+from fastpack.errors import FastpackError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags."""
+    parser.add_argument("--shape", choices=SHAPES, default=None, help="default: llama8b on a GPU, tiny on a CPU")
+    parser.add_argument("--mode", choices=("full", "lora", "qlora"), default="full")
+    parser.add_argument("--rows", type=_positive, default=16, help="rows of a batch")
+    parser.add_argument("--steps", type=_positive, default=20, help="timed steps")
+    parser.add_argument("--warmup", type=int, help="steps before those (default: 3, with --graphs 5)")
+    parser.add_argument("--lengths", default="alpaca", help="'alpaca', a number of tokens, or a JSON file of lengths")
+    parser.add_argument("--max-length", type=_positive, help="truncate rows to so many tokens")
+    parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's SFTTrainer, or a plain loop")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, for everybody")
+    what = "; ".join(f"{name}: {contestant.what}" for name, contestant in CONTESTANTS.items())
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, help=what)
+    ours = parser.add_argument_group("how fastpack patches")
+    ours.add_argument("--attention", default="auto", help="attention backend")
+    ours.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
+    ours.add_argument("--graphs", choices=("auto",), nargs="?", const="auto", help="CUDA graphs")
+    ours.add_argument("--loss", choices=("fused",), nargs="?", const="fused", help="the loss of --loop plain")
+    found = parser.add_argument_group("what is written")
+    found.add_argument("--json", type=Path, help="write the figures here")
+    found.add_argument("--plot", type=Path, help="draw them here (PNG, SVG or PDF)")
+    ops = parser.add_argument_group("instead of training, each op by itself")
+    ops.add_argument(
+        "--ops", nargs="*", metavar="NAME", help="against plain torch and Liger, over a sweep of T; default: all"
+    )
+    ops.add_argument("--tokens", type=_positive, nargs="+", help="the sweep")
+
+
+def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
+    """What the flags ask for."""
+    warmup = arguments.warmup
+    if warmup is None:
+        warmup = 5 if arguments.graphs else 3
+    return Settings(
+        contestant="",
+        shape=arguments.shape or ("llama8b" if on_gpu else "tiny"),
+        mode=arguments.mode,
+        rows=arguments.rows,
+        steps=arguments.steps,
+        warmup=warmup,
+        lengths=arguments.lengths,
+        max_length=arguments.max_length,
+        checkpointing=arguments.checkpointing,
+        loop=arguments.loop,
+        attention=arguments.attention,
+        kernels=arguments.kernels,
+        graphs=arguments.graphs,
+        loss=arguments.loss,
+    )
+
+
+def choose(only: list[str] | None, *, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
+    """Who takes part, and who does not and why.
+
+    Raises:
+        FastpackError: one that was asked for by name can't.
+    """
+    reasons = {name: contestant.unavailable(on_gpu) for name, contestant in CONTESTANTS.items()}
+    for name in only or ():
+        if reasons[name] is not None:
+            raise FastpackError(f"--only {name!r}: it {reasons[name]}.")
+    if only:
+        return only, {}
+    return (
+        [name for name, reason in reasons.items() if reason is None],
+        {name: reason for name, reason in reasons.items() if reason is not None},
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Do what the flags ask for; 1 where losses disagree, or an op of ours is not exact enough."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if arguments.ops is not None:
+        from fastpack.bench.ops.runner import main
+
+        return main(arguments.ops, arguments.tokens, json_path=arguments.json, plot_path=arguments.plot)
+    from fastpack.bench.runner import run_all
+    from fastpack.bench.table import print_outcome
+
+    settings = make_settings(arguments, on_gpu=on_gpu)
+    names, left_out = choose(arguments.only, on_gpu=on_gpu)
+    outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
+    print_outcome(outcome)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(outcome.to_dict(), indent=1))
+    if arguments.plot and outcome.verdict.agree and outcome.ran:
+        from fastpack.bench.plot import save_plot
+
+        save_plot(outcome, arguments.plot)
+    return 0 if outcome.verdict.agree else 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number

@@ -1,0 +1,65 @@
+"""Do all contestants train the same model? Without that, no speed is worth a word.
+
+Compared with the first contestant over the first steps: the loss, and the norm of all gradients. The loss of random
+weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 % and more), and a wrong backward
+shows in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastpack.bench.loops import GATE_STEPS
+from fastpack.bench.settings import Figures
+
+Precision = Literal["full precision", "half precision"]
+LOSS_BOUND: dict[Precision, float] = {"full precision": 1e-4, "half precision": 2e-2}
+NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 2e-2}
+"""How far apart they may be, relative."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where any contestant is furthest from the first, measured by the bound that holds there.
+
+    ``contestant`` is None where there was nothing to compare.
+    """
+
+    agree: bool
+    contestant: str | None = None
+    against: str = ""
+    what: str = ""
+    step: int = 0
+    difference: float = 0.0
+    bound: float = 0.0
+
+    def __str__(self) -> str:
+        if self.contestant is None:
+            return "nothing was compared: fewer than two contestants ran"
+        found = "agree" if self.agree else "DISAGREE"
+        return (
+            f"losses and gradients {found} over the first {GATE_STEPS} steps: the furthest from {self.against!r} is "
+            f"{self.contestant!r}, in the {self.what} of step {self.step}, by {self.difference:.1e} of it "
+            f"(bound {self.bound:g})"
+        )
+
+
+def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
+    """The verdict on all contestants that ran."""
+    ran = [row for row in figures if row.error is None]
+    worst, worst_ratio = Verdict(agree=True), -1.0
+    for row in ran[1:]:
+        for what, bound, ours, theirs in (
+            ("loss", LOSS_BOUND[precision], row.losses, ran[0].losses),
+            ("gradients' norm", NORM_BOUND[precision], row.gradient_norms, ran[0].gradient_norms),
+        ):
+            for step, (our, their) in enumerate(zip(ours[:GATE_STEPS], theirs[:GATE_STEPS], strict=True), 1):
+                difference = abs(our - their) / abs(their) if their else math.inf
+                ratio = math.inf if math.isnan(difference) else difference / bound
+                if ratio > worst_ratio:
+                    worst_ratio = ratio
+                    worst = Verdict(ratio <= 1, row.contestant, ran[0].contestant, what, step, difference, bound)
+    return worst

@@ -1,0 +1,147 @@
+"""The two ways in which a contestant is trained: TRL's unmodified ``SFTTrainer``, and a plain loop."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fastpack.bench.clock import Clock
+from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.settings import Settings
+
+LEARNING_RATE = 1e-4
+GATE_STEPS = 5
+"""How many steps the contestants are compared on; a plain loop takes the norm of the gradients in so many."""
+
+Row = list[int]
+
+
+def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock) -> tuple[list[float], list[float]]:
+    """TRL's ``SFTTrainer``, as a user would call it. Returns the loss and the gradients' norm of each step."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    class Callback(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.end()
+
+    contestant = CONTESTANTS[settings.contestant]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=settings.rows,
+            max_steps=clock.total_steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            padding_free=contestant.packed,
+            max_length=None,
+            gradient_checkpointing=settings.checkpointing,
+            use_liger_kernel=contestant.liger,
+            bf16=False,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            seed=settings.seed,
+        )
+        trainer = SFTTrainer(
+            model,
+            args=arguments,
+            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+            processing_class=_tokenizer(),
+            callbacks=[Callback()],
+        )
+        if contestant.packed:
+            trainer.data_collator = with_boundaries(trainer.data_collator)
+        trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
+
+
+def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock) -> tuple[list[float], list[float]]:
+    """A user's own loop over ``model(..., labels=...)`` with AdamW. Returns as :func:`train_with_trl`."""
+    contestant = CONTESTANTS[settings.contestant]
+    if contestant.liger:
+        from fastpack.bench.models import apply_liger
+
+        apply_liger(model)
+    device = next(model.parameters()).device
+    if settings.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=device.type == "cuda")
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(clock.total_steps):
+        ids = [torch.tensor(row) for row in rows[step * settings.rows : (step + 1) * settings.rows]]
+        clock.begin()
+        batch = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in collate(ids, packed=contestant.packed).items()
+        }
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        if step < min(GATE_STEPS, settings.warmup):  # these are not timed
+            norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])))
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.end()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+def collate(ids: list[torch.Tensor], *, packed: bool) -> dict[str, Any]:
+    """Padded right with a mask, or flattened with restarting positions and the first labels ignored."""
+    if packed:
+        positions = torch.cat([torch.arange(len(row)) for row in ids])[None]
+        flat = torch.cat(ids)[None]
+        labels = flat.masked_fill(positions == 0, -100)
+        return add_boundaries({"input_ids": flat, "position_ids": positions, "labels": labels})
+    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-100)
+    return {"input_ids": padded.clamp(min=0), "attention_mask": (padded != -100).long(), "labels": padded}
+
+
+def with_boundaries(collator: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """A collator that sends what TRL's own sends from 1.16 on; before it, every attention layer would work the
+    boundaries out anew, and wait for the device each time."""
+
+    def collator_with_boundaries(examples: Any) -> dict[str, Any]:
+        return add_boundaries(collator(examples))
+
+    return collator_with_boundaries
+
+
+def add_boundaries(batch: dict[str, Any]) -> dict[str, Any]:
+    """``cu_seq_lens_q``, ``max_length_q`` and those of keys, from positions that restart, where they are missing."""
+    if "cu_seq_lens_q" not in batch:
+        positions = batch["position_ids"][0]
+        starts = (positions == 0).nonzero().flatten()
+        ends = torch.cat([starts, torch.tensor([len(positions)])]).to(torch.int32)
+        longest = int(ends.diff().max())
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return batch
+
+
+def _tokenizer() -> Any:
+    """Trainers want one; rows are token ids already."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+    )

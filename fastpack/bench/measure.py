@@ -1,0 +1,101 @@
+"""How long a call takes on the device, without what the host takes to ask for it.
+
+On a GPU a batch of calls is queued behind a pause, so that they run one after the other without waiting for the host;
+their mean is one sample, and the median of the samples is the result. Calls take turns over several sets of inputs
+and keep as many results, so that what is read and written is not found in the cache.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PAUSE = 4e6
+"""Cycles for which the device waits while calls are queued, about 2 ms."""
+QUEUED_SECONDS = 1.2e-3
+"""How long the host may take for one batch of calls: less than the pause."""
+SAMPLE_SECONDS = 5e-3
+"""How much work on the device one sample wants, at most."""
+TOTAL_SECONDS = 1.0
+"""How much all samples may take, but for a handful."""
+FEWEST = 5
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one call: seconds on the device, and seconds that the host takes to ask for it (None on a CPU)."""
+
+    seconds: float
+    host_seconds: float | None
+
+
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 30) -> Timing:
+    """The median time of one call, taken in turn from ``calls``.
+
+    Args:
+        calls: each the same work on other data; what they return is kept until its turn comes again.
+        device: where they run.
+        repeats: how many samples are taken.
+    """
+    kept: deque[Any] = deque(maxlen=len(calls))
+    for call in calls[:4]:  # warm up: compile, tune, plan
+        kept.append(call())
+    if device.type != "cuda":
+        return Timing(statistics.median(_on_host(calls[i % len(calls)], kept) for i in range(repeats)), None)
+    host, alone = _once(calls, kept)
+    batch = max(1, min(len(calls) * 4, 64, int(QUEUED_SECONDS / host), int(SAMPLE_SECONDS / alone) + 1))
+    repeats = max(min(repeats, FEWEST), min(repeats, int(TOTAL_SECONDS / (batch * alone))))
+    turn = 0
+    samples: list[float] = []
+    asked: list[float] = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(PAUSE))
+        begin.record()
+        began = time.perf_counter()
+        for _ in range(batch):
+            kept.append(calls[turn % len(calls)]())
+            turn += 1
+        asked.append((time.perf_counter() - began) / batch)
+        end.record()
+        end.synchronize()
+        samples.append(begin.elapsed_time(end) / 1e3 / batch)
+    return Timing(statistics.median(samples), statistics.median(asked))
+
+
+def _on_host(call: Callable[[], Any], kept: deque[Any]) -> float:
+    began = time.perf_counter()
+    kept.append(call())
+    return time.perf_counter() - began
+
+
+def _once(calls: Sequence[Callable[[], Any]], kept: deque[Any]) -> tuple[float, float]:
+    """Seconds that the host and the device take for one call, roughly."""
+    host: list[float] = []
+    both: list[float] = []
+    for i in range(5):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        kept.append(calls[i % len(calls)]())
+        host.append(time.perf_counter() - began)
+        torch.cuda.synchronize()
+        both.append(time.perf_counter() - began)
+    return max(statistics.median(host), 1e-6), max(statistics.median(both), 1e-6)
+
+
+def peak_extra_memory(call: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> int | None:
+    """Bytes that a call needs at most beyond what is there before it and what it returns; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    returned = call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - sum(tensor.nbytes for tensor in returned)

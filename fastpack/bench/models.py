@@ -1,0 +1,119 @@
+"""The model of a contestant: random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.settings import Settings
+from fastpack.bench.shapes import make_config
+
+LORA_RANK = 16
+
+
+def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
+    """The contestant's model on ``device``, in training mode, and the name of its attention kernel."""
+    from transformers import AutoModelForCausalLM
+
+    import fastpack
+
+    contestant = CONTESTANTS[settings.contestant]
+    stock = backend = "sdpa"
+    if contestant.varlen:
+        from fastpack.bench import varlen_attention
+
+        stock, backend = varlen_attention.implementation()
+    torch.manual_seed(settings.seed)
+    dtype = _dtype(settings.dtype, device)
+    with device:
+        model: Any = AutoModelForCausalLM.from_config(
+            make_config(settings.shape), dtype=dtype, attn_implementation=stock
+        )
+    if settings.mode == "qlora":
+        quantise(model, dtype)
+    if settings.mode != "full":
+        model = with_lora(model)
+    if contestant.patched:
+        fastpack.patch(
+            model,
+            attention=settings.attention,
+            kernels=settings.kernels,
+            graphs=settings.graphs,
+            loss=settings.loss,
+        )
+        backend = str(fastpack.report(model).backend)
+    return model.train(), backend
+
+
+def quantise(model: nn.Module, compute_dtype: torch.dtype) -> None:
+    """Turn every linear layer but the head into bitsandbytes' NF4 with double quantisation, where it is.
+
+    The result is that of ``from_pretrained`` with a ``BitsAndBytesConfig``, without a checkpoint on disk. One layer
+    is converted after the other, so the model is never held twice.
+    """
+    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if type(layer) is not nn.Linear or layer is head:
+                continue
+            four_bit = Linear4bit(
+                layer.in_features,
+                layer.out_features,
+                bias=layer.bias is not None,
+                compute_dtype=compute_dtype,
+                compress_statistics=True,
+                quant_type="nf4",
+                device="meta",
+            )
+            weight: Any = Params4bit(
+                layer.weight.data,
+                requires_grad=False,
+                compress_statistics=True,
+                quant_type="nf4",
+                module=four_bit,
+            )
+            four_bit.weight = weight.to(layer.weight.device)  # which is when it is quantised
+            if layer.bias is not None:
+                four_bit.bias = layer.bias
+            setattr(parent, name, four_bit)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT and TRL ask
+
+
+def with_lora(model: Any) -> Any:
+    """LoRA of rank 16 on every linear layer but the head.
+
+    On 4-bit weights A and B are bfloat16, which is what TRL makes of them.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=LORA_RANK, lora_alpha=2 * LORA_RANK, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    wrapped = get_peft_model(model, config)
+    if getattr(model, "is_loaded_in_4bit", False):
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return wrapped
+
+
+def apply_liger(model: Any) -> None:
+    """Liger's kernels on this instance, its fused loss included; TRL's trainer does this by itself."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
+
+
+def _dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found

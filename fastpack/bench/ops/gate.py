@@ -1,0 +1,66 @@
+"""Is an implementation exact enough to be timed? Results and gradients, against the plain formula in a wider dtype.
+
+In half precision its error may be 1.5 times plain torch's own, in float32 1e-5 of the largest value of each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.bench.ops.case import Case, Maker, Run, given_up, leaves, outputs_of
+
+HALF_BOUND = 1.5
+FLOAT32_BOUND = 1e-5
+
+
+def check(case: Case, make: Maker) -> dict[str, float]:
+    """For each implementation its worst error over all results and gradients, as a share of what is allowed."""
+    inputs = case.inputs(make)
+    runs = case.runs(inputs)
+    plain = next(iter(runs.values()))
+    half = make.dtype.itemsize < 4
+    wide = torch.float32 if half else torch.float64
+    seed = int(torch.randint(2**31, (), generator=make.generator, device=make.generator.device))
+    truth = results(case.reference or plain, inputs, seed, wide)
+    errors = {name: _errors(results(run, inputs, seed), truth) for name, run in runs.items()}
+    allowed = [HALF_BOUND * error for error in next(iter(errors.values()))] if half else [FLOAT32_BOUND] * len(truth)
+    return {name: max(map(_share, found, allowed)) for name, found in errors.items()}
+
+
+def results(run: Run, inputs: Sequence[Any], seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """What ``run`` returns for copies of the inputs, and their gradients for random gradients of what it returns."""
+    given = leaves(inputs, dtype)
+    outputs = outputs_of(run(*given_up(given)))
+    trained = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
+    generator = torch.Generator(outputs[0].device).manual_seed(seed)
+    of_outputs = random_gradients(outputs, generator)
+    kept = [out.detach().clone() for out in outputs]
+    return [*kept, *torch.autograd.grad(outputs, trained, of_outputs)]
+
+
+def random_gradients(outputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Normally distributed; one for a scalar, which is a loss. Of bfloat16's precision, so that every dtype gets
+    the same."""
+    return [
+        torch.ones_like(out)
+        if out.ndim == 0
+        else torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(out.dtype)
+        for out in outputs
+    ]
+
+
+def _errors(found: Sequence[Tensor], truth: Sequence[Tensor]) -> list[float]:
+    """max|difference| / max|reference| of each tensor."""
+    pairs = zip(found, truth, strict=True)
+    return [float((ours.to(true.dtype) - true).abs().max() / true.abs().max()) for ours, true in pairs]
+
+
+def _share(error: float, allowed: float) -> float:
+    if math.isnan(error) or (error > 0 and allowed == 0):
+        return math.inf
+    return error / allowed if allowed else 0.0

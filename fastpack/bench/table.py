@@ -1,0 +1,96 @@
+"""The benchmark's table."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fastpack.bench.runner import Outcome
+from fastpack.bench.settings import Figures, spread
+
+WIDTH = 132
+COLUMNS = (
+    "",
+    "attention",
+    "step ms",
+    "p10-p90",
+    "real tokens/s",
+    "x first",
+    "x best",
+    "floor",
+    "GiB",
+    "kernels",
+    "busy",
+)
+
+
+def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
+    """The table and the verdict; where the losses disagree, the losses alone."""
+    console = console or Console(width=WIDTH)
+    console.print(_speeds(outcome) if outcome.verdict.agree else _losses(outcome))
+    console.print(str(outcome.verdict), style="green" if outcome.verdict.agree else "bold red", highlight=False)
+    if outcome.verdict.agree:
+        console.print(_legend(outcome), style="dim", highlight=False)
+    for name, reason in outcome.left_out.items():
+        console.print(f"left out: {name} ({reason})", style="yellow", highlight=False)
+    console.print(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim", highlight=False)
+
+
+def _speeds(outcome: Outcome) -> Table:
+    table = Table(title=outcome.title, box=box.ROUNDED)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
+    best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
+    for row in outcome.figures:
+        if row.error is not None:
+            table.add_row(row.contestant, Text(row.error, style="red"))
+        else:
+            table.add_row(*_cells(row, outcome), style="bold" if row.tokens_per_second == best else None)
+    return table
+
+
+def _cells(row: Figures, outcome: Outcome) -> list[str]:
+    low, high = spread(row.seconds)
+    rate = row.tokens_per_second
+    stock = outcome.best_stock
+    return [
+        row.contestant,
+        row.backend,
+        f"{row.step_median * 1e3:,.0f}",
+        f"{low * 1e3:,.0f}-{high * 1e3:,.0f}",
+        f"{rate:,.0f}",
+        f"{rate / outcome.ran[0].tokens_per_second:.2f}",
+        f"{rate / stock.tokens_per_second:.2f}" if stock else "",
+        f"{rate / outcome.floor_rate:.0%}",
+        f"{row.peak_memory:.2f}",
+        f"{row.kernels:,}" if row.kernels is not None else "",
+        f"{row.busy * 1e3:,.0f}" if row.busy is not None else "",
+    ]
+
+
+def _losses(outcome: Outcome) -> Table:
+    from fastpack.bench.loops import GATE_STEPS
+
+    table = Table(title=f"{outcome.title}: loss and norm of the gradients", box=box.ROUNDED)
+    table.add_column("")
+    shown = min(GATE_STEPS, len(outcome.ran[0].losses))
+    for step in range(1, shown + 1):
+        table.add_column(f"step {step}", justify="right")
+    for row in outcome.ran:
+        pairs = zip(row.losses[:shown], row.gradient_norms[:shown], strict=False)
+        table.add_row(row.contestant, *(f"{loss:.5f}  {norm:.4f}" for loss, norm in pairs))
+    return table
+
+
+def _legend(outcome: Outcome) -> str:
+    ceiling = outcome.ceiling
+    padded = next((row for row in outcome.ran if row.padding_share), None)
+    padding = f"{padded.padding_share:.0%} of the padded slots are padding; " if padded else ""
+    return (
+        f"x best: times the best stock one; floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's "
+        f"matrix products alone would allow at the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); "
+        f"busy: ms in which any kernel ran; {padding}medians of {outcome.settings.steps} steps; "
+        f"copies measured at {ceiling.bandwidth / 1e12:.3g} TB/s"
+    )

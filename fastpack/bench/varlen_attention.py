@@ -1,0 +1,97 @@
+"""FlashAttention-2 for a stock transformers model: the best attention that a user could install today.
+
+Where flash-attn is installed that is transformers' own ``flash_attention_2``. Elsewhere it is the same kernel as
+torch carries it, registered at transformers' two extension points, which reads the ``cu_seq_lens_q`` and
+``max_length_q`` of TRL's collator and so waits for the device no more than flash-attn does.
+
+It serves the stock contestants alone, in their own process: fastpack's backends are not used here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import Tensor
+
+NAME = "bench_varlen"
+
+
+def implementation() -> tuple[str, str]:
+    """A name for ``attn_implementation``, registered where it has to be, and one for people."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.utils.import_utils import is_flash_attn_2_available
+
+    if is_flash_attn_2_available():
+        return "flash_attention_2", "flash-attn 2"
+    AttentionInterface.register(NAME, varlen_forward)
+    AttentionMaskInterface.register(NAME, no_mask)
+    return NAME, "FA2 of torch"
+
+
+def no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
+    """Packed sequences need none.
+
+    Raises:
+        ValueError: the batch is padded.
+    """
+    if attention_mask is not None:
+        raise ValueError("The benchmark's varlen attention takes flattened batches without an attention_mask.")
+
+
+def varlen_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention over packed sequences, with the signature that transformers calls.
+
+    Args:
+        query: ``[1, H, T, D]``; key, value: ``[1, K, T, D]``.
+        cu_seq_lens_q, cu_seq_lens_k: int32 ``[N + 1]``.
+
+    Returns:
+        ``[1, T, H, D]``, and no weights.
+
+    Raises:
+        ValueError: dropout, which the kernel has not.
+    """
+    from torch.nn.attention import varlen
+
+    if dropout:
+        raise ValueError("The benchmark's varlen attention has no dropout.")
+    q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
+    kernel: Any = varlen.varlen_attn
+    out = kernel(
+        q,
+        k,
+        v,
+        cu_seq_lens_q,
+        cu_seq_lens_k,
+        max_length_q,
+        max_length_k,
+        scale=scaling,
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        **_grouped_heads(),
+    )
+    return out.unsqueeze(0), None
+
+
+@functools.cache
+def _grouped_heads() -> dict[str, bool]:
+    # torch 2.11 takes fewer key/value heads without being told, 2.13 wants enable_gqa=True
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

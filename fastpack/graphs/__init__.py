@@ -1,0 +1,22 @@
+"""Replaying a decoder stack's forward and backward from CUDA graphs, where a step waits for launches.
+
+``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is one
+launch forward and one backward, recorded once for each :class:`~fastpack.packing.Bucket` of sizes
+(:mod:`~fastpack.graphs.runner` decides, :mod:`~fastpack.graphs.step` replays, :mod:`~fastpack.graphs.stack` looks for
+what has changed, :mod:`~fastpack.graphs.recorder` talks to the device).
+
+What it costs: up to an eighth more tokens a step (4 % on average); memory for the activations and weight gradients of
+the largest bucket, which recordings share among themselves but with nobody else; one more copy of the gradients of the
+weights that are trained, while they are handed over; no overlap of DDP's communication with the backward, since all
+gradients arrive at once.
+
+A batch that can't be replayed runs as it is, and is counted under the reason (:class:`GraphStats`, and
+:func:`fastpack.report`). That is so without a gradient (evaluation), while a forward still waits for its backward (two
+forwards before a backward, as in DPO), with dropout, with hooks on the stack's modules (FSDP, ZeRO-3, offloading), with
+attention whose kernel needs lengths on the host, where anything waits for the device, and for models whose layers have
+enough work to hide their launches.
+"""
+
+from fastpack.graphs.runner import GraphRunner, GraphSettings, GraphStats, runner_of
+
+__all__ = ["GraphRunner", "GraphSettings", "GraphStats", "runner_of"]

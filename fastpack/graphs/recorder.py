@@ -1,0 +1,226 @@
+"""Recording a forward and a backward pass as CUDA graphs: the one place that talks to the device.
+
+Sources: https://pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (warm-up on a side stream, capture of partial
+networks, pools shared by graphs that replay in a known order).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+WARM_UPS = 3
+"""Passes before a capture, as torch's documentation has it: lazy initialisation and autotuning happen in them."""
+
+CAPTURE_ERRORS = range(900, 909)
+"""cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""
+
+
+class CaptureRefusedError(Exception):
+    """This forward can't be recorded; the text says why. Nothing was changed, and it runs eagerly as it is."""
+
+
+Forward = Callable[[], Tensor]
+Backward = Callable[[Tensor], Sequence[Tensor | None]]
+
+
+@dataclass(eq=False)
+class Tape:
+    """A recorded forward and backward pass.
+
+    Attributes:
+        output: the forward's output, valid from ``replay_forward`` until anything else is replayed.
+        gradients: what the backward returned, valid from ``replay_backward`` until anything else is replayed.
+        replay_forward: runs the forward again on whatever its inputs hold now.
+        replay_backward: the backward of the last ``replay_forward``; once only, since it overwrites what that saved.
+    """
+
+    output: Tensor
+    gradients: list[Tensor | None]
+    replay_forward: Callable[[], None]
+    replay_backward: Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What records. Tests put one that needs no GPU in its place."""
+
+    def rejects(self, device: torch.device) -> str | None:
+        """Why nothing can be recorded or replayed here and now, or None."""
+
+    def record(self, device: torch.device, forward: Forward, backward: Backward) -> Tape:
+        """Record a pass over static inputs on ``device``, after warming it up.
+
+        Args:
+            forward: returns the output, with its autograd graph.
+            backward: returns the gradients of the output that it is given.
+
+        Raises:
+            CaptureRefusedError: the pass does what can't be recorded, such as waiting for the device.
+        """
+
+    def clear(self) -> None:
+        """Every tape was dropped: so may be what they shared."""
+
+
+class CudaRecorder:
+    """Records into CUDA graphs that share one memory pool.
+
+    All graphs of a recorder draw their intermediates from the same pool: once one is captured, no tensor object holds
+    its memory any more, and the next capture gets the same addresses. So the pool grows to what the largest needs, not
+    to their sum; the price is that a replay overwrites what any other left there, and that only one forward may wait
+    for its backward. Its outputs are read through tensors that alias their addresses without holding them.
+
+    Captures are local to this thread, so that the threads of data loaders and of NCCL may go on calling CUDA.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._last_stream: torch.cuda.Stream | None = None
+        # A graph whose capture failed stays referenced: the allocator may go on asking it whether it captures.
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    def rejects(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"CUDA graphs need a CUDA device, not {device.type}"
+        if torch.cuda.is_current_stream_capturing():
+            return "someone else is capturing a graph"
+        return None
+
+    def clear(self) -> None:
+        self._pool = None
+
+    def record(self, device: torch.device, forward: Forward, backward: Backward) -> Tape:
+        with torch.cuda.device(device):
+            try:
+                return self._record(forward, backward)
+            except RuntimeError as error:
+                reason = capture_problem(error)
+                if reason is None:
+                    raise
+                self._recover()
+                raise CaptureRefusedError(reason) from error
+
+    def _recover(self) -> None:
+        """After a failure: leave the pool and the stream, and make the random generator forget the capture.
+
+        It refuses to work ("Offset increment outside graph capture") until the next capture that ends well.
+        """
+        self._pool = self._stream = None
+        if self._failed:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device="cuda")
+                graph.capture_end()
+
+    def _record(self, forward: Forward, backward: Backward) -> Tape:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            for left in reversed(range(WARM_UPS)):
+                # the last one finds out what a capture would trip over, without its damage
+                with _no_synchronisation() if left == 0 else contextlib.nullcontext():
+                    backward(forward())
+        current.wait_stream(self._stream)
+        torch.cuda.synchronize()
+        gc.collect()  # a cycle that holds memory of the pool would keep it from the next capture
+        torch.cuda.empty_cache()
+        captured_forward, output = self._capture(forward)
+        captured_backward, gradients = self._capture(lambda: backward(output))
+        device = output.device
+        return Tape(
+            _alias(output.detach()),
+            [None if g is None else _alias(g) for g in gradients],
+            lambda: self._replay(captured_forward, device),
+            lambda: self._replay(captured_backward, device),
+        )
+
+    def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        # torch.cuda.graph would leave its stream current where the end of a capture raises
+        graph = torch.cuda.CUDAGraph()
+        self._failed.append(graph)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
+        self._failed.pop()
+        return graph, result
+
+    def _replay(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        stream = torch.cuda.current_stream(device)
+        if self._last_stream is not None and self._last_stream != stream:
+            stream.wait_stream(self._last_stream)  # the graphs share memory
+        self._last_stream = stream
+        graph.replay()
+
+
+def capture_problem(error: BaseException) -> str | None:
+    """What a capture, or the warm-up that forbids synchronisation, tripped over; None for any other error.
+
+    Memory counts: a recording needs more than the step itself, which may well run.
+
+    An error inside a capture comes out as the one of its end, with the first one behind it.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__context__
+    if any(isinstance(link, torch.OutOfMemoryError) for link in chain):
+        return "there is not enough memory to record it"
+    codes = [getattr(link, "error_code", None) for link in chain]
+    if any(code not in (None, 0) and code not in CAPTURE_ERRORS for code in codes):
+        return None  # the device itself is in trouble
+    for link, code in zip(reversed(chain), reversed(codes), strict=True):
+        text = str(link).partition("\n")[0]
+        if isinstance(link, RuntimeError) and "called a synchronizing CUDA operation" in text:
+            return "its forward or backward waits for the device"
+        capturing = "captur" in text and ("CUDA" in text or "stream" in text)
+        if code in CAPTURE_ERRORS or (isinstance(link, RuntimeError) and code is None and capturing):
+            return f"it can't be captured ({text})"
+    return None
+
+
+@contextlib.contextmanager
+def _no_synchronisation() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+class _Address:
+    """Bytes on the device, as ``torch.as_tensor`` reads them: without owning them."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (extent * tensor.element_size(),),
+            "typestr": "|u1",
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """The same memory without a reference to it."""
+    if tensor.numel() == 0:
+        return tensor.detach()
+    raw: Tensor = torch.as_tensor(_Address(tensor), device=tensor.device)
+    return raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,300 @@
+"""Deciding, batch by batch, whether a decoder stack is replayed, recorded or run as it is."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
+from fastpack.graphs.stack import Stack
+from fastpack.graphs.step import Buffers, RecordedStep, Request, Ticket
+from fastpack.layers.stock import Forward, call_stock, mask_stand_in
+from fastpack.packing import Bucket, PackedSeqLens
+
+FIRST_SIGHT = "a batch of these sizes came for the first time"
+WAITING = "the forward before still waits for its backward"
+ENOUGH_WORK = "its layers have enough work to hide their launches"
+NO_ROOM = "there are as many recordings as are kept"
+FORGET_AFTER = 2000
+"""Batches after which each counts half."""
+
+_OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "packed_seq_lens", "use_cache", "return_dict")
+"""What the door sets itself."""
+_FOR_THE_LOSS = ("num_items_in_batch", "shift_labels", "labels")
+"""What heads hand on to the backbone, where nothing reads it."""
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """When to record.
+
+    Attributes:
+        record_after: how often sizes have to come before they are recorded; recording takes about ten steps' time.
+        max_recordings: how many are kept; once there are so many, sizes have to come twice as often as those that came
+            least often to take their place.
+        max_work: floating-point operations in a layer, forward and backward, above which launching is no longer what
+            a step waits for. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward
+            (measured), in which an H200 does 1.4e12 to 5e12.
+        max_changes: how often modules or weights may be replaced, each time within ``max_changes`` x 10 batches of the
+            time before, until recording is given up.
+    """
+
+    record_after: int = 2
+    max_recordings: int = 32
+    max_work: float = 5e12
+    max_changes: int = 8
+
+
+@dataclass
+class GraphStats:
+    """What happened so far.
+
+    Attributes:
+        recordings: forward and backward passes recorded.
+        replays: forwards replayed.
+        eager: forwards that ran as they are, by reason.
+    """
+
+    recordings: int = 0
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, eq=False)
+class Circumstances:
+    """What the stack is like, apart from sizes: why it can't be recorded so (or None), and its work for a token."""
+
+    reason: str | None
+    work: float
+
+
+@dataclass(eq=False)
+class GraphRunner:
+    """Runs the backbone of one patched model, from CUDA graphs where that is possible and pays.
+
+    It lives as long as the patch. A copy or a pickle of it, which a copy of the model brings along, starts empty.
+
+    Attributes:
+        recorder: what records; another one in tests.
+    """
+
+    settings: GraphSettings = field(default_factory=GraphSettings)
+    recorder: Recorder = field(default_factory=CudaRecorder)
+    stats: GraphStats = field(default_factory=GraphStats)
+
+    def __post_init__(self) -> None:
+        self._start_empty()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self.settings, "recorder": type(self.recorder)()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, stats=GraphStats())
+        self._start_empty()
+
+    def _start_empty(self) -> None:
+        self._stack: Stack | None = None
+        self._changes = self._since_change = 0
+        self._pending: weakref.ref[Ticket] | None = None
+        self._given_up: str | None = None
+        self._drop()
+
+    def _drop(self) -> None:
+        self._steps: dict[Hashable, RecordedStep] = {}
+        self._sightings: Counter[Hashable] = Counter()
+        self._known: dict[Hashable, Circumstances] = {}
+        self._buffers = Buffers()
+        self.recorder.clear()
+
+    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any]) -> Any:
+        """The backbone's outputs for a packed batch.
+
+        Args:
+            backbone: the module; ``stock``: the forward to call, as :func:`fastpack.layers.stock.call_stock` takes it.
+            arguments: what the stock forward is to be called with.
+        """
+        packed: PackedSeqLens = arguments["packed_seq_lens"]
+        reason = (
+            self._given_up or self.recorder.rejects(packed.cu_seqlens.device) or why_not_this_call(backbone, arguments)
+        )
+        if reason is None:
+            if arguments.get("inputs_embeds") is None:
+                # outside the recording: its gradient, its hooks and NEFTune's noise are as ever
+                embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
+                arguments = {**arguments, "input_ids": None, "inputs_embeds": embeddings}
+            reason, step, request = self._find_step(backbone, stock, arguments, packed)
+            if step is not None:
+                ticket = Ticket()
+                self._pending = weakref.ref(ticket)
+                self.stats.replays += 1
+                return step.replay(request, ticket)
+        assert reason is not None
+        self.stats.eager[reason] += 1
+        return call_stock(backbone, stock, **arguments)
+
+    def _find_step(
+        self, backbone: Any, stock: Forward | None, arguments: Mapping[str, Any], packed: PackedSeqLens
+    ) -> tuple[str | None, RecordedStep | None, Request]:
+        """The recording to replay, made now if it is time to; or why there is none."""
+        stack = self._current_stack(backbone)
+        embeddings: Tensor = arguments["inputs_embeds"]
+        bucket = Bucket.of(packed.lengths)
+        extras = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None and name not in _OURS and name not in _FOR_THE_LOSS
+        }
+        request = Request(stack, _runner(backbone, stock, extras), embeddings, packed, bucket)
+        like = (
+            stack.state(),
+            embeddings.dtype,
+            embeddings.requires_grad,
+            _process(embeddings.device),
+            tuple(sorted(extras.items())),
+        )
+        known = self._known.get(like)
+        if known is None:
+            known = self._known[like] = Circumstances(why_not_this_stack(stack, embeddings), stack.work(backbone))
+        reason = self._given_up or known.reason
+        if reason is None and known.work * bucket.tokens > self.settings.max_work:
+            reason = ENOUGH_WORK
+        if reason is None and self._waiting():
+            reason = WAITING
+        if reason is not None:
+            return reason, None, request
+        key = (bucket, known)
+        self._see(key)
+        step = self._steps.get(key)
+        if step is not None:
+            return None, step, request
+        reason = self._why_not_now(key)
+        if reason is not None:
+            return reason, None, request
+        try:
+            step = self._steps[key] = RecordedStep(request, self.recorder, self._buffers)
+        except CaptureRefusedError as error:
+            self._known[like] = Circumstances(str(error), known.work)
+            return str(error), None, request
+        self.stats.recordings += 1
+        return None, step, request
+
+    def _see(self, key: Hashable) -> None:
+        self._sightings[key] += 1
+        if self._sightings.total() >= FORGET_AFTER:  # what came long ago counts less and less
+            self._sightings = Counter({seen: count // 2 for seen, count in self._sightings.items() if count > 1})
+
+    def _why_not_now(self, key: Hashable) -> str | None:
+        """Why sizes are not recorded yet, or None; makes room for them."""
+        if self._sightings[key] < self.settings.record_after:
+            return FIRST_SIGHT
+        if len(self._steps) >= self.settings.max_recordings:
+            rarest = min(self._steps, key=self._sightings.__getitem__)
+            if self._sightings[key] < 2 * self._sightings[rarest]:
+                return NO_ROOM
+            del self._steps[rarest]
+        return None
+
+    def _current_stack(self, backbone: Any) -> Stack:
+        """The modules as they are, with every recording dropped if they are not what they were."""
+        stack = self._stack
+        self._since_change += 1
+        if stack is not None and stack.unchanged():
+            return stack
+        if stack is not None:
+            soon = self._since_change < 10 * self.settings.max_changes
+            self._changes = self._changes + 1 if soon else 1
+            if self._changes >= self.settings.max_changes:
+                self._given_up = f"modules or weights were replaced {self._changes} times in a short while"
+        self._since_change = 0
+        self._drop()
+        self._stack = Stack(backbone)
+        return self._stack
+
+    def _waiting(self) -> bool:
+        ticket = None if self._pending is None else self._pending()
+        return ticket is not None and not ticket.done
+
+    def describe(self, device: torch.device) -> str:
+        """One line for a report."""
+        reason = self._given_up or (self.recorder.rejects(device) if device.type != "meta" else None)
+        if reason is not None:
+            return f"graphs: off, {reason}"
+        parts = [f"{self.stats.recordings} recorded, {self.stats.replays} steps replayed"] if self.stats.replays else []
+        parts += [f"{count} run as they are: {why}" for why, count in self.stats.eager.most_common()]
+        return "; ".join(["graphs: on", *parts])
+
+
+def runner_of(backbone: Any) -> GraphRunner | None:
+    """The runner of a patched backbone, None where it was patched without ``graphs``."""
+    for name in ("forward", "_old_forward"):  # accelerate's hooks keep ours under the second
+        bound = backbone.__dict__.get(name)
+        if isinstance(bound, functools.partial):
+            return next((found for found in bound.args if isinstance(found, GraphRunner)), None)
+    return None
+
+
+def why_not_this_call(backbone: Any, arguments: Mapping[str, Any]) -> str | None:
+    """Why a call can't be served from a recording, whatever the model; or None."""
+    if not torch.is_grad_enabled():
+        return "no gradient is wanted"
+    if torch._C._current_graph_task_id() != -1:
+        return "it runs inside a backward pass (checkpointing around the model)"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return "saved tensors are packed by someone (checkpointing around the model, offloading)"
+    if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
+        return "someone watches every operation (anomaly detection, a dispatch mode)"
+    for name in ("output_hidden_states", "output_router_logits"):
+        if arguments.get(name) is None and getattr(backbone.config, name, False):
+            return f"the config sets {name}"
+    for name, value in arguments.items():
+        if name in _OURS or name in _FOR_THE_LOSS or value is None or value is False:
+            continue
+        if name.startswith("output_") or not isinstance(value, (int, float, str)):
+            return f"{name} came with the batch"
+    return None
+
+
+def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
+    """Why a stack in this state can't be recorded; or None."""
+    reason = stack.refusal()
+    if reason is not None:
+        return reason
+    if stack.checkpoints_reentrantly and not embeddings.requires_grad:
+        return "reentrant checkpointing has no gradient to start from (call model.enable_input_require_grads())"
+    return None
+
+
+def _runner(
+    backbone: Any, stock: Forward | None, settings: Mapping[str, Any]
+) -> Callable[[Tensor, PackedSeqLens], Any]:
+    """What is recorded: the stock forward from embeddings on."""
+
+    def run(embeddings: Tensor, packed: PackedSeqLens) -> Any:
+        return call_stock(
+            backbone,
+            stock,
+            **settings,
+            input_ids=None,
+            inputs_embeds=embeddings,
+            attention_mask=mask_stand_in(packed),
+            position_ids=packed.position_ids,
+            packed_seq_lens=packed,
+            use_cache=False,
+            return_dict=True,
+        )
+
+    return run
+
+
+def _process(device: torch.device) -> Hashable:
+    """What of the process changes which kernels run."""
+    kind = device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return autocast, torch.are_deterministic_algorithms_enabled()

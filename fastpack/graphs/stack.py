@@ -1,0 +1,205 @@
+"""The modules and tensors of a decoder stack: what a recording depends on, and a cheap look at each step.
+
+A replay reads weights where they were, whatever has become of the modules since. So before each one the whole stack is
+compared with what was recorded: is every module, parameter and buffer the same object at the same address
+(:meth:`Stack.unchanged`), and is everything that users switch (training mode, gradients, adapters, checkpointing,
+hooks) as it was (:meth:`Stack.state`)? Both walk flat lists inside C loops: about 0.1 ms for 300 modules, and 0.7 ms
+for the 2,000 that PEFT makes of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+_HELD = ("_modules", "_parameters", "_buffers")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HARMLESS_HOOKS = "transformers.utils.output_capturing"
+"""transformers leaves hooks behind that do nothing until hidden states are asked for, which is refused anyway."""
+
+
+class Stack:
+    """A backbone without its input embedding, as it is now.
+
+    Args:
+        backbone: a transformers decoder. Its own forward and hooks run outside a recording, and don't matter.
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        outside = {id(module) for module in backbone.get_input_embeddings().modules()}
+        self.backbone = backbone
+        self.modules: list[Any] = [m for m in backbone.modules() if id(m) not in outside]
+        inner = [m for m in self.modules if m is not backbone]
+        # Strong references throughout: no address or id comes back for another object while it is compared with.
+        self._dicts = [module.__dict__[name] for module in self.modules for name in _HELD]
+        self._sizes = list(map(len, self._dicts))
+        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        tensors = {id(value): value for value in self._values if isinstance(value, Tensor)}
+        self.tensors: list[Tensor] = list(tensors.values())
+        self.parameters = [t for t in self.tensors if isinstance(t, nn.Parameter)]
+        self.no_address = self._find_no_address()
+        self._addresses = [] if self.no_address else list(map(Tensor.data_ptr, self.tensors))
+        self._own = [module.__dict__ for module in inner]
+        self._forwards = list(map(dict.get, self._own, repeat("forward")))
+        self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
+        self._adapters = [m for m in inner if hasattr(m, "active_adapter") and hasattr(m, "disable_adapters")]
+        self._dropouts = [m for m in inner if isinstance(m, nn.Dropout)]
+        self._attentions = [m for m in inner if hasattr(m, "attention_dropout")]
+        self._checkpointed = [m for m in self.modules if hasattr(m, "gradient_checkpointing")]
+
+    def unchanged(self) -> bool:
+        """True while every module, parameter and buffer is the same object, at the same address."""
+        return (
+            list(map(len, self._dicts)) == self._sizes
+            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(map(is_, map(dict.get, self._own, repeat("forward")), self._forwards))
+            and (bool(self.no_address) or list(map(Tensor.data_ptr, self.tensors)) == self._addresses)
+        )
+
+    def state(self) -> Hashable:
+        """Everything that may be switched from step to step and changes what is computed."""
+        return (
+            tuple(map(_training, self.modules)),
+            tuple(map(_requires_grad, self.parameters)),
+            any(map(_tensor_hooks, self.parameters)),
+            tuple(map(len, self._hooks)) if any(self._hooks) else (),
+            any(map(contains, self._own, repeat("_hf_hook"))),
+            tuple(map(_adapter_state, self._adapters)),
+            tuple(map(_probability, self._dropouts)),
+            tuple(map(_attention_dropout, self._attentions)),
+            tuple((m.gradient_checkpointing, _checkpointing(m)) for m in self._checkpointed),
+        )
+
+    def refusal(self) -> str | None:
+        """Why a stack in this state can't be recorded, or None."""
+        if self.no_address:
+            return self.no_address
+        devices = {t.device for t in self.tensors}
+        if len(devices) > 1:
+            return f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})"
+        for module in self.modules:
+            wrapper = next((c for c in type(module).__mro__ if c.__module__.startswith("torch.distributed")), None)
+            if wrapper is not None:
+                return f"a {type(module).__name__} is wrapped by {wrapper.__name__}"
+            if module is not self.backbone and ("_hf_hook" in module.__dict__ or _carries_hooks(module)):
+                return f"a {type(module).__name__} carries hooks (offloading and sharding do this)"
+        trained = [p for p in self.parameters if p.requires_grad]
+        if any(map(_tensor_hooks, trained)):
+            return "a parameter carries hooks"
+        odd = next((p for p in trained if type(p) is not nn.Parameter), None)
+        if odd is not None:
+            return f"it trains a {type(odd).__name__}"
+        kinds = {_checkpointing(m) for m in self._checkpointed if m.gradient_checkpointing and m.training}
+        if "own" in kinds:
+            return "its gradient checkpointing is not plain torch.utils.checkpoint"
+        return None
+
+    @property
+    def checkpoints_reentrantly(self) -> bool:
+        """True where the reentrant kind of checkpointing is in force."""
+        return any(m.gradient_checkpointing and _checkpointing(m) == "reentrant" for m in self._checkpointed)
+
+    def work(self, backbone: Any) -> float:
+        """Floating-point operations of a token's forward and backward in an average layer.
+
+        Two for each weight forward, two for the gradient of the input, and two more for that of a weight that is
+        trained (4-bit weights hold two in a byte).
+        """
+        count = sum(
+            (6 if p.requires_grad else 4) * p.numel() * (2 if p.dtype == torch.uint8 else 1)
+            for p in self.parameters
+            if p.ndim > 1
+        )
+        return count / max(1, getattr(backbone.config, "num_hidden_layers", 1))
+
+    def _find_no_address(self) -> str:
+        for tensor in self.tensors:
+            if tensor.device.type == "meta" or hasattr(tensor, "ds_id"):
+                return "weights are offloaded or partitioned"
+            try:
+                address = tensor.data_ptr()
+            except RuntimeError:  # a subclass that wraps other tensors
+                return f"it holds a {type(tensor).__name__}, which has no memory of its own"
+            if not address and tensor.numel():
+                return f"it holds a {type(tensor).__name__} without memory (offloaded, sharded or partitioned)"
+        return ""
+
+    def stand_ins(self) -> dict[nn.Parameter, nn.Parameter]:
+        """For each parameter that is trained another one over the same memory.
+
+        Gradients are recorded with respect to these, whose autograd nodes are new: those of the parameters may carry
+        hooks (DDP's), and run on the stream that they were made on.
+        """
+        return {p: nn.Parameter(p.detach()) for p in self.parameters if p.requires_grad}
+
+    @contextmanager
+    def recordable(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """The stack as it is recorded: with stand-ins in the places of parameters, and plain checkpointing.
+
+        Of the two kinds of checkpointing, which give the same gradients, the one that is not reentrant can be recorded,
+        if it leaves random states alone; nothing random is recorded anyway.
+        """
+        places = [
+            (held, name, value)
+            for held in (module.__dict__["_parameters"] for module in self.modules)
+            for name, value in held.items()
+            if value is not None and value in stand_ins
+        ]
+        checkpointed = [m for m in self._checkpointed if "_gradient_checkpointing_func" in m.__dict__]
+        previous = [m._gradient_checkpointing_func for m in checkpointed]
+        ours = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        try:
+            for held, name, value in places:
+                held[name] = stand_ins[value]
+            for module in checkpointed:
+                module._gradient_checkpointing_func = ours
+            yield
+        finally:
+            for held, name, value in places:
+                held[name] = value
+            for module, function in zip(checkpointed, previous, strict=True):
+                module._gradient_checkpointing_func = function
+
+
+_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
+_tensor_hooks = attrgetter("_backward_hooks")
+_probability = attrgetter("p")
+_attention_dropout = attrgetter("attention_dropout")
+
+
+def _adapter_state(module: Any) -> Hashable:
+    """Of a PEFT layer: which adapters act, and how."""
+    active = module.active_adapter
+    scaling = getattr(module, "scaling", None)
+    return (
+        module.disable_adapters,
+        active if isinstance(active, str) else tuple(active),
+        tuple(getattr(module, "merged_adapters", ())),
+        tuple(scaling.items()) if isinstance(scaling, dict) else None,
+    )
+
+
+def _carries_hooks(module: Any) -> bool:
+    hooks = chain.from_iterable(module.__dict__[name].values() for name in _HOOKS)
+    return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks)
+
+
+def _checkpointing(module: Any) -> str:
+    """``plain``, ``reentrant``, or ``own`` for a function that we can't stand in for; empty for none."""
+    function = module.__dict__.get("_gradient_checkpointing_func")
+    if function is None:
+        return ""
+    if not isinstance(function, functools.partial) or function.func is not checkpoint or function.args:
+        return "own"
+    if not function.keywords.keys() <= {"use_reentrant", "preserve_rng_state"}:
+        return "own"
+    return "reentrant" if function.keywords.get("use_reentrant", True) else "plain"

@@ -1,0 +1,274 @@
+"""One recorded step: static inputs, the recording over them, and the autograd Function that replays it.
+
+Shape suffixes: T real tokens, Tb tokens of the bucket, N sequences of the bucket, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.errors import PatchError
+from fastpack.graphs.recorder import CaptureRefusedError, Recorder, Tape
+from fastpack.graphs.stack import Stack
+from fastpack.packing import Bucket, PackedSeqLens
+
+
+class HostLengthsError(Exception):
+    """A kernel asked, while it was being recorded, for lengths that only the device knows."""
+
+
+class _Unknown(tuple[int, ...]):
+    """Lengths that change from replay to replay: looking at them would freeze those of the first."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise HostLengthsError("its attention reads each batch's lengths on the host")
+
+    __len__ = __iter__ = __getitem__ = __contains__ = __add__ = _refuse
+
+
+class StaticSeqLens(PackedSeqLens):
+    """The lengths of whatever batch is being replayed: offsets and positions on the device, and the bucket's sizes."""
+
+    def memo(self, key: Any, build: Any) -> Any:
+        """Only for the stand-in mask: anything else would be made of one batch, and kept for the others."""
+        if not (isinstance(key, tuple) and key[0] == "mask"):
+            raise HostLengthsError("its attention prepares each batch on the host")
+        return super().memo(key, build)
+
+
+@dataclass(eq=False)
+class Buffers:
+    """Memory for what goes into replays, shared by all recordings: only one is under way at a time."""
+
+    _held: dict[Any, Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, like: Tensor, tokens: int) -> Tensor:
+        """``[1, tokens, H]`` of the dtype and device of ``like`` ``[1, T, H]``; what is handed out is never freed."""
+        key = (name, like.dtype, like.device, like.shape[-1])
+        held = self._held.get(key)
+        if held is None or held.shape[1] < tokens:
+            held = self._held[key] = torch.zeros(
+                1, tokens, like.shape[-1], dtype=like.dtype, device=like.device
+            )  # recordings over a smaller one keep it
+        return held[:, :tokens]
+
+
+class Ticket:
+    """Held by a replayed forward until its backward has run, or until nothing can call it any more."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+@dataclass(eq=False)
+class Request:
+    """What a step is asked to compute.
+
+    Attributes:
+        stack: the modules.
+        run: from embeddings ``[1, Tb, H]`` and lengths to the backbone's outputs.
+        embeddings: ``[1, T, H]``.
+        packed: their lengths.
+        bucket: what they round up to.
+    """
+
+    stack: Stack
+    run: Callable[[Tensor, PackedSeqLens], Any]
+    embeddings: Tensor
+    packed: PackedSeqLens
+    bucket: Bucket
+
+
+class RecordedStep:
+    """A decoder stack's forward and backward for one bucket, recorded.
+
+    Raises:
+        CaptureRefusedError: it can't be recorded.
+    """
+
+    def __init__(self, request: Request, recorder: Recorder, buffers: Buffers) -> None:
+        stack, bucket, like = request.stack, request.bucket, request.embeddings.detach()
+        device = like.device
+        self.bucket = bucket
+        self._embeddings = buffers.take("embeddings", like, bucket.tokens)
+        self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
+        self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
+        self._write_inputs(like, request.packed)
+        leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
+        stand_ins = stack.stand_ins()
+
+        def forward() -> Tensor:
+            # New lengths each time: what is derived from them belongs to this pass. And a copy of the input, which
+            # some families scale in place.
+            packed = StaticSeqLens(_Unknown(), self._cu_seqlens, self._position_ids, bucket=bucket)
+            with stack.recordable(stand_ins), _uncached_autocast(device):
+                outputs = request.run(leaf.clone(), packed)
+            self.output_type = type(outputs)
+            return only_hidden_states(outputs)
+
+        try:
+            with stack.recordable(stand_ins):
+                found, hidden = _find_reached(forward, leaf, stand_ins)
+            self._grad = buffers.take("gradient", hidden, bucket.tokens)
+            self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
+            self._has_input_gradient = found[leaf]
+            inputs: list[Tensor] = [*([leaf] if found[leaf] else []), *(stand_ins[p] for p in self.parameters)]
+
+            def backward(output: Tensor) -> Sequence[Tensor | None]:
+                with stack.recordable(stand_ins):  # checkpointing runs modules again
+                    return torch.autograd.grad(output, inputs, self._grad)
+
+            self._tape: Tape = recorder.record(device, forward, backward)
+        except HostLengthsError as error:
+            raise CaptureRefusedError(str(error)) from error
+        self._groups = _by_dtype(self._tape.gradients)
+
+    def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
+        tokens = packed.total_tokens
+        self._embeddings[:, :tokens].copy_(embeddings)
+        self._embeddings[:, tokens:].copy_(embeddings[:, :1])  # as PackedSeqLens.bucketed makes a tail
+        packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
+
+    def replay(self, request: Request, ticket: Ticket) -> Any:
+        """The backbone's outputs for this batch, with its gradients recorded too."""
+        hidden: Tensor = _Replay.apply(self, request.packed, ticket, request.embeddings, *self.parameters)
+        return self.output_type(last_hidden_state=hidden)
+
+    def run_forward(self, embeddings: Tensor, packed: PackedSeqLens) -> Tensor:
+        """``[1, T, H]``, in memory of its own."""
+        self._write_inputs(embeddings, packed)
+        self._tape.replay_forward()
+        return self._tape.output[:, : packed.total_tokens].clone()
+
+    def run_backward(self, grad_1TH: Tensor) -> list[Tensor | None]:
+        """Gradients of the embeddings ``[1, T, H]`` (None where they have none) and of the parameters.
+
+        Each is a tensor of its own: a parameter without a gradient takes the one it is given as its ``.grad``, which
+        the next replay must not overwrite.
+        """
+        tokens = grad_1TH.shape[1]
+        self._grad[:, :tokens].copy_(grad_1TH)
+        self._grad[:, tokens:].zero_()
+        self._tape.replay_backward()
+        fresh: list[Tensor | None] = [None if g is None else torch.empty_like(g) for g in self._tape.gradients]
+        for group in self._groups:
+            torch._foreach_copy_([fresh[i] for i in group], [self._tape.gradients[i] for i in group])  # type: ignore[misc]
+        if not self._has_input_gradient:
+            return [None, *fresh]
+        assert fresh[0] is not None
+        return [fresh[0][:, :tokens], *fresh[1:]]
+
+
+class _Replay(torch.autograd.Function):
+    """The parameters are inputs so that autograd, and whoever waits for their gradients, knows of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: RecordedStep, packed: PackedSeqLens, ticket: Ticket, embeddings: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.step, ctx.ticket, ctx.versions = step, ticket, _versions(parameters)
+        return step.run_forward(embeddings, packed)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.ticket.done:
+            raise PatchError(
+                "a second backward through a forward that was replayed from a CUDA graph: the first one overwrote what "
+                "was saved for it (retain_graph=True does not help). Patch with graphs=None to do this."
+            )
+        ctx.ticket.done = True
+        if _versions(ctx.step.parameters) != ctx.versions:
+            raise PatchError(
+                "a parameter was changed in place between the forward, which was replayed from a CUDA graph, and its "
+                "backward, which would read the new values. Step the optimizer after the backward."
+            )
+        return (None, None, None, *ctx.step.run_backward(grad))
+
+
+def _find_reached(
+    forward: Callable[[], Tensor], leaf: Tensor, stand_ins: Mapping[nn.Parameter, nn.Parameter]
+) -> tuple[dict[Tensor, bool], Tensor]:
+    """Whether the leaf and each stand-in has a gradient, from one eager pass that leaves no trace; and its output.
+
+    Raises:
+        CaptureRefusedError: the pass is random, it reads a parameter that no module of the stack has among its own
+            (whose gradient would be lost), or nothing has a gradient.
+    """
+    device = leaf.device
+    wanted = [t for t in (leaf, *stand_ins.values()) if t.requires_grad]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        before = _random_state(device)
+        output = forward()
+        leaves = _leaves(output)
+        if not leaves <= {id(t) for t in wanted}:
+            raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
+        if not leaves:
+            raise CaptureRefusedError("nothing in the stack has a gradient")
+        gradients = torch.autograd.grad(output, wanted, torch.zeros_like(output), allow_unused=True)
+        if any(not torch.equal(a, b) for a, b in zip(before, _random_state(device), strict=True)):
+            raise CaptureRefusedError("it draws random numbers (dropout, or a router's noise)")
+    found = {leaf: False, **{t: gradient is not None for t, gradient in zip(wanted, gradients, strict=True)}}
+    return found, output.detach()
+
+
+def _leaves(output: Tensor) -> set[int]:
+    """Ids of the tensors at which the autograd graph of ``output`` ends."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    waiting: list[Any] = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        waiting.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _versions(parameters: Sequence[Tensor]) -> int:
+    """A number that grows with every change in place."""
+    return sum(p._version for p in parameters)
+
+
+def only_hidden_states(outputs: Any) -> Tensor:
+    """``last_hidden_state``, if a backbone returned nothing else.
+
+    Raises:
+        CaptureRefusedError: it did.
+    """
+    more = [name for name, value in outputs.items() if value is not None and name != "last_hidden_state"]
+    if more:
+        raise CaptureRefusedError(f"it also returns {', '.join(more)}")
+    hidden: Tensor = outputs.last_hidden_state
+    return hidden
+
+
+def _uncached_autocast(device: torch.device) -> torch.autocast:
+    """Autocast as it is, but without its cache, which would hand weights cast before the recording to it."""
+    kind = device.type
+    return torch.autocast(
+        kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
+    )
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _by_dtype(tensors: Sequence[Tensor | None]) -> list[list[int]]:
+    groups: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor is not None:
+            groups.setdefault(tensor.dtype, []).append(index)
+    return list(groups.values())

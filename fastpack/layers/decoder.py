@@ -1,0 +1,110 @@
+"""The fast forward of a decoder layer: norms, projections and residual additions in as few passes as possible.
+
+Attention and MLP compute what their own swapped forwards do; here their neighbours are fused with them: each norm
+with the projections behind it, each residual addition with the projection before it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.families.spec import DecoderSpec
+from fastpack.layers.attention import attend_heads, attention_forward, project_qkv
+from fastpack.layers.mlp import mlp_block, mlp_forward
+from fastpack.layers.projections import our_settings, project_modules
+from fastpack.layers.runtime import Runtime
+from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.packing import PackedSeqLens
+
+
+def decoder_forward(
+    layer: Any,
+    spec: DecoderSpec,
+    runtime: Runtime,
+    stock: Forward | None,
+    hidden_states: Tensor,
+    *args: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Any = None,
+    packed_seq_lens: PackedSeqLens | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``[1, T, hidden]`` to the same; the stock forward where no lengths came, or where attention is not ours."""
+    attention = our_settings(layer.self_attn, attention_forward)
+    if packed_seq_lens is None or attention is None or args:
+        return call_stock(
+            layer,
+            stock,
+            hidden_states,
+            *args,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            packed_seq_lens=packed_seq_lens,
+            **kwargs,
+        )
+    require_packing(layer, packed_seq_lens, attention_mask)
+    run = functools.partial(_run, layer, spec, runtime, attention[0], position_embeddings, packed_seq_lens)
+    if layer.gradient_checkpointing and layer.training and _checkpoints_in_forward(type(layer)):
+        out: Tensor = layer._gradient_checkpointing_func(run, hidden_states)
+        return out
+    return run(hidden_states)
+
+
+def _checkpoints_in_forward(cls: type) -> bool:
+    """True where transformers checkpoints inside the forward that ours replaces; older ones do so around it."""
+    return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
+
+
+def _run(
+    layer: Any,
+    spec: DecoderSpec,
+    runtime: Runtime,
+    attention: Any,
+    position_embeddings: tuple[Tensor, Tensor] | None,
+    packed: PackedSeqLens,
+    hidden_states: Tensor,
+) -> Tensor:
+    x = hidden_states.squeeze(0)
+    attention_dropout, mlp_dropout = _dropouts(layer, spec)
+    projected, x = project_qkv(layer.self_attn, attention, runtime, x, _child(layer, spec.pre_attention))
+    out = attend_heads(layer.self_attn, attention, runtime, projected, position_embeddings, packed)
+    plain = spec.post_attention is None and spec.residual_scale is None
+    fuses = plain and not attention_dropout
+    (out,), _ = project_modules([layer.self_attn.o_proj], out, runtime, residual=x if fuses else None)
+    x = out if fuses else _added(layer, spec, x, out, spec.post_attention, attention_dropout)
+
+    norm = _child(layer, spec.pre_mlp)
+    mlp = our_settings(layer.mlp, mlp_forward)
+    fuses = spec.post_mlp is None and spec.residual_scale is None and not mlp_dropout
+    if mlp is not None:
+        out = mlp_block(layer.mlp, mlp[0], runtime, x, norm=norm, residual=fuses)
+        x = out if fuses else _added(layer, spec, x, out, spec.post_mlp, mlp_dropout)
+    else:
+        out = layer.mlp((x if norm is None else norm(x)).unsqueeze(0)).squeeze(0)
+        x = _added(layer, spec, x, out, spec.post_mlp, mlp_dropout)
+    return x.unsqueeze(0)
+
+
+def _added(layer: Any, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: Any) -> Tensor:
+    """x plus what a branch gave, normalised, dropped out and scaled where the family does so."""
+    if norm is not None:
+        out = getattr(layer, norm)(out)
+    if dropout:
+        out = dropout(out)
+    return x + (out if spec.residual_scale is None else out * getattr(layer, spec.residual_scale))
+
+
+def _child(layer: Any, name: str | None) -> Any:
+    return None if name is None else getattr(layer, name)
+
+
+def _dropouts(layer: Any, spec: DecoderSpec) -> tuple[Any, Any]:
+    """The dropout modules behind attention and MLP, None where they do nothing."""
+    if spec.dropouts is None:
+        return None, None
+    found = (getattr(layer, name) for name in spec.dropouts)
+    first, second = (module if layer.training and module.p else None for module in found)
+    return first, second

@@ -1,0 +1,195 @@
+"""A causal LM head's own loss without logits, in training: ``patch(model, loss="fused")``.
+
+The head's forward is the family's (:class:`fastpack.families.spec.HeadSpec`), but for its product with the vocabulary
+and its loss, which :func:`fastpack.ops.linear_cross_entropy.linear_cross_entropy` computes on real tokens.
+
+Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.adapters import carries_hooks, read_projection
+from fastpack.errors import FastpackWarning
+from fastpack.families.spec import HeadSpec
+from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
+from fastpack.ops.projections import Projection
+from fastpack.packing import IGNORE_INDEX, PackedSeqLens
+
+
+def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | None:
+    """Why a head's stock loss is kept, or None. Asked before its forward is swapped.
+
+    Args:
+        head: as it was found, without our forward.
+        kind: what the head computes, ``causal_lm`` for one with a vocabulary.
+        spec: the declaration of its class; None where there is none, or its source is not one that this was proved on.
+    """
+    if kind != "causal_lm":
+        return f"{type(head).__name__} is no causal LM: its loss is another"
+    if spec is None:
+        return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
+    if hasattr(head, "_hf_hook"):
+        return f"{type(head).__name__} carries accelerate's hooks"
+    if "forward" in head.__dict__:
+        return f"the forward of {type(head).__name__} was already replaced (trainers that bring a loss do this)"
+    if next(head.lm_head.parameters()).device.type == "meta":
+        return None  # sharded loading: read again at the first batch
+    return _why_not_now(head)
+
+
+def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:
+    """True where this call is to compute its loss without logits: in training, with labels, all logits' worth.
+
+    Warns:
+        FastpackWarning: something was changed about the head since it was patched, so that its stock loss runs.
+    """
+    keep = arguments.get("logits_to_keep")
+    sliced = not (keep is None or (isinstance(keep, int) and keep == 0))
+    if not head.training or arguments.get("labels") is None or sliced:
+        return False
+    reason = _why_not_now(head)
+    if reason is not None:
+        warnings.warn(
+            f"loss='fused' can't serve this batch: {reason}. The stock loss runs, with logits.",
+            FastpackWarning,
+            stacklevel=2,
+        )
+    return reason is None
+
+
+_STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
+
+
+def _why_not_now(head: Any) -> str | None:
+    """What users and PEFT may change at any time."""
+    loss = head.loss_function
+    if (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) != _STOCK_LOSS:
+        return f"the loss_function of {type(head).__name__} is {loss!r}"
+    module = _serving(head.lm_head)
+    if any(isinstance(d, nn.Dropout) and d.p > 0 for d in getattr(module, "lora_dropout", {}).values()):
+        return "there is dropout before the LoRA of lm_head"
+    found = read_projection(module)
+    return f"lm_head has to be called as a module: {found}" if isinstance(found, str) else None
+
+
+def _serving(module: Any) -> Any:
+    """The layer that runs where PEFT keeps a trained copy (``modules_to_save``); else the module itself."""
+    cls = type(module)
+    if (cls.__module__, cls.__name__) != ("peft.utils.other", "ModulesToSaveWrapper") or carries_hooks(module):
+        return module
+    if module.disable_adapters or not module.active_adapters:
+        return module.original_module
+    return module.modules_to_save[module.active_adapters[0]]
+
+
+def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: PackedSeqLens, **arguments: Any) -> Any:
+    """The head's forward on a batch whose packing was read and whose first labels are ignored.
+
+    Args:
+        labels: ``[B, S]``.
+        packed_seq_lens: of this batch.
+        arguments: the others of the stock forward, by name.
+
+    Returns:
+        The stock output, with ``logits=None``.
+    """
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+    packed = packed_seq_lens
+    arguments.pop("logits_to_keep", None)
+    arguments.pop("return_dict", None)
+    if spec.experts and arguments.get("output_router_logits") is None:
+        arguments["output_router_logits"] = head.config.output_router_logits
+    ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+    shift_labels = arguments.get("shift_labels")
+    if shift_labels is not None:
+        targets = shift_labels.reshape(-1)  # every slot's, as they came
+    else:
+        targets = packed.unpad(labels)[0]
+        throw_away = packed.total_tokens if packed.is_empty else sum(packed.tail)
+        if throw_away:
+            ignored = targets.new_full((throw_away,), ignore_index)
+            targets = torch.cat([targets[: len(targets) - throw_away], ignored])
+    count = _begin_count(targets, ignore_index)
+    outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
+    hidden = outputs.last_hidden_state
+    projection = read_projection(_serving(head.lm_head))
+    assert isinstance(projection, Projection)  # as fused_loss_serves found
+    lora = projection.lora
+    loss = linear_cross_entropy(
+        hidden.flatten(0, 1) if shift_labels is not None else packed.unpad(hidden)[0],
+        _weight(projection),
+        targets,
+        bias=projection.bias,
+        lora=None if lora is None else (lora.a, lora.b, lora.scale),
+        softcap=_value(head, spec.softcap),
+        logit_scale=_value(head, spec.scale, 1.0) / _value(head, spec.divisor, 1.0),
+        ignore_index=ignore_index,
+        reduction="mean",
+        num_items=arguments.get("num_items_in_batch"),
+        num_kept=count(),
+        shift=shift_labels is None,
+    )
+    if not spec.experts:
+        return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
+    balance: Tensor | None = None
+    if arguments["output_router_logits"]:
+        balance = sys.modules[type(head).__module__].load_balancing_loss_func(
+            outputs.router_logits, head.num_experts, head.num_experts_per_tok, arguments.get("attention_mask")
+        )
+        loss = loss + head.router_aux_loss_coef * balance.to(loss.device)
+    return MoeCausalLMOutputWithPast(
+        loss=loss,
+        aux_loss=balance,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+        router_logits=outputs.router_logits,
+    )
+
+
+def _value(head: Any, name: str | None, default: Any = None) -> Any:
+    return default if name is None else attrgetter(name)(head)
+
+
+def _weight(projection: Projection) -> Weight:
+    """The dense weight, or what makes it of a 4-bit one."""
+    if projection.quant_state is None:
+        return projection.weight
+
+    def dequantised() -> Tensor:
+        from bitsandbytes.functional import dequantize_4bit
+
+        dense: Tensor = dequantize_4bit(projection.weight, projection.quant_state)
+        return dense.to(projection.dtype)
+
+    return dequantised
+
+
+def _begin_count(labels: Tensor, ignore_index: int) -> Callable[[], int | None]:
+    """Begin to count the labels that are kept, so that the loss can leave the others' rows out.
+
+    The copy to the host is queued on a GPU ahead of the backbone's kernels and read behind their launch: whoever reads
+    it waits for the previous step at most, never for this one. None on a CPU, where the op counts for itself, and
+    where waiting is not allowed.
+    """
+    if not labels.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return lambda: None
+    host = torch.empty((), dtype=torch.int64, pin_memory=True)
+    host.copy_((labels != ignore_index).sum(), non_blocking=True)
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(labels.device))
+
+    def read() -> int:
+        done.synchronize()
+        return int(host)
+
+    return read

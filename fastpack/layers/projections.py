@@ -1,0 +1,104 @@
+"""Calling projections: a group of them as one Function where their parts can be read, as modules where not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.adapters import carries_hooks, read_projection, read_update
+from fastpack.families.spec import NormSpec
+from fastpack.layers.norm import norm_forward
+from fastpack.layers.runtime import Runtime
+from fastpack.ops.lora import add_updates
+from fastpack.ops.projections import Norm, Projection, project
+
+
+def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:
+    """The settings that ``function`` was bound to ``module`` with; None where another forward stands there, or hooks
+    do more than it."""
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, functools.partial) or forward.func is not function:
+        return None
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return None
+    return forward.args[1:]
+
+
+def read_norm(module: Any) -> Norm | None:
+    """What a swapped root-mean-square norm computes; None where it has to be called."""
+    settings = our_settings(module, norm_forward)
+    if settings is None:
+        return None
+    spec: NormSpec = settings[0]
+    if spec.kind != "rms":
+        return None
+    return Norm(module.weight, getattr(module, spec.eps), spec.rounding, spec.unit_offset)
+
+
+def read_group(modules: Sequence[nn.Module], x: Tensor) -> list[Projection] | None:
+    """The parts of projections that can share a Function; None where one of them is to be called as a module."""
+    if torch.compiler.is_compiling():
+        return None  # the compiler fuses better what it can see
+    found: list[Projection] = []
+    for module in modules:
+        parts = read_projection(module)
+        if isinstance(parts, str) or (found and parts.dtype != found[0].dtype):
+            return None
+        if parts.quant_state is not None and parts.dtype != x.dtype:
+            return None  # bitsandbytes gives back the input's dtype
+        found.append(parts)
+    return found
+
+
+def project_modules(
+    modules: Sequence[nn.Module],
+    x: Tensor,
+    runtime: Runtime,
+    *,
+    norm: nn.Module | None = None,
+    residual: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor]:
+    """Outputs ``[T, O_i]`` of projections that share the input ``norm(x)``, x ``[T, H]``.
+
+    Args:
+        norm: a normalisation module, or None.
+        residual: ``[T, O]``, added to the output of a single projection.
+
+    Returns:
+        The outputs, and x to go on with (see :func:`fastpack.ops.projections.project`).
+    """
+    group = read_group(modules, x)
+    if group is None:
+        n = x if norm is None else norm(x)
+        outputs = _one_by_one(modules, n)
+        return ([residual + outputs[0]] if residual is not None else outputs), x
+    fused_norm = None if norm is None else read_norm(norm)
+    given = x if norm is None or fused_norm is not None else norm(x)
+    adds = residual is not None and residual.dtype == group[0].dtype
+    made, passed = project(
+        given,
+        group,
+        runtime.workspace,
+        norm=fused_norm,
+        residual=residual if adds else None,
+        implementation=runtime.options.kernels,
+    )
+    if residual is not None and not adds:
+        made = (residual + made[0],)
+    return list(made), passed if given is x else x
+
+
+def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
+    """Modules called as modules; LoRA around a base that can't be read (8-bit, hooks) is fused all the same."""
+    split = [] if torch.compiler.is_compiling() else [read_update(module) for module in modules]
+    if not split or any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
+        return [module(n) for module in modules]
+    pairs: list[Any] = split
+    return add_updates(n, [base(n) for base, _ in pairs], [update for _, update in pairs])
+
+
+__all__ = ["carries_hooks", "our_settings", "project_modules", "read_group", "read_norm"]

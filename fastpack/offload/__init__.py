@@ -1,0 +1,21 @@
+"""Offloading what gradient checkpointing keeps: layer inputs wait in host memory for their backward.
+
+``patch(model, offload="checkpoints")``. Checkpointing saves one input ``[1, T, H]`` a layer; both kinds of
+``torch.utils.checkpoint`` save it through autograd, where ``torch.autograd.graph.saved_tensors_hooks`` sees it. Hooks
+around the backbone's forward (:mod:`~fastpack.offload.saved`)
+
+1. copy each of them to pinned host memory on a stream of its own, and free it on the device once that is done; the
+   last few, which the backward needs first, stay;
+2. start the copy back of the next one needed, in the backward, before the current layer runs again.
+
+Nothing waits on the host. A copy is over long before the layer beside it: it moves 2H bytes a token, where a layer
+computes some 24 H^2 operations forward. Host buffers are handed on from step to step
+(:mod:`~fastpack.offload.transfer`).
+
+Sources: PyTorch's notes "CUDA semantics" (streams, memory management) and its tutorial "Hooks for autograd saved
+tensors".
+"""
+
+from fastpack.offload.checkpoints import CheckpointOffload, OffloadStats, offload_of
+
+__all__ = ["CheckpointOffload", "OffloadStats", "offload_of"]

@@ -1,0 +1,161 @@
+"""A whole gated MLP, with its norm and its residual, as one autograd Function.
+
+Definition:
+
+    n = norm(x)                                      or x, where no norm is given
+    h = activation(gate(n)) * up(n)
+    y = down(h)                                      (+ x)
+
+with ``gate``, ``up`` and ``down`` as in :mod:`fastpack.ops.projections`. What is cheap to compute again is not kept:
+n and h come back in the backward from x, gate(n) and up(n).
+
+Shape suffixes: T tokens, H hidden size, I size inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.glu import ActivationKind
+from fastpack.ops.implementation import Implementation
+from fastpack.ops.projections import (
+    Norm,
+    Projection,
+    Settings,
+    Workspace,
+    backward_to_input,
+    backward_to_weights,
+    expand_forward,
+    factors,
+    group_forward,
+    needs_input_again,
+    normalise,
+    normalise_backward,
+    normalised_again,
+    tensors_of,
+)
+from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
+
+
+def gated_mlp(
+    x: Tensor,
+    inner: Sequence[Projection],
+    down: Projection,
+    activation: ActivationKind,
+    workspace: Workspace,
+    *,
+    norm: Norm | None = None,
+    residual: bool = False,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """``[T, H]`` to ``[T, H]``.
+
+    Args:
+        x: ``[T, H]``; in the projections' dtype where it is added as the residual.
+        inner: gate and up, or the one projection to both, ``[2 I, H]`` (Phi 3).
+        residual: add x to the result.
+    """
+    out: Tensor = _GatedMlp.apply(
+        Settings.of(inner, workspace), Settings.of([down], workspace), norm, activation, residual, implementation, x,
+        None if norm is None else norm.weight, *tensors_of([*inner, down]),
+    )  # fmt: skip
+    return out
+
+
+class _GatedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inner: Settings,
+        down: Settings,
+        norm: Norm | None,
+        activation: ActivationKind,
+        residual: bool,
+        implementation: Implementation,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        *flat: Tensor | None,
+    ) -> Tensor:
+        keep: dict[str, Tensor] = {"x": x}
+        with torch.autocast(x.device.type, enabled=False):
+            n = normalise(x, norm, inner.dtype, keep, implementation)
+            updates = expand_forward(n, inner, flat[:-4], keep, prefix="inner ")
+            made = group_forward(n, inner, flat[:-4], keep, updates={}, prefix="inner ")
+            gate, up = _two(made)
+            h = updated_forward(gate, up, activation, *_halved(updates, len(made)), implementation=implementation)
+            (y,) = group_forward(h, down, flat[-4:], keep, residual=x if residual else None, prefix="down ")
+        keep.update(zip(("made0", "made1"), made, strict=False))
+        ctx.settings, ctx.norm, ctx.activation, ctx.residual = (inner, down), norm, activation, residual
+        ctx.implementation, ctx.names, ctx.x_dtype = implementation, tuple(keep), x.dtype
+        ctx.save_for_backward(*keep.values())
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        kept = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        inner, down = ctx.settings
+        needs = ctx.needs_input_grad
+        needs_inner, needs_down = needs[8:-4], needs[-4:]
+        need_x = needs[6] or needs[7]
+        need_inside = need_x or any(needs_inner)
+        made = [kept[name] for name in ("made0", "made1") if name in kept]
+        gate, up = _two(made)
+        with torch.autocast(grad.device.type, enabled=False):
+            of_down = [grad.to(down.dtype)]
+            fuses = down.uniform and bool(down.owners)
+            dh, low = backward_to_input(of_down, down, kept, need_input=need_inside, updates=not fuses, prefix="down ")
+            updates = _halved(factors(inner, kept, prefix="inner "), len(made))
+            h: Tensor | None = None
+            inside: list[Tensor] = []
+            if dh is not None:
+                inside = [torch.empty_like(tensor) for tensor in made]
+                h = updated_backward(
+                    dh,
+                    gate,
+                    up,
+                    ctx.activation,
+                    *updates,
+                    (low, kept["down a"]) if fuses and low is not None else None,
+                    out=_two(inside),
+                    recompute=needs_input_again(needs_down),
+                    implementation=ctx.implementation,
+                )
+            elif needs_input_again(needs_down):
+                h = updated_forward(gate, up, ctx.activation, *updates, implementation=ctx.implementation)
+            down_weights = backward_to_weights(of_down, low, h, down, kept, needs_down, prefix="down ")
+            h = dh = None
+            if not need_inside:
+                return (None,) * 8 + (*[None] * len(needs_inner), *down_weights)
+            dn, low = backward_to_input(inside, inner, kept, need_input=need_x, prefix="inner ")
+            again = needs_input_again(needs_inner)
+            n = normalised_again(ctx.norm, inner.dtype, kept, ctx.implementation) if again else None
+            inner_weights = backward_to_weights(inside, low, n, inner, kept, needs_inner, prefix="inner ")
+            passed_on = grad if ctx.residual else None
+            dx, dnorm = normalise_backward(dn, ctx.norm, kept, passed_on, needs[7], ctx.implementation)
+        if dx is not None and dx.dtype != ctx.x_dtype:
+            dx = dx.to(ctx.x_dtype)
+        return (None,) * 6 + (dx, dnorm, *inner_weights, *down_weights)
+
+
+def _two(made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """gate and up, from two tensors or the halves of one."""
+    if len(made) == 2:
+        return made[0], made[1]
+    gate, up = made[0].chunk(2, -1)
+    return gate, up
+
+
+def _halved(updates: dict[int, tuple[Tensor, Tensor]], count: int) -> tuple[Factors, Factors]:
+    """The updates of gate and up, from those of two projections or of the one to both."""
+    if count == 2:
+        return updates.get(0), updates.get(1)
+    if not updates:
+        return None, None
+    thin, wide = updates[0]
+    gate, up = wide.chunk(2, -1)
+    return (thin, gate), (thin, up)

@@ -1,0 +1,118 @@
+"""Softmax cross-entropy over rows of logits, and its gradient written over them.
+
+A program owns a row and walks over it twice: once for the maximum and the sum of exponentials, each lane of the block
+for itself until the end of the row, and once to write the gradient. The second walk finds much of the row in the
+cache still.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.kernels.launch import on_device
+
+BLOCK = 4096
+WARPS = 8
+
+
+@triton.jit
+def _logits(AT, column, width, vocab, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """A block of a row, scaled and capped, in float32; minus infinity past its end."""
+    x = tl.load(AT + column, mask=column < width, other=0.0).to(tl.float32) * logit_scale
+    if SOFTCAP:
+        x = softcap * (2.0 * tl.sigmoid(2.0 * x / softcap) - 1.0)  # tanh
+    return tl.where(column < vocab, x, float("-inf"))
+
+
+@triton.jit(do_not_specialize=["ignore_index"])
+def _cross_entropy_kernel(
+    LOGITS,
+    LABELS,
+    SCALE,
+    LOSSES,
+    stride,
+    vocab,
+    ignore_index,
+    logit_scale,
+    softcap,
+    SOFTCAP: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SCALE_PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    LOG2E: tl.constexpr = 1.4426950408889634
+    row = tl.program_id(0)
+    AT = LOGITS + row.to(tl.int64) * stride
+    label = tl.load(LABELS + row)
+    column = tl.arange(0, BLOCK)
+    # Rows are as long as their stride, so that masks don't split vector loads where the vocabulary's size is odd.
+    if label == ignore_index:
+        tl.store(LOSSES + row, 0.0)
+        if GRADIENT:
+            for start in range(0, stride, BLOCK):
+                at = start + column
+                tl.store(AT + at, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=at < stride)
+    else:
+        # a label outside the vocabulary makes the loss and the gradient NaN: torch's own check would stop the device
+        known = (label >= 0) & (label < vocab)
+        wanted = tl.load(AT + label, mask=known, other=float("nan")).to(tl.float32) * logit_scale
+        if SOFTCAP:
+            wanted = softcap * (2.0 * tl.sigmoid(2.0 * wanted / softcap) - 1.0)
+        highest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite: a difference of infinities would be NaN
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, stride, BLOCK):
+            x = _logits(AT, start + column, stride, vocab, logit_scale, softcap, SOFTCAP)
+            higher = tl.maximum(highest, x)
+            total = total * tl.exp2((highest - higher) * LOG2E) + tl.exp2((x - higher) * LOG2E)
+            highest = higher
+        top = tl.max(highest, 0)
+        log_total = tl.log(tl.sum(total * tl.exp2((highest - top) * LOG2E), 0))
+        tl.store(LOSSES + row, log_total + (top - wanted))
+        if GRADIENT:
+            factor = logit_scale
+            if SCALE is not None:
+                factor *= tl.load(SCALE + (row if SCALE_PER_ROW else 0)).to(tl.float32)
+            factor = tl.where(known, factor, float("nan"))
+            tl.debug_barrier()  # every lane has read the label's logit before any writes over it
+            for start in range(0, stride, BLOCK):
+                at = start + column
+                x = _logits(AT, at, stride, vocab, logit_scale, softcap, SOFTCAP)
+                slope = tl.exp2(((x - top) - log_total) * LOG2E) - tl.where(at == label, 1.0, 0.0)
+                if SOFTCAP:
+                    slope *= 1.0 - (x / softcap) * (x / softcap)
+                slope = tl.where(at < vocab, slope * factor, 0.0)
+                tl.store(AT + at, slope.to(LOGITS.dtype.element_ty), mask=at < stride)
+
+
+def cross_entropy_(
+    logits: Tensor,
+    labels: Tensor,
+    losses: Tensor,
+    scale: Tensor | None,
+    *,
+    ignore_index: int,
+    logit_scale: float,
+    softcap: float | None,
+    gradient: bool,
+) -> None:
+    """Losses of rows of logits, and their gradient in place of them.
+
+    Args:
+        logits: ``[C, V]`` of rows that lie evenly; what stands between two rows is overwritten, too.
+        labels: ``[C]``, contiguous.
+        losses: float32 ``[C]``, contiguous; written.
+        scale: float32, the factor on the gradient: one for all rows, or ``[C]``, or None for 1.
+        gradient: whether to write it.
+    """
+    rows, vocab = logits.shape
+    if rows == 0:
+        return
+    per_row = scale is not None and scale.ndim == 1
+    block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
+    with on_device(logits):
+        _cross_entropy_kernel[(rows,)](
+            logits, labels, scale, losses, logits.stride(0), vocab, ignore_index, logit_scale, softcap or 1.0,
+            softcap is not None, gradient, per_row, block, num_warps=WARPS,
+        )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Kernels of gated units: elementwise, each element read once and written once.
+
+Where every tensor is contiguous, blocks are cut from ``[T * I]``; where one has rows of its own distance, such as the
+halves of one ``[T, 2 I]`` tensor, from each row. Everything is computed in float32. Offsets of blocks are int64. The
+number of tokens is never specialised on: a new one compiles nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.kernels.launch import in_rows, on_device
+
+if TYPE_CHECKING:
+    from fastpack.ops.glu import ActivationKind
+
+
+@triton.jit
+def _share(x, KIND: tl.constexpr):
+    """activation(x) / x."""
+    if KIND == "silu":
+        share = tl.sigmoid(x)
+    elif KIND == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)  # 1 / sqrt(2)
+    else:
+        share = tl.sigmoid(x * (1.0 + 0.044715 * x * x) * 1.5957691216057308)  # 2 sqrt(2 / pi)
+    return share
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """activation(x), of float32."""
+    return x * _share(x, KIND)
+
+
+@triton.jit
+def activate_and_slope(x, KIND: tl.constexpr):
+    """activation(x) and its derivative, of float32."""
+    share = _share(x, KIND)
+    if KIND == "silu":
+        slope = share + x * share * (1.0 - share)
+    elif KIND == "gelu":
+        slope = share + x * tl.exp(-0.5 * x * x) * 0.3989422804014327  # 1 / sqrt(2 pi)
+    else:
+        slope = share + x * share * (1.0 - share) * (1.0 + 0.134145 * x * x) * 1.5957691216057308
+    return x * share, slope
+
+
+@triton.jit
+def _place(tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
+    """This program's row, its first column there, and how many elements there are from it on."""
+    if FLAT:
+        row = 0
+        column = tl.program_id(0).to(tl.int64) * BLOCK
+        left = tokens.to(tl.int64) * WIDTH - column
+    else:
+        blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+        row = (tl.program_id(0) // blocks).to(tl.int64)
+        column = tl.program_id(0) % blocks * BLOCK
+        left = WIDTH - column
+    return row, column, left
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward_kernel(
+    GATE,
+    UP,
+    OUT,
+    tokens,
+    gate_stride,
+    up_stride,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, left = _place(tokens, WIDTH, BLOCK, FLAT)
+    inside = tl.arange(0, BLOCK)
+    mask = inside < left
+    gate = tl.load(GATE + (row * gate_stride + column) + inside, mask=mask, other=0.0)
+    up = tl.load(UP + (row * up_stride + column) + inside, mask=mask, other=0.0)
+    out = activate(gate.to(tl.float32), KIND) * up.to(tl.float32)
+    tl.store(OUT + (row * WIDTH + column) + inside, out.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_kernel(
+    GRAD,
+    GATE,
+    UP,
+    DGATE,
+    DUP,
+    H,
+    tokens,
+    grad_stride,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    h_stride,
+    WIDTH: tl.constexpr,
+    KIND: tl.constexpr,
+    FLAT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """H, where it is not None, may be GRAD itself."""
+    row, column, left = _place(tokens, WIDTH, BLOCK, FLAT)
+    inside = tl.arange(0, BLOCK)
+    mask = inside < left
+    gate = tl.load(GATE + (row * gate_stride + column) + inside, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(UP + (row * up_stride + column) + inside, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(GRAD + (row * grad_stride + column) + inside, mask=mask, other=0.0).to(tl.float32)
+    activated, slope = activate_and_slope(gate, KIND)
+    dgate, dup = grad * up * slope, grad * activated
+    tl.store(DGATE + (row * dgate_stride + column) + inside, dgate.to(DGATE.dtype.element_ty), mask=mask)
+    tl.store(DUP + (row * dup_stride + column) + inside, dup.to(DUP.dtype.element_ty), mask=mask)
+    if H is not None:
+        tl.store(H + (row * h_stride + column) + inside, (activated * up).to(H.dtype.element_ty), mask=mask)
+
+
+def forward(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
+    """``activation(gate) * up``, contiguous, of the dtype that the two promote to."""
+    width = gate.shape[-1]
+    out = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
+    gate, gate_stride = in_rows(gate, width)
+    up, up_stride = in_rows(up, width)
+    flat = gate_stride == up_stride == width
+    tokens = out.numel() // width
+    block, warps = forward_tile(width)
+    with on_device(gate):
+        _forward_kernel[(_programs(tokens, width, block, flat),)](
+            gate, up, out, tokens, gate_stride, up_stride, width, kind, flat, block, num_warps=warps
+        )
+    return out
+
+
+def backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: ActivationKind,
+    recompute: bool,
+    overwrite_grad: bool,
+    out: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of gate and up, in ``out`` where it is given, and the result once more where it is wanted.
+
+    Raises:
+        ValueError: ``out``, or a ``grad`` to be overwritten, has no rows at an even distance.
+    """
+    width = gate.shape[-1]
+    if out is None:
+        out = (
+            torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
+            torch.empty(up.shape, dtype=up.dtype, device=up.device),
+        )
+    grads, grad_stride = in_rows(grad, width)
+    h, h_stride = None, width
+    if recompute:
+        h = grad
+        if not overwrite_grad:
+            h = torch.empty(grad.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=grad.device)
+    written = [in_rows(tensor, width) for tensor in (*out, h)]
+    for tensor, (rows, _) in zip((*out, h), written, strict=True):
+        if tensor is not None and rows is not None and rows.data_ptr() != tensor.data_ptr():
+            raise ValueError(f"A result can't be written to strides {tensor.stride()}: rows must lie evenly.")
+    gate, gate_stride = in_rows(gate, width)
+    up, up_stride = in_rows(up, width)
+    (dgate, dgate_stride), (dup, dup_stride), (h_rows, h_stride) = written
+    strides = (grad_stride, gate_stride, up_stride, dgate_stride, dup_stride, h_stride)
+    flat = all(stride == width for stride in strides)
+    tokens = gate.numel() // width
+    block, warps = backward_tile(width)
+    with on_device(gate):
+        _backward_kernel[(_programs(tokens, width, block, flat),)](
+            grads, gate, up, dgate, dup, h_rows, tokens, *strides, width, kind, flat, block, num_warps=warps
+        )
+    return (*out, h)
+
+
+def forward_tile(width: int) -> tuple[int, int]:
+    """Elements of a program's block, and its warps."""
+    return 1024, 4
+
+
+def backward_tile(width: int) -> tuple[int, int]:
+    """The same for the backward."""
+    return 1024, 4
+
+
+def _programs(tokens: int, width: int, block: int, flat: bool) -> int:
+    return triton.cdiv(tokens * width, block) if flat else tokens * triton.cdiv(width, block)

@@ -1,0 +1,336 @@
+"""Normalisation kernels: a row, or several narrow ones, held in the registers of one program.
+
+The forward reads each tensor once and writes each result once; so does the backward. Where the weight is trained, a
+fixed number of programs walk over all rows, each with a sum of its own for the weight, and the sums are added
+afterwards: the same bits in every run. Loads come before the first store, over which the compiler may not move them.
+
+Everything is computed in float32. Offsets are int64. The number of tokens is never specialised on: a new one compiles
+nothing. Arguments that are None are constants to Triton, and what belongs to them is left out.
+
+Suffixes: T tokens, N heads with a weight of their own (1 but for Cohere's q and k norms), H width.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.kernels.launch import in_rows, on_device, processors
+
+if TYPE_CHECKING:
+    from fastpack.ops.norm import Kind
+
+
+@triton.jit
+def _rows(heads: tl.constexpr, first, tokens, ROWS: tl.constexpr):
+    """Rows ``[ROWS]`` of this program's head, of ``ROWS`` tokens from ``first`` on, and which of them there are."""
+    token = first + tl.arange(0, ROWS)
+    return token.to(tl.int64) * heads + tl.program_id(0) % heads, token < tokens
+
+
+@triton.jit
+def _load(X, stride, row, column, mask):
+    return tl.load(X + row[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_weight(WEIGHT, column, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    at = tl.program_id(0) % HEADS * WIDTH + column
+    return tl.load(WEIGHT + at, mask=column < WIDTH, other=0.0)[None, :]
+
+
+@triton.jit
+def _scale(weight, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr):
+    """The w of the definitions; rounded like the weight where it is multiplied in the weight's dtype."""
+    scale = weight.to(tl.float32)
+    if UNIT_OFFSET:
+        scale += 1.0
+        if ROUND_BEFORE:
+            scale = scale.to(weight.dtype).to(tl.float32)
+    return scale
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward_kernel(
+    X,
+    RESIDUAL,
+    WEIGHT,
+    BIAS,
+    OUT,
+    SUM,
+    MEAN,
+    RSTD,
+    tokens,
+    x_stride,
+    residual_stride,
+    eps,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUND_BEFORE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    GIVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Centred where there is a MEAN; with rstd as it is where GIVEN."""
+    row, there = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, ROWS)
+    column = tl.arange(0, BLOCK)
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    x = _load(X, x_stride, row, column, mask)
+    if RESIDUAL is not None:
+        residual = _load(RESIDUAL, residual_stride, row, column, mask)
+    weight = _load_weight(WEIGHT, column, HEADS, WIDTH)
+    if BIAS is not None:
+        bias = _load_weight(BIAS, column, HEADS, WIDTH)
+    if RESIDUAL is not None:
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(SUM.dtype.element_ty)
+        tl.store(SUM + row[:, None] * WIDTH + column[None, :], x, mask=mask)
+    wide = x.to(tl.float32)
+
+    if GIVEN:
+        rstd = tl.load(RSTD + row, mask=there, other=0.0)
+    else:
+        if MEAN is not None:
+            mean = tl.sum(wide, 1) / WIDTH
+            tl.store(MEAN + row, mean, mask=there)
+            wide = tl.where(mask, wide - mean[:, None], 0.0)
+        rstd = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
+        tl.store(RSTD + row, rstd, mask=there)
+
+    normed = wide * rstd[:, None]
+    if ROUND_BEFORE:
+        normed = normed.to(x.dtype).to(tl.float32)
+    normed *= _scale(weight, ROUND_BEFORE, UNIT_OFFSET)
+    if BIAS is not None:
+        normed += bias.to(tl.float32)
+    tl.store(OUT + row[:, None] * WIDTH + column[None, :], normed.to(OUT.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gradient_of_rows(
+    GRAD,
+    X,
+    GRAD_SUM,
+    DX,
+    MEAN,
+    RSTD,
+    scale,
+    grad_stride,
+    x_stride,
+    grad_sum_stride,
+    row,
+    there,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes dx of these rows; returns their gradient, zero outside, and the normalised x, for the weight's."""
+    column = tl.arange(0, BLOCK)
+    mask = there[:, None] & (column < WIDTH)[None, :]
+    x = _load(X, x_stride, row, column, mask).to(tl.float32)
+    grad = _load(GRAD, grad_stride, row, column, mask).to(tl.float32)
+    if GRAD_SUM is not None:
+        direct = _load(GRAD_SUM, grad_sum_stride, row, column, mask)
+    rstd = tl.load(RSTD + row, mask=there, other=0.0)[:, None]
+    if MEAN is not None:
+        mean = tl.load(MEAN + row, mask=there, other=0.0)
+        x -= mean[:, None]
+    normed = x * rstd
+    if DX is not None:
+        weighted = grad * scale
+        dx = weighted - normed * (tl.sum(weighted * normed, 1) / WIDTH)[:, None]
+        if MEAN is not None:
+            dx -= (tl.sum(weighted, 1) / WIDTH)[:, None]
+        dx *= rstd
+        if GRAD_SUM is not None:
+            dx += direct.to(tl.float32)
+        tl.store(DX + row[:, None] * WIDTH + column[None, :], dx.to(DX.dtype.element_ty), mask=mask)
+    return grad, normed
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_kernel(
+    GRAD,
+    X,
+    WEIGHT,
+    GRAD_SUM,
+    DX,
+    MEAN,
+    RSTD,
+    tokens,
+    grad_stride,
+    x_stride,
+    grad_sum_stride,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUND_BEFORE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, there = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, ROWS)
+    scale = _scale(_load_weight(WEIGHT, tl.arange(0, BLOCK), HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
+    _gradient_of_rows(
+        GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, WIDTH, BLOCK
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_weight_kernel(
+    GRAD,
+    X,
+    WEIGHT,
+    GRAD_SUM,
+    DX,
+    MEAN,
+    RSTD,
+    DWEIGHT,
+    DBIAS,
+    tokens,
+    grad_stride,
+    x_stride,
+    grad_sum_stride,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROUND_BEFORE: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """The same over many groups of rows; DWEIGHT and DBIAS are ``[programs, H]``."""
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    scale = _scale(_load_weight(WEIGHT, column, HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
+    dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for first in tl.range(program // HEADS * ROWS, tokens, tl.num_programs(0) // HEADS * ROWS, num_stages=STAGES):
+        row, there = _rows(HEADS, first, tokens, ROWS)
+        grad, normed = _gradient_of_rows(
+            GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, WIDTH, BLOCK
+        )
+        dweight += grad * normed
+        if DBIAS is not None:
+            dbias += grad
+    at = program * WIDTH + column
+    tl.store(DWEIGHT + at, tl.sum(dweight, 0), mask=column < WIDTH)
+    if DBIAS is not None:
+        tl.store(DBIAS + at, tl.sum(dbias, 0), mask=column < WIDTH)
+
+
+def forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: Kind,
+    rstd: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Normalised, sum, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given."""
+    shape, device, width = x.shape, x.device, x.shape[-1]
+    summed = x
+    if residual is not None:
+        summed = torch.empty(shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=device)
+    dtype = torch.promote_types(summed.dtype, weight.dtype) if kind.round_before else summed.dtype
+    out = torch.empty(shape, dtype=dtype, device=device)
+    given = rstd is not None
+    if rstd is None:
+        rstd = torch.empty(x.numel() // width, dtype=torch.float32, device=device)
+    mean = torch.empty_like(rstd) if kind.centred else None
+    rows, x_stride = in_rows(x, width)
+    residual, residual_stride = in_rows(residual, width)
+    heads = weight.numel() // width
+    tokens = rstd.numel() // heads
+    tile, block, warps = forward_tile(width)
+    with on_device(x):
+        _forward_kernel[(triton.cdiv(tokens, tile) * heads,)](
+            rows,
+            residual,
+            weight.contiguous(),
+            None if bias is None else bias.contiguous(),
+            out,
+            None if residual is None else summed,
+            mean,
+            rstd,
+            tokens,
+            x_stride,
+            residual_stride,
+            eps,
+            heads,
+            width,
+            kind.round_before,
+            kind.unit_offset,
+            given,
+            tile,
+            block,
+            num_warps=warps,
+        )
+    return out, summed, mean, rstd
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    grad_summed: Tensor | None,
+    kind: Kind,
+    needed: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, weight and bias (float32), those that are ``needed``."""
+    device, width = x.device, x.shape[-1]
+    heads = weight.numel() // width
+    tokens = rstd.numel() // heads
+    dx = torch.empty(x.shape, dtype=x.dtype, device=device) if needed[0] else None
+    grad, grad_stride = in_rows(grad, width)
+    x, x_stride = in_rows(x, width)
+    grad_summed, grad_sum_stride = in_rows(grad_summed, width)
+    tensors = (grad, x, weight.contiguous(), grad_summed, dx, mean, rstd)
+    strides = (grad_stride, x_stride, grad_sum_stride)
+    constants = (heads, width, kind.round_before, kind.unit_offset)
+    if not needed[1] and not needed[2]:
+        tile, block, warps = backward_tile(width)
+        with on_device(x):
+            _backward_kernel[(triton.cdiv(tokens, tile) * heads,)](
+                *tensors, tokens, *strides, *constants, tile, block, num_warps=warps
+            )
+        return dx, None, None
+    tile, block, warps, each, stages = backward_weight_tile(width, tokens < 512)
+    groups = max(1, min(triton.cdiv(tokens, tile), each * processors(device) // heads))
+    dweight = torch.empty((groups, *weight.shape), dtype=torch.float32, device=device)
+    dbias = torch.empty_like(dweight) if needed[2] else None
+    with on_device(x):
+        _backward_weight_kernel[(groups * heads,)](
+            *tensors, dweight, dbias, tokens, *strides, *constants, tile, block, stages, num_warps=warps
+        )
+    return dx, dweight.sum(0).to(weight.dtype) if needed[1] else None, None if dbias is None else dbias.sum(0)
+
+
+@functools.cache
+def forward_tile(width: int) -> tuple[int, int, int]:
+    """Rows and columns of a program's block, and its warps: 16 elements a thread, which are two loads of 16 bytes."""
+    block = triton.next_power_of_2(width)
+    rows = max(1, 1024 // block)
+    return rows, block, min(16, rows * block // 512)
+
+
+@functools.cache
+def backward_tile(width: int) -> tuple[int, int, int]:
+    """The same for the gradient of x alone."""
+    return forward_tile(width)
+
+
+@functools.cache
+def backward_weight_tile(width: int, few: bool) -> tuple[int, int, int, int, int]:
+    """The same where a weight is trained, how many programs a multiprocessor has, and how many row groups are loaded
+    ahead (in shared memory, of which wide rows would take too much). ``few`` rows leave no program a second turn."""
+    rows, block, warps = forward_tile(width)
+    if block <= 1024:
+        return 4 * 1024 // block, block, 8, 2, 2
+    return rows, block, min(16, 2 * warps), 1 if few else 2, 2 if few and block <= 4096 else 1

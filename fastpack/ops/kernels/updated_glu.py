@@ -1,0 +1,170 @@
+"""Gated units whose gate, up and gradient have a low-rank update each, added on the way: Triton kernels.
+
+One program takes a tile of tokens and columns: it reads gate and up (and the gradient), multiplies the two thin
+factors of each update with the matrix units, and writes the result once. Without this, each update costs a pass over
+a ``[T, I]`` tensor of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.glu import ActivationKind
+from fastpack.ops.kernels.glu import activate, activate_and_slope
+from fastpack.ops.kernels.launch import on_device
+
+Factors = tuple[Tensor, Tensor] | None
+"""``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
+
+
+@triton.jit
+def _wide(pointer, row, column, columns, width, rank, BLOCK_R: tl.constexpr):
+    """The columns of a second factor that a program needs, ``[BLOCK_R, BLOCK_I]``."""
+    ranks = tl.arange(0, BLOCK_R)
+    return tl.load(
+        pointer + ranks[:, None] * row + columns[None, :].to(tl.int64) * column,
+        mask=(ranks[:, None] < rank) & (columns[None, :] < width),
+        other=0.0,
+    )
+
+
+@triton.jit
+def _updated(base, pointer, row, column, wide, rows, tokens, rank, BLOCK_R: tl.constexpr):
+    """``base + thin @ wide`` of one tile, in float32."""
+    ranks = tl.arange(0, BLOCK_R)
+    thin = tl.load(
+        pointer + rows[:, None].to(tl.int64) * row + ranks[None, :] * column,
+        mask=(rows[:, None] < tokens) & (ranks[None, :] < rank),
+        other=0.0,
+    )
+    return base + tl.dot(thin, wide, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _forward_kernel(
+    gate, gate_row, up, up_row, out, out_row,
+    gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
+    up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
+    tokens, width,
+    KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    of_gate = _wide(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
+    of_up = _wide(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+        inside = (rows[:, None] < tokens) & (columns[None, :] < width)
+        at = rows[:, None].to(tl.int64)
+        g = tl.load(gate + at * gate_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at * up_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, tokens, gate_rank, BLOCK_R)
+        if HAS_UP:
+            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, tokens, up_rank, BLOCK_R)
+        value = activate(g, KIND)
+        tl.store(out + at * out_row + columns[None, :], (value * u).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _backward_kernel(
+    grad, grad_row, gate, gate_row, up, up_row, dgate, dgate_row, dup, dup_row,
+    gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
+    up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
+    grad_thin, grad_thin_row, grad_thin_rank, grad_wide, grad_wide_rank, grad_wide_column, grad_rank,
+    tokens, width,
+    KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_GRAD: tl.constexpr, RECOMPUTE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+    of_gate = _wide(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
+    of_up = _wide(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
+    of_grad = _wide(grad_wide, grad_wide_rank, grad_wide_column, columns, width, grad_rank, BLOCK_R)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+        inside = (rows[:, None] < tokens) & (columns[None, :] < width)
+        at = rows[:, None].to(tl.int64)
+        g = tl.load(gate + at * gate_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(up + at * up_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        d = tl.load(grad + at * grad_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, tokens, gate_rank, BLOCK_R)
+        if HAS_UP:
+            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, tokens, up_rank, BLOCK_R)
+        if HAS_GRAD:
+            d = _updated(d, grad_thin, grad_thin_row, grad_thin_rank, of_grad, rows, tokens, grad_rank, BLOCK_R)
+        value, slope = activate_and_slope(g, KIND)
+        tl.store(dgate + at * dgate_row + columns[None, :], (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
+        tl.store(dup + at * dup_row + columns[None, :], (d * value).to(dup.dtype.element_ty), mask=inside)
+        if RECOMPUTE:
+            tl.store(grad + at * grad_row + columns[None, :], (value * u).to(grad.dtype.element_ty), mask=inside)
+
+
+BLOCK_T, BLOCK_I = 16, 128
+TILES, STAGES, WARPS = 8, 3, 4
+"""A program walks down ``TILES`` tiles with the second factors in registers, the next tiles already on their way."""
+
+
+def forward(gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of_up: Factors) -> Tensor:
+    """``activation(gate + of_gate) * (up + of_up)``, ``[T, I]``; gate and up may be halves of one tensor."""
+    tokens, width = gate.shape
+    out = torch.empty(tokens, width, dtype=gate.dtype, device=gate.device)
+    with on_device(gate):
+        if not tokens:
+            return out
+        _forward_kernel[_grid(tokens, width)](
+            gate, gate.stride(0), up, up.stride(0), out, out.stride(0),
+            *_arguments(of_gate, gate), *_arguments(of_up, gate), tokens, width,
+            KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None,
+            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_block_of_ranks(of_gate, of_up),
+            TILES=TILES, STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+    return out
+
+
+def backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: ActivationKind,
+    of_gate: Factors,
+    of_up: Factors,
+    of_grad: Factors,
+    out: tuple[Tensor, Tensor],
+    recompute: bool,
+) -> None:
+    """Gradients of gate and up into ``out``; with ``recompute`` the forward's result over ``grad``."""
+    tokens, width = gate.shape
+    dgate, dup = out
+    with on_device(gate):
+        if not tokens:
+            return
+        _backward_kernel[_grid(tokens, width)](
+            grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), dgate, dgate.stride(0), dup, dup.stride(0),
+            *_arguments(of_gate, gate), *_arguments(of_up, gate), *_arguments(of_grad, gate), tokens, width,
+            KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
+            RECOMPUTE=recompute,
+            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_block_of_ranks(of_gate, of_up, of_grad),
+            TILES=TILES, STAGES=STAGES, num_warps=WARPS,
+        )  # fmt: skip
+
+
+def _grid(tokens: int, width: int) -> tuple[int, int]:
+    # neighbouring programs take neighbouring columns of the same tokens: the second axis may not pass 65,535
+    return (triton.cdiv(width, BLOCK_I), triton.cdiv(tokens, BLOCK_T * TILES))
+
+
+def _block_of_ranks(*factors: Factors) -> int:
+    return max([16, *(triton.next_power_of_2(pair[0].shape[1]) for pair in factors if pair is not None)])
+
+
+def _arguments(factors: Factors, stand_in: Tensor) -> tuple[Any, ...]:
+    if factors is None:
+        return (stand_in, 0, 0, stand_in, 0, 0, 0)
+    thin, wide = factors
+    return (thin, *thin.stride(), wide, *wide.stride(), thin.shape[1])

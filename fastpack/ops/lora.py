@@ -1,0 +1,73 @@
+"""LoRA's low-rank updates alone, added to products that somebody else computed (LLM.int8's, an offloaded layer's).
+
+Definition, for each i: ``y_i + scale_i dropout_i(n) A_i^T B_i^T``; see :mod:`fastpack.ops.projections`, which this
+shares its products with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.projections import (
+    Lora,
+    Settings,
+    Workspace,
+    backward_to_input,
+    backward_to_weights,
+    expand_forward,
+    needs_input_again,
+)
+
+
+def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]) -> list[Tensor]:
+    """The outputs of a group with its updates added.
+
+    Args:
+        n: ``[T, H]``, the group's input.
+        bases: ``[T, O_i]``, products with the base weights.
+        loras: the update of each, or None.
+    """
+    settings = Settings(
+        bases[0].dtype,
+        tuple(None if lora is None else (lora.scale, lora.dropout) for lora in loras),
+        (None,) * len(loras),
+        Workspace(),
+    )
+    flat = [tensor for lora in loras for tensor in (None, None, lora and lora.a, lora and lora.b)]
+    made: tuple[Tensor, ...] = _AddUpdates.apply(settings, n, *bases, *flat)
+    return list(made)
+
+
+class _AddUpdates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, settings: Settings, n: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        count = len(settings.loras)
+        bases, flat = tensors[:count], tensors[count:]
+        keep: dict[str, Tensor] = {"x": n}
+        outputs: list[Tensor] = []
+        with torch.autocast(n.device.type, enabled=False):
+            updates = expand_forward(n.to(settings.dtype), settings, flat, keep)
+            for i, base in enumerate(bases):
+                assert base is not None
+                outputs.append(base.view_as(base) if i not in updates else torch.addmm(base, *updates[i]))
+        ctx.settings, ctx.names = settings, tuple(keep)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*keep.values())
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        kept = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        settings: Settings = ctx.settings
+        needs = ctx.needs_input_grad[2 + len(grads) :]
+        with torch.autocast(kept["x"].device.type, enabled=False):
+            given = [grad if i in settings.owners else None for i, grad in enumerate(grads)]
+            dn, low = backward_to_input(given, settings, kept, need_input=ctx.needs_input_grad[1], weights=False)
+            n = kept["x"].to(settings.dtype) if needs_input_again(needs) else None
+            weights = backward_to_weights(given, low, n, settings, kept, needs)
+        return None, dn if dn is None else dn.to(kept["x"].dtype), *grads, *weights

@@ -1,0 +1,93 @@
+"""Gated units with a low-rank update of gate, of up, and of the gradient that reaches them.
+
+Definition, each update the product of two thin factors ``[T, R] [R, I]`` (LoRA's, see
+:mod:`fastpack.ops.projections`):
+
+    h = activation(gate + update_gate) * (up + update_up)
+
+No graph: for use inside :mod:`fastpack.ops.gated_mlp`, which keeps gate and up as the base products gave them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.glu import ActivationKind, gated_backward, gated_forward
+from fastpack.ops.implementation import Implementation, use_triton
+
+Factors = tuple[Tensor, Tensor] | None
+"""``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
+
+LARGEST_RANK = 128
+"""Above it the factors of a tile no longer fit beside the tile: updates are added beforehand."""
+
+
+def updated_forward(
+    gate: Tensor,
+    up: Tensor,
+    kind: ActivationKind,
+    of_gate: Factors,
+    of_up: Factors,
+    *,
+    implementation: Implementation = "auto",
+) -> Tensor:
+    """``h``, ``[T, I]``; gate and up may be the halves of one ``[T, 2 I]`` tensor."""
+    if _kernel_serves(implementation, gate, of_gate, of_up):
+        from fastpack.ops.kernels import updated_glu as kernels
+
+        return kernels.forward(gate, up, kind, of_gate, of_up)
+    return gated_forward(_add(gate, of_gate), _add(up, of_up), kind, implementation=implementation)
+
+
+def updated_backward(
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    kind: ActivationKind,
+    of_gate: Factors,
+    of_up: Factors,
+    of_grad: Factors,
+    *,
+    out: tuple[Tensor, Tensor],
+    recompute: bool,
+    implementation: Implementation = "auto",
+) -> Tensor | None:
+    """Gradients of gate and up, ``[T, I]`` each, into ``out``.
+
+    Args:
+        grad: ``[T, I]``, of h, to which the update ``of_grad`` belongs too; the caller gives it up.
+        recompute: compute h once more, over ``grad``.
+
+    Returns:
+        h, or None where it was not asked for.
+    """
+    if _kernel_serves(implementation, gate, of_gate, of_up, of_grad):
+        from fastpack.ops.kernels import updated_glu as kernels
+
+        kernels.backward(grad, gate, up, kind, of_gate, of_up, of_grad, out, recompute)
+        return grad if recompute else None
+    if of_grad is not None:
+        grad = grad.addmm_(*of_grad)
+    _, _, h = gated_backward(
+        grad,
+        _add(gate, of_gate),
+        _add(up, of_up),
+        kind,
+        recompute=recompute,
+        overwrite_grad=True,
+        out=out,
+        implementation=implementation,
+    )
+    return h
+
+
+def _kernel_serves(implementation: Implementation, gate: Tensor, *updates: Factors) -> bool:
+    given = [pair for pair in updates if pair is not None]
+    if not given or not use_triton(implementation, gate):
+        return False  # without an update the plain op has the leaner kernel
+    return gate.stride(-1) == 1 and all(pair[0].shape[1] <= LARGEST_RANK for pair in given)
+
+
+def _add(base: Tensor, update: Factors) -> Tensor:
+    return base if update is None else torch.addmm(base, *update)

@@ -1,0 +1,173 @@
+"""``fastpack bench --ops``: inputs, work and gate of each op, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastpack.bench.ceiling import Ceiling
+from fastpack.bench.measure import Timing, time_calls
+from fastpack.bench.ops import runner
+from fastpack.bench.ops.case import LLAMA_8B, PLAIN, SMALL, Case, Maker
+from fastpack.bench.ops.gate import check
+from fastpack.bench.ops.runner import OpsOutcome, all_cases, run_case
+from fastpack.cli import main
+
+CASES = all_cases()
+CPU = torch.device("cpu")
+CEILING = Ceiling(1e12, 1e11, "", "")
+
+
+def maker(tokens: int, dtype: torch.dtype = torch.float32, sizes: Any = SMALL) -> Maker:
+    return Maker(tokens, sizes, dtype, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("tokens", [2, 7])
+@pytest.mark.parametrize("name", CASES)
+def test_every_implementation_is_exact(name: str, tokens: int) -> None:
+    found = check(CASES[name], maker(tokens))
+    assert PLAIN in found
+    assert len(found) > 1 or name == "attention"  # of which a CPU has the one
+    assert all(share <= 1 for share in found.values()), found
+
+
+@pytest.mark.parametrize("name", ["rope", "rms_norm", "add_rms_norm", "swiglu", "geglu"])
+def test_in_half_precision_against_torchs_own_error(name: str) -> None:
+    found = check(CASES[name], maker(7, torch.bfloat16))
+    assert found[PLAIN] == pytest.approx(1 / 1.5)
+    assert all(share <= 1 for share in found.values()), found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", ["result", "gradient"])
+def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype) -> None:
+    case = CASES["swiglu"]
+
+    class Off(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1.05 if wrong == "result" else x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            return grad * 1.05 if wrong == "gradient" else grad
+
+    def runs(inputs: Any) -> Any:
+        found = case.runs(inputs)
+        return found | {"off": lambda gate, up: found[PLAIN](Off.apply(gate), up)}
+
+    assert check(replace(case, runs=runs), maker(7, dtype))["off"] > 1
+
+
+def test_bytes_and_operations_by_hand() -> None:
+    make = maker(1000, torch.bfloat16, LLAMA_8B)
+    # q has 4,096 elements a token and k 1,024, read and written; half of the tables, 64 + 64
+    assert CASES["rope"].forward(make).bytes == 1000 * 2 * (2 * 5120 + 128)
+    assert CASES["add_rms_norm"].forward(make).bytes == 1000 * 2 * 4 * 4096
+    assert CASES["swiglu"].backward(make).bytes == 1000 * 2 * 5 * 14336
+    assert CASES["linear_cross_entropy"].forward(make).flops == 2 * 1000 * 128256 * 4096
+    assert CASES["linear_cross_entropy_trained"].backward(make).flops == 2 * 2 * 1000 * 128256 * 4096
+    assert CASES["lora_qkv"].forward(make).flops == 2 * 1000 * (4096 * 6144 + 16 * (3 * 4096 + 6144))
+
+
+def test_attention_takes_real_lengths() -> None:
+    q, _, _, packed = CASES["attention"].inputs(maker(300))
+    assert len(q) == packed.total_tokens == 300
+    assert packed.num_sequences > 1
+    pairs = sum(length * (length + 1) // 2 for length in packed.lengths)
+    assert CASES["attention"].forward(maker(300)).flops == 4 * pairs * SMALL.heads * SMALL.head_dim
+
+
+def measured(case: Case) -> list[runner.OpFigures]:
+    return run_case(case, 8, SMALL, torch.float32, CPU, CEILING)
+
+
+def test_an_op_that_works_in_place_is_timed_on_what_it_may_overwrite() -> None:
+    rows = measured(CASES["rope"])
+    assert [row.implementation for row in rows] == ["torch", "fastpack", "fastpack, copying"]
+    inputs = CASES["rope"].inputs(maker(8))
+    runs = CASES["rope"].runs(inputs)
+    assert [runner._works_in_place(run, inputs) for run in runs.values()] == [False, True, False]
+    for row in rows:
+        assert row.forward is not None
+        assert row.backward is not None
+        assert row.both is not None
+        assert row.both.seconds == row.forward.seconds + row.backward.seconds
+        assert row.both.share == pytest.approx(row.both.bandwidth / CEILING.bandwidth)
+
+
+def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(*_: Any, **__: Any) -> Timing:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(runner, "time_calls", timed)
+    rows = measured(CASES["swiglu"])
+    assert [row.error for row in rows] == ["out of memory"] * 2
+    assert all(row.forward is None for row in rows)
+
+
+def test_calls_take_turns() -> None:
+    turns: list[int] = []
+    timing = time_calls([lambda i=i: turns.append(i) for i in range(3)], CPU, repeats=6)  # type: ignore[misc]
+    assert turns[:3] == [0, 1, 2]
+    assert turns[3:] == [0, 1, 2, 0, 1, 2]
+    assert timing.seconds >= 0
+    assert timing.host_seconds is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("written for a CPU")
+    monkeypatch.setattr(runner, "measure", lambda: CEILING)
+    found, picture = tmp_path / "ops.json", tmp_path / "ops.png"
+    flags = ["--tokens", "4", "9", "--json", str(found), "--plot", str(picture)]
+    assert main(["bench", "--ops", "rope", "linear_cross_entropy", *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "rope: rotary embedding of q and k" in printed
+    assert "every result of ours that was compared is exact enough" in printed
+    record = json.loads(found.read_text())
+    assert {(row["op"], row["tokens"]) for row in record["ops"]} == {
+        (op, tokens) for op in ("rope", "linear_cross_entropy") for tokens in (4, 9)
+    }
+    assert all(row["forward"]["seconds"] > 0 and row["deviation"] <= 1 for row in record["ops"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_inexact_op_of_ours_fails_the_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "measure", lambda: CEILING)
+    monkeypatch.setattr(runner, "check", lambda case, make: {"torch": 0.5, "fastpack": 2.0})
+    assert main(["bench", "--ops", "swiglu", "--tokens", "4"]) == 1
+    assert "NOT EXACT: swiglu, fastpack" in capsys.readouterr().out
+
+
+def test_others_may_be_inexact() -> None:
+    row = runner.OpFigures("rope", "Liger", 8, deviation=3.0)
+    assert OpsOutcome(CEILING, {}, [row]).inexact == []
+    row.implementation = "torch_varlen"
+    assert OpsOutcome(CEILING, {}, [row]).inexact == [row]
+
+
+def test_an_unknown_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--ops", "ropes"]) == 2
+    assert "no such op. Choose from: rope, " in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str) -> None:
+    """Small sizes, against Liger where it is installed."""
+    device = torch.device("cuda")
+    rows = run_case(CASES[name], 128, SMALL, torch.bfloat16, device, CEILING)
+    for row in rows:
+        assert row.error is None
+        assert row.exact or not row.ours, f"{row.implementation}: {row.deviation}"
+        assert row.forward is not None
+        assert row.forward.host_seconds is not None
+        assert row.peak_memory is not None

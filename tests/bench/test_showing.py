@@ -1,0 +1,132 @@
+"""The benchmark's flags, tables and pictures, on figures that were made up."""
+
+from __future__ import annotations
+
+import argparse
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fastpack.bench.ceiling import Ceiling
+from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.flags import add_arguments, choose, make_settings
+from fastpack.bench.flops import step_flops
+from fastpack.bench.gate import compare
+from fastpack.bench.plot import save_plot
+from fastpack.bench.runner import Outcome, floor_rate
+from fastpack.bench.settings import Figures, Settings, spread
+from fastpack.bench.shapes import make_config
+from fastpack.bench.table import WIDTH, print_outcome
+from fastpack.cli import main
+from fastpack.errors import FastpackError
+
+CEILING = Ceiling(790e12, 4.3e12, "8192^3 bfloat16", "a GPU")
+
+
+def made_up(name: str, rate: float, **given: float) -> Figures:
+    seconds = [100 / rate] * 5
+    row = Figures(name, "kernel", seconds, [100] * 5, 500, 10.0, [2.0] * 6, [1.0] * 6, 100, 90, 0.01)
+    return replace(row, **given)  # type: ignore[arg-type]
+
+
+def outcome(figures: list[Figures], floor: float = 3000.0) -> Outcome:
+    settings = Settings("", shape="llama8b", mode="lora")
+    verdict = compare(figures, "half precision")
+    return Outcome(settings, figures, verdict, CEILING, floor, {"device": "a GPU"}, {"stock + FA2": "needs a GPU"})
+
+
+def printed(found: Outcome) -> str:
+    shown = io.StringIO()
+    print_outcome(found, Console(width=WIDTH, file=shown))
+    return shown.getvalue()
+
+
+def test_the_table_compares_with_the_first_and_the_best_stock() -> None:
+    figures = [made_up("stock padded", 500), made_up("stock padding_free", 1000), made_up("fastpack", 1500)]
+    text = printed(outcome(figures))
+    (line,) = (line for line in text.splitlines() if "fastpack " in line and "kernel" in line)
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    assert cells == ["fastpack", "kernel", "67", "67-67", "1,500", "3.00", "1.50", "50%", "10.00", "100", "10"]
+    assert "left out: stock + FA2 (needs a GPU)" in text
+
+
+def test_no_speeds_where_losses_disagree() -> None:
+    figures = [made_up("stock padded", 500), made_up("fastpack", 1234, losses=[3.0] * 6)]
+    text = printed(outcome(figures))
+    assert "DISAGREE" in text
+    assert "'fastpack'" in text
+    assert "1,234" not in text
+    assert "tokens/s" not in text
+
+
+def test_what_ran_out_of_memory_is_said() -> None:
+    figures = [Figures("stock padded", error="out of memory"), made_up("stock padding_free", 5), made_up("fastpack", 9)]
+    found = outcome(figures)
+    assert "out of memory" in printed(found)
+    assert found.best_stock is figures[1]
+    assert found.to_dict()["contestants"][0]["error"] == "out of memory"
+
+
+@pytest.mark.parametrize("floor", [3000.0, 500_000.0])
+def test_the_picture(tmp_path: Path, floor: float) -> None:
+    save_plot(outcome([made_up(name, 100 * i) for i, name in enumerate(CONTESTANTS, 1)], floor), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert len(drawn) > 5000
+
+
+def test_the_floor() -> None:
+    settings = Settings("", shape="llama8b", mode="lora", rows=4, steps=3, warmup=1, lengths="100")
+    needed = step_flops(make_config("llama8b"), [100] * 4, mode="lora").total
+    assert floor_rate(settings, CEILING) == pytest.approx(400 / (needed / 790e12))
+
+
+def test_medians_and_spread() -> None:
+    row = Figures("fastpack", seconds=[1.0, 1.0, 4.0], tokens=[10, 20, 40], slots=100)
+    assert row.tokens_per_second == 10
+    assert row.step_median == 1
+    assert row.padding_share == pytest.approx(0.3)
+    assert row.to_dict()["tokens_per_second_overall"] == pytest.approx(70 / 6)
+    assert spread([float(n) for n in range(11)]) == (1, 9)
+    assert spread([3.0]) == (3.0, 3.0)
+
+
+def parse(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def test_flags() -> None:
+    settings = make_settings(parse("--graphs", "--loss", "--kernels", "torch", "--mode", "qlora"), on_gpu=True)
+    assert (settings.graphs, settings.loss, settings.kernels, settings.mode) == ("auto", "fused", "torch", "qlora")
+    assert (settings.warmup, settings.shape) == (5, "llama8b")
+    settings = make_settings(parse(), on_gpu=False)
+    assert (settings.graphs, settings.loss, settings.warmup, settings.shape) == (None, None, 3, "tiny")
+    assert make_settings(parse("--graphs", "auto", "--warmup", "9"), on_gpu=True).warmup == 9
+
+
+def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    names, left_out = choose(None, on_gpu=False)
+    assert names == ["stock padded", "stock padding_free", "fastpack", "fastpack packed"]
+    assert left_out == dict.fromkeys(["stock + FA2", "stock + FA2 + Liger"], "needs a GPU")
+    with pytest.raises(FastpackError, match="needs a GPU"):
+        choose(["stock + FA2"], on_gpu=False)
+
+
+def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert choose(None, on_gpu=True)[1] == {"stock + FA2 + Liger": "liger-kernel is not installed"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert choose(None, on_gpu=True) == (list(CONTESTANTS), {})
+
+
+def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fastpack import commands
+
+    monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
+    for flags, extra in (([], "trl"), (["--loop", "plain", "--mode", "qlora"], "bnb"), (["--plot", "x.png"], "plot")):
+        assert main(["bench", *flags]) == 2
+        assert f"pip install 'fastpack[{extra}]'" in capsys.readouterr().err

@@ -1,0 +1,259 @@
+"""``fastpack bench``: contestants train the same model, the gate notices where not, and the figures are there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fastpack import commands
+from fastpack.bench import contestant, loops, models, varlen_attention
+from fastpack.bench.clock import count_kernels
+from fastpack.bench.gate import compare
+from fastpack.bench.settings import Figures, Settings
+from fastpack.bench.shapes import SHAPES
+from fastpack.cli import main
+
+trains_on_cpu = pytest.mark.skipif(
+    not torch.cuda.is_available() and not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU"
+)
+SMALL = Settings("", rows=3, steps=2, warmup=2, lengths="lengths.json", loop="plain")
+
+
+@pytest.fixture(autouse=True)
+def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lengths.json").write_text("[9, 33, 17, 2, 40, 21, 28]")
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "num_hidden_layers": 2, "vocab_size": 512})
+
+
+def train(settings: Settings, *names: str) -> list[Figures]:
+    return [contestant.run(replace(settings, contestant=name)) for name in names]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_all_contestants_train_the_same_model(mode: Any, checkpointing: bool) -> None:
+    if mode == "qlora":
+        pytest.importorskip("bitsandbytes")
+    names = ("stock padded", "stock padding_free", "fastpack", "fastpack packed")
+    figures = train(replace(SMALL, mode=mode, checkpointing=checkpointing), *names)
+    verdict = compare(figures, "half precision" if mode == "qlora" else "full precision")
+    assert verdict.agree, str(verdict)
+    assert all(len(row.seconds) == 2 and len(row.losses) == 4 and len(row.gradient_norms) == 2 for row in figures)
+    assert [row.backend for row in figures[:2]] == ["sdpa", "sdpa"]
+    assert figures[2].backend == figures[3].backend != "sdpa"
+    assert figures[0].padding_share == figures[2].padding_share > 0
+    assert figures[1].padding_share == figures[3].padding_share == 0
+    assert figures[0].tokens == figures[1].tokens == [sum(batch) for batch in SMALL.timed_batches()]
+
+
+@trains_on_cpu
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_the_same_under_trl(mode: Any) -> None:
+    if mode == "qlora":
+        pytest.importorskip("bitsandbytes")
+    settings = replace(SMALL, mode=mode, loop="trl", checkpointing=True)
+    figures = train(settings, "stock padded", "stock padding_free", "fastpack packed")
+    assert compare(figures, "half precision").agree
+    assert all(len(row.gradient_norms) == 4 for row in figures)
+
+
+def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fastpack
+
+    given: list[dict[str, Any]] = []
+    stock_patch = fastpack.patch
+
+    def patch(model: Any, **options: Any) -> Any:
+        given.append(options)
+        return stock_patch(model, attention=options["attention"])
+
+    monkeypatch.setattr(fastpack, "patch", patch)
+    settings = replace(SMALL, attention="reference", kernels="torch", graphs="auto", loss="fused")
+    stock, ours = train(settings, "stock padded", "fastpack")
+    assert given == [{"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused"}]
+    assert (stock.backend, ours.backend) == ("sdpa", "reference")
+
+
+def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss alone, at half precision's bound, would not."""
+    honest = train(SMALL, "stock padded")
+
+    def concatenated(ids: list[torch.Tensor], *, packed: bool) -> dict[str, Any]:
+        flat = torch.cat(ids)[None]
+        starts = torch.tensor([0, *(len(row) for row in ids[:-1])]).cumsum(0)
+        return {"input_ids": flat, "labels": flat.index_fill(1, starts, -100)}
+
+    monkeypatch.setattr(loops, "collate", concatenated)
+    figures = [*honest, *train(SMALL, "stock padding_free")]
+    for precision in ("full precision", "half precision"):
+        verdict = compare(figures, precision)  # type: ignore[arg-type]
+        assert not verdict.agree
+        assert verdict.contestant == "stock padding_free"
+    assert verdict.what == "gradients' norm"
+
+
+def figures_of(name: str, losses: list[float], norms: list[float]) -> Figures:
+    return Figures(name, seconds=[1.0], tokens=[1], slots=1, losses=losses, gradient_norms=norms)
+
+
+def test_the_verdict_names_the_worst() -> None:
+    first = figures_of("stock padded", [2.0, 2.0], [1.0])
+    near = figures_of("fastpack", [2.0, 2.0001], [1.0])
+    far = figures_of("fastpack packed", [2.0, 2.0], [1.1])
+    assert compare([first, near], "full precision").agree
+    verdict = compare([first, near, far], "full precision")
+    assert (verdict.agree, verdict.contestant, verdict.what, verdict.step) == (
+        False,
+        "fastpack packed",
+        "gradients' norm",
+        1,
+    )
+    assert "'fastpack packed'" in str(verdict)
+    assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], "half precision").agree
+    assert compare([first], "half precision").contestant is None
+    assert compare([first, Figures("fastpack", error="out of memory")], "half precision").contestant is None
+
+
+def test_later_steps_may_drift_apart() -> None:
+    steps = loops.GATE_STEPS
+    first = figures_of("stock padded", [2.0] * steps + [1.0], [1.0])
+    assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], "full precision").agree
+
+
+def test_quantised_as_from_pretrained_does(tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from fastpack.bench.shapes import make_config
+
+    torch.manual_seed(0)
+    ours = AutoModelForCausalLM.from_config(make_config("tiny"))
+    ours.save_pretrained(tmp_path)
+    models.quantise(ours, torch.float32)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map={"": "cpu"})
+    pairs = list(zip(ours.named_modules(), theirs.named_modules(), strict=True))
+    quantised = 0
+    for (name, mine), (_, other) in pairs:
+        assert type(mine) is type(other), name
+        if isinstance(mine, bnb.nn.Linear4bit):
+            quantised += 1
+            assert mine.weight.quant_state.nested
+            assert mine.weight.quant_state.quant_type == "nf4"
+            assert torch.equal(mine.weight, other.weight)
+            dense = (bnb.functional.dequantize_4bit(m.weight, m.weight.quant_state) for m in (mine, other))
+            assert torch.equal(*dense), name
+            assert mine.compute_dtype == other.compute_dtype
+    assert quantised == 2 * 7
+    ids = torch.arange(3, 20)[None]
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through transformers' own extension points, with a stand-in for the kernel, which needs a GPU."""
+    from fastpack.attention_dispatch import AttentionCall, attend
+    from fastpack.packing import PackedSeqLens
+
+    calls: list[int] = []
+
+    def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **given: Any) -> Any:
+        assert torch.equal(cu_q, cu_k)
+        assert max_q == max_k == int(cu_q.diff().max())
+        assert given["window_size"] == (-1, 0)
+        calls.append(max_q)
+        packed = PackedSeqLens.from_lengths(cu_q.diff().tolist())
+        return attend(AttentionCall(q, k, v, packed, scale=given["scale"]), "reference")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    varlen_attention._grouped_heads.cache_clear()
+    figures = train(SMALL, "stock padding_free", "stock + FA2")
+    assert compare(figures, "full precision").agree
+    assert len(calls) == 4 * 2  # steps and layers
+    assert figures[1].backend.startswith(("FA2", "flash"))
+
+
+def test_padded_batches_are_refused_there() -> None:
+    with pytest.raises(ValueError, match="flattened"):
+        varlen_attention.no_mask(attention_mask=torch.ones(2, 3))
+    assert varlen_attention.no_mask(1, 4, 4) is None
+
+
+def test_boundaries_are_those_of_trl() -> None:
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    rows = [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n))} for n in (4, 1, 6)]
+    batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+    mine = loops.add_boundaries({"position_ids": batch["position_ids"]})
+    assert mine["cu_seq_lens_q"].tolist() == mine["cu_seq_lens_k"].tolist() == [0, 4, 5, 11]
+    assert (mine["max_length_q"], mine["max_length_k"]) == (6, 6)
+    assert mine["cu_seq_lens_q"].dtype == torch.int32
+    if "cu_seq_lens_q" in batch:  # from TRL 1.16 on
+        assert torch.equal(batch["cu_seq_lens_q"], mine["cu_seq_lens_q"])
+        assert loops.with_boundaries(lambda _: batch)(rows)["cu_seq_lens_q"] is batch["cu_seq_lens_q"]
+
+
+def test_kernels_of_a_trace() -> None:
+    def event(category: str, name: str, begin: float, length: float) -> dict[str, Any]:
+        return {"cat": category, "name": name, "ts": begin, "dur": length}
+
+    found = count_kernels(
+        [
+            event("kernel", "gemm", 0, 10),
+            event("kernel", "norm", 5, 10),  # on another stream, at the same time
+            event("kernel", "rope", 20, 5),
+            event("gpu_memcpy", "Memcpy HtoD", 30, 50),
+            event("cuda_runtime", "cudaLaunchKernel", 0, 1),
+            event("cuda_runtime", "cudaGraphLaunch", 0, 1),
+            event("cuda_driver", "cuLaunchKernelEx", 0, 1),
+            event("cuda_runtime", "cudaStreamSynchronize", 0, 1),
+            {"ph": "M", "name": "process_name"},
+        ]
+    )
+    assert found == (3, 3, pytest.approx(20e-6))
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two contestants in processes of their own, and everything that is written."""
+    if torch.cuda.is_available():
+        pytest.skip("written for a CPU")
+    found, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    flags = ["--shape", "tiny", "--rows", "2", "--steps", "2", "--warmup", "1", "--max-length", "24", "--loop", "plain"]
+    only = ["--only", "stock padded", "fastpack packed"]
+    assert main(["bench", *flags, *only, "--json", str(found), "--plot", str(picture)]) == 0
+    printed = capsys.readouterr().out
+    for text in ("stock padded", "fastpack packed", "real tokens/s", "losses and gradients agree", "floor"):
+        assert text in printed
+    record = json.loads(found.read_text())
+    assert record["verdict"]["agree"] is True
+    assert record["floor_tokens_per_second"] > 0
+    for row in record["contestants"]:
+        assert row["floor_share"] == pytest.approx(row["tokens_per_second"] / record["floor_tokens_per_second"])
+        assert row["step_p10"] <= row["step_median"] <= row["step_p90"]
+        assert len(row["seconds"]) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu
+def test_the_stock_kernel_on_a_gpu() -> None:
+    """FlashAttention-2 for the stock model: the losses of sdpa, and figures from the profiler."""
+    figures = train(replace(SMALL, shape="tiny", rows=8), "stock padding_free", "stock + FA2", "fastpack packed")
+    verdict = compare(figures, "half precision")
+    assert verdict.agree, str(verdict)
+    for row in figures:
+        assert row.launches is not None
+        assert row.busy is not None
+        assert row.kernels is not None
+        assert row.kernels > 50
+        assert 0 < row.busy < 10
+        assert len(row.losses) == 4

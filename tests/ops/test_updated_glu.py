@@ -1,0 +1,99 @@
+"""Gated units with low-rank updates: the kernel against the definition, through Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
+
+pytest.importorskip("triton")
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]
+ACTIVATIONS: dict[Any, Any] = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def thin_and_wide(tokens: int, width: int, rank: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """As a group hands them over: a slice of all thin factors side by side, and B transposed."""
+    both = torch.randn(tokens, rank + 5, device=device).to(dtype)
+    return both[:, 2 : 2 + rank], (torch.randn(width, rank, device=device) * 0.3).to(dtype).t()
+
+
+def wide_float(update: Factors) -> Tensor | int:
+    return 0 if update is None else update[0].double() @ update[1].double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("tokens", "width", "rank", "which"),
+    [(1, 8, 4, "gud"), (70, 200, 3, "gud"), (65, 129, 24, "g"), (3, 130, 16, "ud"), (0, 16, 4, "gu")],
+)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_kernel_is_the_definition(kind: Any, tokens: int, width: int, rank: int, which: str, device: str) -> None:
+    torch.manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    halves = torch.randn(tokens, 2 * width, device=device).to(dtype)
+    gate, up = halves.chunk(2, -1)
+    g, u, d = (
+        thin_and_wide(tokens, width, rank, dtype, device) if letter in which else None for letter in ("g", "u", "d")
+    )
+    grad = torch.randn(tokens, width, device=device).to(dtype)
+
+    wide_gate = (gate.double() + wide_float(g)).requires_grad_()
+    wide_up = (up.double() + wide_float(u)).requires_grad_()
+    truth = ACTIVATIONS[kind](wide_gate) * wide_up
+    expected = torch.autograd.grad(truth, (wide_gate, wide_up), grad.double() + wide_float(d))
+
+    def run(implementation: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        h = updated_forward(gate, up, kind, g, u, implementation=implementation)
+        out = (torch.full_like(gate, 9.0), torch.full_like(up, 9.0))
+        again = updated_backward(
+            grad.clone(), gate, up, kind, g, u, d, out=out, recompute=True, implementation=implementation
+        )
+        return h, *out, again
+
+    if not tokens:
+        assert run("triton")[0].shape == (0, width)
+        return
+    plain, mine = run("torch"), run("triton")
+    for ours, theirs, right in zip(mine, plain, (truth, *expected, truth), strict=True):
+        assert ours is not None
+        assert theirs is not None
+        size = right.abs().max()
+        error = (ours.double() - right).abs().max() / size
+        allowed = 1e-5 if dtype == torch.float32 else 1.5 * (theirs.double() - right).abs().max() / size
+        assert error <= allowed
+    without = updated_forward(gate, up, kind, None, None, implementation="torch")
+    assert (without.double() - truth).abs().max() / truth.abs().max() > 1e-2, "the check can fail"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_h_is_not_made_where_nobody_reads_it(device: str) -> None:
+    gate, up, grad = (torch.randn(5, 40, device=device) for _ in range(3))
+    update = thin_and_wide(5, 40, 4, torch.float32, device)
+    before = grad.clone()
+    out = (torch.empty_like(gate), torch.empty_like(up))
+    made = updated_backward(
+        grad, gate, up, "silu", update, None, None, out=out, recompute=False, implementation="triton"
+    )
+    assert made is None
+    assert torch.equal(grad, before)
+
+
+def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack.ops.kernels import updated_glu as kernels
+
+    calls: list[str] = []
+    monkeypatch.setattr(kernels, "forward", lambda *_: calls.append("forward"))
+    x, update = torch.randn(4, 16), thin_and_wide(4, 16, 4, torch.float32, "cpu")
+    updated_forward(x, x, "silu", update, None, implementation="triton")
+    updated_forward(x, x, "silu", update, None, implementation="torch")
+    updated_forward(x, x, "silu", thin_and_wide(4, 16, 200, torch.float32, "cpu"), None, implementation="triton")
+    assert calls == ["forward"]

@@ -1,0 +1,127 @@
+"""A stand-in for CUDA graphs, and for an attention kernel that they could record, for tests without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from oracle import FLOAT32_BOUND, Result, compare, make_sequences, run_batch
+from tiny import VOCAB
+from torch import Tensor, nn
+
+import fastpack
+from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.graphs import GraphRunner, GraphSettings, runner_of
+from fastpack.graphs.recorder import Tape
+
+SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)
+"""Two batches of different buckets."""
+
+
+class Varlen:
+    """What a varlen kernel computes: attention that reads nothing but offsets on the device and the bucket's sizes."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def rejects(self, shape: AttentionShape) -> str | None:
+        return None
+
+    def run(self, call: AttentionCall) -> Tensor:
+        self.tokens.append(call.q.shape[0])
+        k, v = call.expanded_kv()
+        scores = torch.einsum("qhd,khd->hqk", call.q, k) * call.scale
+        if call.softcap is not None:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        at, sequence = torch.arange(len(call.q)), call.packed.seq_idx[0]
+        distance = at[:, None] - at
+        hidden = (distance < 0) | (sequence[:, None] != sequence)
+        if call.effective_window is not None:
+            hidden |= distance >= call.effective_window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).contiguous()
+
+
+class FakeRecorder:
+    """Runs the passes again, with one memory for all tapes: each replay spoils what any before it left behind."""
+
+    def __init__(self) -> None:
+        self.statics: list[Tensor] = []
+        self.saved: tuple[Any, Tensor] | None = None
+        self.problem: BaseException | None = None
+        self.where: str | None = None
+
+    def rejects(self, device: torch.device) -> str | None:
+        return self.where
+
+    def clear(self) -> None:
+        self.statics = []
+
+    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+        if self.problem is not None:
+            raise self.problem
+        output = forward()
+        static = output.detach().clone()
+        gradients = [None if g is None else g.clone() for g in backward(output)]
+        self.statics += [static, *(g for g in gradients if g is not None)]
+
+        def replay_forward() -> None:
+            self._spoil()
+            with torch.enable_grad():
+                made = forward()
+            self.saved = (tape, made)
+            static.copy_(made.detach())
+
+        def replay_backward() -> None:
+            assert self.saved is not None, "a backward without its forward"
+            (owner, made), self.saved = self.saved, None
+            assert owner is tape, "another replay overwrote what this one saved"
+            self._spoil()
+            with torch.enable_grad():
+                for into, gradient in zip(gradients, backward(made), strict=True):
+                    if into is not None:
+                        into.copy_(gradient)
+
+        tape = Tape(static, gradients, replay_forward, replay_backward)
+        return tape
+
+    def _spoil(self) -> None:
+        for tensor in self.statics:
+            tensor.fill_(float("nan"))
+
+
+def runner(model: Any) -> GraphRunner:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    found = runner_of(inner.base_model)
+    assert found is not None
+    return found
+
+
+def graphed(model: Any, **settings: Any) -> Any:
+    """Patched, with the stand-in that records, at the first sight of a size unless told otherwise."""
+    fastpack.patch(model, graphs="auto")
+    found = runner(model)
+    found.recorder = FakeRecorder()
+    found.settings = GraphSettings(**{"record_after": 1, **settings})
+    return model
+
+
+def step(model: nn.Module, lengths: Sequence[int] = SMALL, kind: str = "padded right", **kwargs: Any) -> Result:
+    return run_batch(model, make_sequences(VOCAB, lengths), kind, **kwargs)
+
+
+def check(ours: Result, want: Result) -> None:
+    error = compare(ours, want)
+    assert error.worst <= FLOAT32_BOUND, error
+
+
+def reason(model: Any) -> str:
+    """The one reason for which forwards of this model ran eagerly."""
+    (found,) = runner(model).stats.eager
+    return found
+
+
+def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:
+    ids = torch.cat(make_sequences(VOCAB, lengths, seed))[None]
+    out: Tensor = model.base_model(input_ids=ids, packed_seq_lens=list(lengths)).last_hidden_state
+    return out

@@ -1,0 +1,392 @@
+"""Replayed steps give what eager ones give: logits, losses, gradients, and training.
+
+Without a GPU a stand-in records: it runs the passes again over the static inputs, as a graph would, and fills with NaN
+what another replay would have overwritten. What it can't show (that the device agrees) is in ``test_graphs_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare, make_sequences, run_batch
+from recording import LARGE, SMALL, Varlen, check, graphed, hidden, reason, runner, step
+from test_adapters import with_lora
+from tiny import VOCAB, tiny_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastpack
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.families import FAST_FAMILIES, VARLEN_FAMILIES
+from fastpack.graphs import runner_of
+from fastpack.graphs.runner import FIRST_SIGHT, NO_ROOM, WAITING
+from fastpack.packing import Bucket
+from fastpack.packing_inputs import pack_inputs
+
+
+@pytest.fixture(autouse=True)
+def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
+    backend = Varlen()
+    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
+    return backend
+
+
+@pytest.mark.parametrize("model_type", [f.model_type for f in FAST_FAMILIES])
+def test_families(model_type: str, varlen: Varlen) -> None:
+    plain, model = fastpack.patch(tiny_model(model_type)), graphed(tiny_model(model_type))
+    for lengths, kind in ((SMALL, "padded left"), (LARGE, "TRL's keywords"), (SMALL, "several packed rows")):
+        want = step(plain, lengths, kind)
+        varlen.tokens.clear()
+        check(step(model, lengths, kind), want)
+        assert set(varlen.tokens) == {Bucket.of(lengths).tokens}, "on the bucket's tokens"
+    assert runner(model).stats.replays == 3
+    assert not runner(model).stats.eager
+    assert runner(model).stats.recordings == 2, "one for each bucket"
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "starcoder2", "olmo3", "cohere2", "gpt_oss"])
+def test_varlen_families(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if model_type == "gpt_oss":
+        monkeypatch.setattr(Varlen, "rejects", lambda self, shape: "no attention sinks" if shape.sinks else None)
+    plain, model = fastpack.patch(tiny_model(model_type)), graphed(tiny_model(model_type))
+    check(step(model), step(plain))
+    if model_type == "gpt_oss":
+        assert reason(model) == "its attention reads each batch's lengths on the host"
+    else:
+        assert runner(model).stats.replays == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", [f.model_type for f in VARLEN_FAMILIES])
+def test_every_varlen_family(model_type: str) -> None:
+    """Also that each takes its embeddings ready-made, as a recording hands them over."""
+    plain, model = fastpack.patch(tiny_model(model_type)), graphed(tiny_model(model_type))
+    for lengths in (SMALL, LARGE, SMALL):
+        error = compare(step(model, lengths), step(plain, lengths))
+        assert error.worst <= 2 * FLOAT32_BOUND, error
+    assert runner(model).stats.replays == 3
+
+
+def test_negative_control() -> None:
+    """The comparison above fails where a replay reads what it was recorded with, and not what came."""
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    first = step(model)
+    (recorded,) = runner(model)._steps.values()
+    recorded._write_inputs = lambda embeddings, packed: None
+    other = make_sequences(VOCAB, SMALL, seed=1)
+    stale, want = (run_batch(m, other, "padded right") for m in (model, plain))
+    assert runner(model).stats.replays == 2
+    assert all(torch.equal(a, b) for a, b in zip(stale.logits, first.logits, strict=True)), "the first batch again"
+    assert compare(stale, want).worst > 1e-2
+
+
+def test_shapes_are_recorded_when_they_come_back() -> None:
+    model = graphed(tiny_model("llama"), record_after=2)
+    for _ in range(3):
+        step(model)
+    stats = runner(model).stats
+    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {FIRST_SIGHT: 1})
+    step(model, (8, 2, 18, 20, 30))  # other lengths, the same bucket
+    assert (stats.recordings, stats.replays) == (1, 3)
+
+
+def test_gradients_accumulate_over_buckets() -> None:
+    """Three micro-batches of two buckets: no ``.grad`` is memory that a later replay writes to."""
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    results = []
+    for m in (plain, model):
+        for lengths in (SMALL, LARGE, SMALL):
+            ids = torch.cat(make_sequences(VOCAB, lengths))[None]
+            m(input_ids=ids, labels=ids, packed_seq_lens=list(lengths)).loss.backward()
+        results.append({name: p.grad for name, p in m.named_parameters()})
+    want, ours = results
+    floor = max(float(g.abs().max()) for g in want.values())
+    for name, gradient in want.items():
+        error = float((ours[name] - gradient).abs().max())
+        assert error <= FLOAT32_BOUND * max(float(gradient.abs().max()), 1e-3 * floor), name
+    statics = {t.data_ptr() for t in runner(model).recorder.statics}
+    assert not statics & {g.data_ptr() for g in ours.values()}
+    assert runner(model).stats.replays == 3
+
+
+def test_weights_that_change_in_place_are_seen() -> None:
+    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in models]
+    for lengths in (SMALL, LARGE, SMALL, LARGE):
+        want, ours = (step(m, lengths) for m in models)
+        check(ours, want)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert runner(models[1]).stats.replays == 4
+
+
+def test_two_forwards_before_a_backward() -> None:
+    """The second runs eagerly, since its replay would overwrite what the first saved; the third is replayed again."""
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    for m in (plain, model):
+        first, second = hidden(m), hidden(m, seed=1)
+        (first * second).sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+    stats = runner(model).stats
+    assert (stats.replays, dict(stats.eager)) == (1, {WAITING: 1})
+    hidden(model).sum().backward()
+    assert stats.replays == 2
+
+
+def test_a_forward_that_was_dropped_waits_for_nothing() -> None:
+    model = graphed(tiny_model("llama"))
+    out = hidden(model)
+    del out
+    gc.collect()
+    hidden(model).sum().backward()
+    assert runner(model).stats.replays == 2
+    assert not runner(model).stats.eager
+
+
+def test_a_second_backward_raises() -> None:
+    model = graphed(tiny_model("llama"))
+    loss = hidden(model).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(fastpack.PatchError, match="second backward"):
+        loss.backward()
+
+
+def test_a_weight_changed_before_the_backward_raises() -> None:
+    model = graphed(tiny_model("llama"))
+    loss = hidden(model).square().sum()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    with pytest.raises(fastpack.PatchError, match="changed in place"):
+        loss.backward()
+
+
+def test_evaluation_is_eager() -> None:
+    model = graphed(tiny_model("llama"))
+    want = hidden(fastpack.patch(tiny_model("llama")))
+    with torch.no_grad():
+        torch.testing.assert_close(hidden(model), want)
+    assert reason(model) == "no gradient is wanted"
+    model.eval()
+    hidden(model).sum().backward()
+    model.train()
+    hidden(model).sum().backward()
+    assert runner(model).stats.recordings == 2, "training mode is part of what was recorded"
+
+
+def test_lora_with_its_adapter_disabled_in_between() -> None:
+    plain = fastpack.patch(with_lora(tiny_model("llama")))
+    model = graphed(with_lora(tiny_model("llama")))
+    for m in (plain, model):
+        m.enable_input_require_grads()
+    sequences = make_sequences(VOCAB)
+    for index, disabled in enumerate((False, True, False, True)):
+        results = []
+        for m in (plain, model):
+            if disabled:
+                with m.disable_adapter():
+                    ids = torch.cat(sequences)[None]
+                    results.append(m(input_ids=ids, packed_seq_lens=list(SMALL)).logits.detach())
+            else:
+                results.append(run_batch(m, sequences, "padded left"))
+        if disabled:
+            torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+        else:
+            check(results[1], results[0])
+        gc.collect()
+        assert runner(model).stats.replays == index + 1
+    assert runner(model).stats.recordings == 2
+
+
+def test_switching_adapters_and_scales() -> None:
+    model = graphed(with_lora(tiny_model("llama")))
+    plain = fastpack.patch(with_lora(tiny_model("llama")))
+    for m in (model, plain):
+        torch.manual_seed(3)
+        m.add_adapter("other", m.peft_config["default"])
+        for name, p in m.named_parameters():
+            if "lora_B.other" in name:
+                nn.init.normal_(p.data, std=0.3)
+    for act in (
+        lambda m: m.set_adapter("other"),
+        lambda m: m.set_adapter("default"),
+        lambda m: [x.scale_layer(0.5) for x in m.modules() if hasattr(x, "scale_layer")],
+        lambda m: m.merge_adapter(),
+        lambda m: m.unmerge_adapter(),
+    ):
+        for m in (model, plain):
+            act(m)
+        model.enable_input_require_grads()
+        plain.enable_input_require_grads()
+        ids = torch.cat(make_sequences(VOCAB))[None]
+        a, b = (m(input_ids=ids, packed_seq_lens=list(SMALL)) for m in (model, plain))
+        torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-4)
+        del a, b
+        gc.collect()
+    assert runner(model).stats.recordings == 4, "unmerged again is as before"
+    assert runner(model).stats.replays == 5
+
+
+@pytest.mark.parametrize("kind", ["reentrant", "not reentrant"])
+def test_gradient_checkpointing(kind: str, varlen: Varlen) -> None:
+    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    for m in models:
+        m.gradient_checkpointing_enable({"use_reentrant": kind == "reentrant"})
+    functions = [layer._gradient_checkpointing_func for layer in models[1].model.layers]
+    for lengths in (SMALL, LARGE, SMALL):
+        want, ours = (step(m, lengths) for m in models)
+        check(ours, want)
+    assert runner(models[1]).stats.replays == 3
+    assert [layer._gradient_checkpointing_func for layer in models[1].model.layers] == functions, "put back"
+    varlen.tokens.clear()
+    hidden(models[1]).sum().backward()
+    assert len(varlen.tokens) == 2 * 2, "each layer ran again in the backward"
+    models[1].gradient_checkpointing_disable()
+    step(models[1])
+    assert runner(models[1]).stats.recordings == 3
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_around_the_model(reentrant: bool) -> None:
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    results = []
+    for m in (plain, model):
+        embeddings = m.model.embed_tokens(torch.cat(make_sequences(VOCAB))[None])
+
+        def run(x: Tensor, m: Any = m) -> Tensor:
+            out: Tensor = m.model(inputs_embeds=x, packed_seq_lens=list(SMALL)).last_hidden_state
+            return out
+
+        checkpoint(run, embeddings, use_reentrant=reentrant).square().sum().backward()
+        results.append({name: p.grad for name, p in m.named_parameters() if p.grad is not None})
+    for name, gradient in results[0].items():
+        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-3)
+    assert runner(model).stats.replays == 0
+    assert sum(runner(model).stats.eager.values()) == 2
+
+
+def test_gradients_stay_clean_and_random_states_too() -> None:
+    """A recording leaves no gradient behind, runs no hook of a parameter, and draws no random number."""
+    model = graphed(tiny_model("llama"))
+    fired: list[str] = []
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: fired.append(name))
+    state = torch.get_rng_state()
+    out = hidden(model)
+    assert runner(model).stats.recordings == 1
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not fired
+    assert all(p.grad is None for p in model.parameters())
+    assert all(type(p) is nn.Parameter and p.is_leaf for p in model.parameters())
+    out.sum().backward()
+    assert len(fired) == len(set(fired)) == len([p for p in model.parameters() if p.grad is not None])
+
+
+def test_frozen_weights_and_inputs() -> None:
+    """Half of the layers frozen, the embedding too: gradients for the rest alone."""
+    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    for m in models:
+        m.model.embed_tokens.requires_grad_(False)
+        m.model.layers[0].requires_grad_(False)
+    want, ours = (step(m) for m in models)
+    assert "model.layers.0.mlp.up_proj.weight" not in want.grads
+    check(ours, want)
+    for m in models:
+        m.model.layers[0].requires_grad_(True)
+    want, ours = (step(m) for m in models)
+    check(ours, want)
+    assert runner(models[1]).stats.recordings == 2
+
+
+def test_autocast_over_float32_weights() -> None:
+    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            want, ours = (step(m) for m in models)
+        assert compare(ours, want).worst <= 3e-2
+        with torch.no_grad():
+            for m in models:
+                for p in m.parameters():
+                    p.mul_(0.5)
+    step(models[1])
+    assert runner(models[1]).stats.recordings == 2, "autocast is part of what was recorded"
+
+
+def test_room_for_recordings() -> None:
+    """Once there are as many as are kept, sizes have to come twice as often as the rarest to take its place."""
+    model = graphed(tiny_model("llama"), max_recordings=1)
+    step(model, SMALL)
+    step(model, SMALL)
+    for _ in range(3):
+        step(model, LARGE)
+    stats = runner(model).stats
+    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {NO_ROOM: 3})
+    step(model, LARGE)
+    assert (stats.recordings, stats.replays) == (2, 3)
+    assert [key[0] for key in runner(model)._steps] == [Bucket.of(LARGE)]
+
+
+def test_neftune_and_given_embeddings() -> None:
+    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    sequences = make_sequences(VOCAB)
+    ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
+    results = []
+    for m in models:
+        given = m.model.embed_tokens(ids).detach().requires_grad_()
+        out = m(inputs_embeds=given, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        out.loss.backward()
+        results.append((out.logits, given.grad, m.model.layers[0].mlp.up_proj.weight.grad))
+    for want, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+    assert runner(models[1]).stats.replays == 1
+
+
+def test_copies_and_pickles_start_empty() -> None:
+    model = graphed(tiny_model("llama"))
+    want = step(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        found = runner(other)
+        assert found is not runner(model)
+        assert (found.stats.recordings, found.settings.record_after) == (0, 1)
+        other.zero_grad()
+        check(step(other), want)
+        assert (found.stats.replays, runner(model).stats.replays) == (1, 1)
+
+
+def test_a_batch_that_comes_in_a_bucket() -> None:
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    ids = nn.utils.rnn.pad_sequence(make_sequences(VOCAB), batch_first=True)
+    packed = pack_inputs(tuple(ids.shape), ids.device, attention_mask=(ids != 0).long())
+    want = plain.model(input_ids=ids, packed_seq_lens=packed).last_hidden_state
+    ours = model.model(input_ids=ids, packed_seq_lens=packed.bucketed()).last_hidden_state
+    torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
+    assert runner(model).stats.replays == 1
+
+
+def test_undone_with_the_patch() -> None:
+    model = graphed(tiny_model("llama"))
+    step(model)
+    fastpack.unpatch(model)
+    assert runner_of(model.model) is None
+    fastpack.patch(model)
+    assert runner_of(model.model) is None
+    fastpack.patch(model, graphs="auto")
+    assert runner(model).stats.recordings == 0
+
+
+def test_the_report_says_so() -> None:
+    notes = fastpack.report(fastpack.patch(tiny_model("llama"), graphs="auto")).notes
+    assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in notes)
+    assert not any("graphs" in note for note in fastpack.report(fastpack.patch(tiny_model("llama"))).notes)
+    model = graphed(tiny_model("llama"), record_after=2)
+    for _ in range(3):
+        step(model)
+    told = runner(model).describe(torch.device("cpu"))
+    assert told == f"graphs: on; 1 recorded, 2 steps replayed; 1 run as they are: {FIRST_SIGHT}"

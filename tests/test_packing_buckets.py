@@ -1,0 +1,196 @@
+"""Batches rounded up to buckets: sizes repeat, and the tail changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import FLOAT32_BOUND, make_sequences, relative
+from tiny import VOCAB, tiny_model
+
+import fastpack
+from fastpack import PackedSeqLens, PackingError
+from fastpack.attention_dispatch import BACKENDS, attend
+from fastpack.backends.call import AttentionCall
+from fastpack.packing import Bucket
+from fastpack.packing_inputs import pack_inputs
+
+lists_of_lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
+
+
+@given(lists_of_lengths)
+@settings(deadline=None)
+def test_a_bucket_holds_its_batch(lengths: list[int]) -> None:
+    bucket, total = Bucket.of(lengths), sum(lengths)
+    tail = bucket.tail(lengths)
+    assert total + sum(tail) == bucket.tokens
+    assert bucket.tokens % 64 == 0
+    assert max(lengths) <= bucket.max_seqlen
+    assert all(1 <= n <= bucket.max_seqlen for n in tail)
+    assert len(lengths) + len(tail) <= bucket.sequences
+    assert bucket.tokens - total < 64 or bucket.tokens <= 1.125 * total
+    for size in (bucket.sequences, bucket.max_seqlen):
+        assert size == 2 ** (size.bit_length() - 1)
+
+
+@given(lists_of_lengths)
+@settings(deadline=None)
+def test_a_bucket_holds_what_it_was_made_for_when_less_comes(lengths: list[int]) -> None:
+    """The bucket is that of every batch which rounds up to the same sizes, whether it needs a tail or not."""
+    bucket = Bucket.of(lengths)
+    filled = [*lengths, *bucket.tail(lengths)]
+    assert Bucket.of(filled).tokens == bucket.tokens
+    assert bucket.tail(filled) == ()
+
+
+def test_waste_and_number_of_buckets() -> None:
+    """What the docstring promises: 4.4 % on average, and no more than eight sizes between two powers of two."""
+    waste, sizes = [], set()
+    for total in (round(512 * 1.01**i) for i in range(round(math.log(64, 1.01)))):
+        tokens = Bucket.of([total]).tokens
+        waste.append(tokens / total - 1)
+        sizes.add(tokens)
+    assert max(waste) <= 0.125
+    assert sum(waste) / len(waste) == pytest.approx(0.044, abs=3e-3)
+    assert len(sizes) <= 6 * 8 + 1
+
+
+@given(lists_of_lengths)
+@settings(deadline=None)
+def test_attributes_agree(lengths: list[int]) -> None:
+    packed = PackedSeqLens.from_lengths(lengths)
+    bucketed = packed.bucketed()
+    bucket = bucketed.bucket
+    assert bucket == Bucket.of(lengths)
+    assert bucketed.lengths == (*lengths, *bucketed.tail)
+    assert sum(bucketed.lengths) == bucket.tokens
+    assert bucketed.total_tokens == bucket.tokens
+    assert bucketed.real_tokens == packed.total_tokens
+    assert bucketed.max_seqlen == bucket.max_seqlen
+    assert bucketed.num_sequences == len(bucketed.lengths)
+    assert bucketed.cu_seqlens.shape == (bucket.sequences + 1,)
+    assert bucketed.cu_seqlens.dtype == torch.int32
+    sizes = bucketed.cu_seqlens.diff().tolist()
+    assert sizes[: len(bucketed.lengths)] == list(bucketed.lengths)
+    assert not any(sizes[len(bucketed.lengths) :])
+    assert torch.equal(bucketed.position_ids[0], torch.cat([torch.arange(n) for n in bucketed.lengths]))
+    assert torch.equal(bucketed.position_ids[:, : packed.total_tokens], packed.position_ids)
+    assert torch.equal(bucketed.seq_idx[:, : packed.total_tokens], packed.seq_idx)
+    assert bucketed.seq_idx.shape == (1, bucket.tokens)
+    assert sum(count * length for _, count, length in bucketed.runs) == bucket.tokens
+
+
+@st.composite
+def masks(draw: Any) -> torch.Tensor:
+    """``[B, S]`` with at least one token, padded anywhere outside one run a row."""
+    rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 90))
+    mask = torch.zeros(rows, columns, dtype=torch.long)
+    for row in range(rows):
+        begin = draw(st.integers(0, columns))
+        mask[row, begin : draw(st.integers(begin, columns))] = 1
+    return mask
+
+
+@given(masks())
+@settings(deadline=None)
+def test_the_tail_comes_and_goes(mask: torch.Tensor) -> None:
+    """``unpad`` makes it of the first token, ``repad`` drops it; labels and gradients never see it."""
+    packed = pack_inputs(tuple(mask.shape), mask.device, attention_mask=mask)
+    bucketed = packed.bucketed()
+    x = torch.randn(*mask.shape, 3, requires_grad=True)
+    flat, plain = bucketed.unpad(x), packed.unpad(x)
+    assert flat.shape == (1, bucketed.total_tokens, 3)
+    assert torch.equal(flat[:, : packed.total_tokens], plain)
+    assert torch.equal(flat[:, packed.total_tokens :], plain[:, :1].expand(-1, sum(bucketed.tail), -1))
+    y = torch.randn_like(flat)
+    y[:, packed.total_tokens :] = float("nan")
+    assert torch.equal(bucketed.repad(y), packed.repad(y[:, : packed.total_tokens]))
+    assert torch.equal(bucketed.repad_flat(y[0]), packed.repad_flat(y[0, : packed.total_tokens]))
+    weights = torch.randn_like(x)
+    (ours,) = torch.autograd.grad((bucketed.repad(flat * flat) * weights).sum(), x)
+    (want,) = torch.autograd.grad((packed.repad(plain * plain) * weights).sum(), x)
+    assert torch.equal(ours, want)
+    labels = torch.arange(mask.numel()).reshape(mask.shape)
+    assert torch.equal(bucketed.mask_first_labels(labels), packed.mask_first_labels(labels))
+
+
+def test_lengths_alone_and_several_pieces() -> None:
+    packed = PackedSeqLens.from_lengths([200, 57])
+    bucketed = packed.bucketed(Bucket(tokens=1024, sequences=16, max_seqlen=256))
+    assert bucketed.tail == (256, 256, 255)
+    x = torch.randn(1, 257, 2)
+    assert bucketed.unpad(x).shape == (1, 1024, 2)
+    assert torch.equal(bucketed.repad(bucketed.unpad(x)), x)
+    row = bucketed.flattened()
+    assert row.batch_shape == (1, 1024)
+    assert row.real_tokens == 1024
+    assert row.unpad(x := torch.randn(1, 1024)) is not None
+    assert torch.equal(row.repad(x), x)
+    moved = copy.deepcopy(bucketed).to("cpu")
+    assert moved.bucket == bucketed.bucket
+    assert moved.tail == bucketed.tail
+    assert moved.real_tokens == 257
+
+
+@pytest.mark.parametrize(
+    ("lengths", "bucket"),
+    [
+        ([200, 57], Bucket(256, 16, 256)),
+        ([200, 57], Bucket(320, 16, 128)),
+        ([200, 57], Bucket(320, 2, 256)),
+    ],
+    ids=["too many tokens", "too long", "no room for the tail"],
+)
+def test_what_does_not_fit_raises(lengths: list[int], bucket: Bucket) -> None:
+    with pytest.raises(PackingError, match="don't fit"):
+        PackedSeqLens.from_lengths(lengths).bucketed(bucket)
+    with pytest.raises(PackingError, match="already"):
+        PackedSeqLens.from_lengths(lengths).bucketed().bucketed()
+
+
+@pytest.mark.parametrize("attention", ["segments", "reference"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_of_a_bucket(attention: str, window: int | None) -> None:
+    """Real tokens get what they get without a tail, forward and backward."""
+    packed = PackedSeqLens.from_lengths([7, 1, 19, 19, 33])
+    bucketed = packed.bucketed()
+    assert bucketed.tail
+    q, k, v = (torch.randn(1, packed.total_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    results = []
+    for lens in (packed, bucketed):
+        call = AttentionCall(*(lens.unpad(x)[0] for x in (q, k, v)), lens, scale=0.3, window=window)
+        assert call.shape.num_sequences == lens.cu_seqlens.numel() - 1
+        out = lens.repad(attend(call, attention)[None])
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+    for ours, want in zip(*reversed(results), strict=True):
+        assert relative(ours, want) <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma2"])
+def test_a_model_runs_a_bucket_that_it_is_given(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``packed_seq_lens=`` of a padded batch, in a bucket: the same logits and gradients, from the bucket's tokens."""
+    model = fastpack.patch(tiny_model(model_type))
+    tokens: list[int] = []
+    for backend in BACKENDS.values():
+        run = backend.run
+        monkeypatch.setattr(backend, "run", lambda call, run=run: tokens.append(call.q.shape[0]) or run(call))
+    sequences = make_sequences(VOCAB)
+    ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
+    packed = pack_inputs(tuple(ids.shape), ids.device, attention_mask=mask)
+    results = []
+    for lens in (packed, packed.bucketed()):
+        model.zero_grad()
+        tokens.clear()
+        hidden = model.base_model(input_ids=ids, packed_seq_lens=lens).last_hidden_state
+        assert set(tokens) == {lens.total_tokens}
+        hidden.square().sum().backward()
+        results.append([hidden.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    floor = max(float(g.abs().max()) for g in results[0][1:])
+    for ours, want in zip(*reversed(results), strict=True):
+        assert float((ours - want).abs().max()) <= FLOAT32_BOUND * max(floor, float(want.abs().max()))
