@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.ops.projections import Lora, Projection
+from fastpack.ops.projection_parts import Lora, Projection
 
 
 def read_projection(module: nn.Module) -> Projection | str:

@@ -52,6 +52,9 @@ BACKENDS: dict[str, Backend] = {
     "reference": reference,
 }
 
+TRACED = ("torch_varlen",)
+"""Backends that are operators of torch's own, which ``torch.compile`` knows: there ``auto`` prefers them."""
+
 
 def explain(shape: AttentionShape) -> dict[str, str | None]:
     """For each backend, in order of preference, why it can't serve this shape, or None if it can."""
@@ -108,7 +111,19 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
         BackendUnavailableError: see :func:`choose`.
     """
     call = _under_autocast(call)
+    if torch.compiler.is_compiling():
+        return _attend_compiled(call, attention)
     return BACKENDS[choose(call.shape, attention)].run(call)
+
+
+def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:
+    shape = call.shape
+    for name in TRACED:
+        if attention in ("auto", name) and BACKENDS[name].rejects(shape) is None:
+            return BACKENDS[name].run(call)
+    from fastpack.backends import opaque
+
+    return opaque.run(choose(shape, attention), call)
 
 
 def _under_autocast(call: AttentionCall) -> AttentionCall:

@@ -91,6 +91,8 @@ class PackedSeqLens:
             bucket's N + 1 entries (the last offset, repeated, ends sequences without a token), and ``max_seqlen`` is
             its bound; ``lengths`` are the real ones and those of the tail.
         tail: lengths of the sequences behind the real ones, made of copies of the batch's first token.
+        max_seqlen: the longest length, or the bucket's bound on it; made from the others, as is the next.
+        real_tokens: T without the tail.
     """
 
     lengths: tuple[int, ...]
@@ -101,7 +103,17 @@ class PackedSeqLens:
     is_empty: bool = False
     bucket: Bucket | None = None
     tail: tuple[int, ...] = ()
+    max_seqlen: int = 0
+    real_tokens: int = 0
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # kept, so that who reads them in a compiled region reads no length: it would be compiled anew for other ones
+        if not self.max_seqlen:
+            longest = max(self.lengths) if self.bucket is None else self.bucket.max_seqlen
+            object.__setattr__(self, "max_seqlen", longest)
+        if not self.real_tokens:
+            object.__setattr__(self, "real_tokens", self.total_tokens - sum(self.tail))
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str = "cpu") -> PackedSeqLens:
@@ -121,20 +133,10 @@ class PackedSeqLens:
         """N: how many sequences have a token."""
         return len(self.lengths)
 
-    @cached_property
+    @property
     def total_tokens(self) -> int:
         """T."""
-        return sum(self.lengths) if self.bucket is None else self.bucket.tokens
-
-    @cached_property
-    def real_tokens(self) -> int:
-        """T without the tail."""
-        return self.total_tokens - sum(self.tail)
-
-    @cached_property
-    def max_seqlen(self) -> int:
-        """The longest length, or the bucket's bound on it."""
-        return max(self.lengths) if self.bucket is None else self.bucket.max_seqlen
+        return self.position_ids.shape[1]
 
     @cached_property
     def seq_idx(self) -> Tensor:
@@ -159,6 +161,8 @@ class PackedSeqLens:
 
     def memo(self, key: Any, build: Any) -> Any:
         """What ``build()`` returns, computed once for this batch under ``key``."""
+        if torch.compiler.is_compiling():
+            return build()  # a compiler keeps what it has made already
         if key not in self._memo:
             self._memo[key] = build()
         return self._memo[key]
@@ -215,6 +219,8 @@ class PackedSeqLens:
             indices=indices,
             bucket=bucket,
             tail=tail,
+            max_seqlen=bucket.max_seqlen,
+            real_tokens=self.total_tokens,
             _memo={},
         )
 
@@ -231,7 +237,8 @@ class PackedSeqLens:
 
     def flattened(self) -> PackedSeqLens:
         """The same sequences as the one row ``[1, T]`` that :meth:`unpad` makes of them, the tail among them."""
-        return replace(self, indices=None, batch_shape=(1, self.total_tokens), tail=(), _memo={})
+        total = self.total_tokens
+        return replace(self, indices=None, batch_shape=(1, total), tail=(), real_tokens=total, _memo={})
 
     def unpad(self, x_BS: Tensor) -> Tensor:
         """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order, then the tail."""
@@ -276,7 +283,10 @@ class PackedSeqLens:
             )
         if self.is_empty:
             return labels_BS
-        starts = self.cu_seqlens[: len(self.lengths) - len(self.tail)].long()
+        starts = self.cu_seqlens[:-1].long()
+        if self.bucket is not None:
+            # Sequences without a token, and those of the tail, stand for the first: so no length is read.
+            starts = torch.where(starts < self.total_tokens, starts, 0)
         if self.indices is not None:
             starts = self.indices[starts]
         return labels_BS.reshape(-1).index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)

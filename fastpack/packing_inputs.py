@@ -8,6 +8,7 @@ nothing contradictory passes.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,8 +52,21 @@ def pack_inputs(
     """
     given = {key: value for key, value in (packing or {}).items() if value is not None}
     ours = given.get("packed_seq_lens")
-    if isinstance(ours, PackedSeqLens) and ours.batch_shape == shape:
-        return ours.to(device)  # already read from this very batch, and checked, by the head
+    compiling = torch.compiler.is_compiling()
+    if isinstance(ours, PackedSeqLens) and not (compiling and ours.cu_seqlens.device != device):
+        if ours.batch_shape == shape:
+            return ours.to(device)  # already read from this very batch, and checked, by the head or a collator
+        alone = attention_mask is None and position_ids is None and len(given) == 1
+        if ours.batch_shape is None and alone and shape == (1, ours.real_tokens):
+            # a compiler would read every length to make another one, and the shape says nothing new
+            return ours if compiling else replace(ours.to(device), batch_shape=shape)
+    if compiling:
+        from fastpack.packing_outside import read_outside
+
+        found: PackedSeqLens = read_outside(
+            shape, device, attention_mask=attention_mask, position_ids=position_ids, packing=packing
+        )
+        return found
 
     rows, columns = shape
     slots = rows * columns

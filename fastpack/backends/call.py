@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -93,7 +92,7 @@ class AttentionCall:
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window counts the query itself, so it is at least 1, not {self.window}.")
 
-    @cached_property
+    @property
     def shape(self) -> AttentionShape:
         """What backends are asked about."""
         return AttentionShape(

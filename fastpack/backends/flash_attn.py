@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda
+from fastpack.compiling import known_once
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def rejects(shape: AttentionShape) -> str | None:
 
 def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``; grouped key/value heads are read as they are."""
-    generation = next(g for g in GENERATIONS if _rejects(g, call.shape) is None)
+    shape = call.shape
+    generation = next(g for g in GENERATIONS if _rejects(g, shape) is None)
     window = call.effective_window
     keywords: dict[str, Any] = {
         "cu_seqlens_q": call.packed.cu_seqlens,
@@ -119,7 +121,7 @@ def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
     return why
 
 
-@functools.cache
+@known_once
 def _installed(module: str) -> bool:
     parent = module.partition(".")[0]
     if importlib.util.find_spec(parent) is None:
@@ -132,7 +134,7 @@ def _installed(module: str) -> bool:
         return True
 
 
-@functools.cache
+@known_once
 def _import_error(module: str) -> str | None:
     # A wheel for another torch or CUDA, or generation 4's source shipped beside 2 without what it needs.
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastpack.backends.call import AttentionShape
+from fastpack.compiling import constant
 
 INT32_LIMIT = 2**31
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -14,7 +15,13 @@ def cuda_capability(shape: AttentionShape) -> tuple[int, int] | None:
     """Compute capability of the shape's device, or None where it is not a CUDA device of this machine."""
     if shape.device.type != "cuda" or not torch.cuda.is_available():
         return None
-    return torch.cuda.get_device_capability(shape.device)
+    return _capability(shape.device)
+
+
+@constant
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
 
 
 def needs_cuda(shape: AttentionShape, minimum: tuple[int, int]) -> str | None:

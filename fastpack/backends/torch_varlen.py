@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import flash2_rejects
+from fastpack.compiling import known_once
 
 
 def rejects(shape: AttentionShape) -> str | None:
@@ -44,9 +44,13 @@ def run(call: AttentionCall) -> Tensor:
     return out
 
 
-@functools.cache
 def _grouped_heads(grouped: bool) -> dict[str, Any]:
+    return {"enable_gqa": True} if grouped and _asks_for_groups() else {}
+
+
+@known_once
+def _asks_for_groups() -> bool:
     # torch 2.11 takes fewer key/value heads without being told; from 2.13 on it wants enable_gqa=True.
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"enable_gqa": True} if grouped and "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import needs_cuda
+from fastpack.compiling import known_once
 
 
 def rejects(shape: AttentionShape) -> str | None:
@@ -18,6 +18,8 @@ def rejects(shape: AttentionShape) -> str | None:
     why = _unusable()
     if why is not None:
         return why
+    if torch.compiler.is_compiling():
+        return "in a compiled region its mask, made of lengths on the host, would wait for the device in each layer"
     if shape.softcap is not None:
         return "xformers has no softcap"
     if shape.sinks:
@@ -56,7 +58,7 @@ def _bias(call: AttentionCall, window: int | None) -> Any:
     return bias if window is None else bias.make_local_attention(window)
 
 
-@functools.cache
+@known_once
 def _unusable() -> str | None:
     if importlib.util.find_spec("xformers") is None:
         return "xformers is not installed (pip install xformers)"

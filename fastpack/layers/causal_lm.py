@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fastpack.compiling import known_once
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import HeadSpec
 from fastpack.layers.loss import fused_head, fused_loss_serves
@@ -69,14 +70,12 @@ def backbone_forward(
     _refuse_media(arguments)
 
     packed = _pack(arguments, packing)
-    embeddings = arguments.get("inputs_embeds")
-    if embeddings is None and packed.batch_shape is not None and _adds_noise(backbone, packed):
-        embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
+    ids, embeddings = _embedded(backbone, arguments, packed)
     as_tuple = _wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
     arguments.update(
-        input_ids=None if embeddings is not None else packed.unpad(arguments["input_ids"]),
-        inputs_embeds=None if embeddings is None else packed.unpad(embeddings),
+        input_ids=ids,
+        inputs_embeds=embeddings,
         attention_mask=mask_stand_in(packed),
         position_ids=packed.position_ids,
         packed_seq_lens=packed,
@@ -103,6 +102,7 @@ def head_forward(
     ``loss``, the head's declaration, its own loss is computed without logits in training.
     """
     args, kwargs = prepare_head(head, kind, args, kwargs)
+    kwargs = _without_first_labels(kind, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return call_stock(head, stock, *args, **kwargs)
@@ -152,7 +152,11 @@ def head_pre_hook(
         PatchError: the module is a replica that ``nn.DataParallel`` made.
     """
     refuse_replica(module)
-    return prepare_head(module, kind, args, kwargs)
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, functools.partial) and forward.func is head_forward:
+        return args, kwargs  # it does so itself
+    args, kwargs = prepare_head(module, kind, args, kwargs)
+    return args, _without_first_labels(kind, kwargs)
 
 
 def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -178,24 +182,27 @@ def prepare_head(
         PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
     """
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
-    if not needs_packing:
+    if not (needs_packing or torch.compiler.is_compiling()):  # one break is enough: at the first door
         return args, kwargs
     arguments = _bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
         return args, kwargs
-    given = arguments.get("packed_seq_lens")
-    packed = _pack(arguments, take_packing(arguments))
-    arguments["packed_seq_lens"] = packed
+    packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments))
     rows = _shape(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
             f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
             "gives one result a row. Send a padded batch: it runs padding-free inside all the same."
         )
-    labels = arguments.get("labels")
-    if kind == "causal_lm" and isinstance(labels, Tensor) and packed is not given:
-        arguments["labels"] = packed.mask_first_labels(labels)
     return (), arguments
+
+
+def _without_first_labels(kind: HeadKind, arguments: dict[str, Any]) -> dict[str, Any]:
+    """With the first label of each sequence ignored, on a copy, where the packing was read."""
+    packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
+    if kind != "causal_lm" or not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
+        return arguments
+    return {**arguments, "labels": packed.mask_first_labels(labels)}
 
 
 def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
@@ -238,6 +245,27 @@ def _shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
             f"inputs have shape {tuple(source.shape)}; pass input_ids [B, S] or inputs_embeds [B, S, H]."
         )
     return source.shape[0], source.shape[1]
+
+
+def _embedded(
+    backbone: Any, arguments: Mapping[str, Any], packed: PackedSeqLens
+) -> tuple[Tensor | None, Tensor | None]:
+    """Ids or embeddings of the real tokens, whichever the backbone is to start from."""
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if embeddings is None and _adds_noise(backbone, packed):
+        embeddings = backbone.get_input_embeddings()(ids)
+    if embeddings is not None:
+        return None, packed.unpad(embeddings)
+    assert ids is not None
+    ids = packed.unpad(ids)
+    if torch.compiler.is_compiling():
+        embedding = backbone.get_input_embeddings()
+        hooks = [getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()]
+        if hooks and all(name.startswith("make_inputs_require_grad") for name in hooks):
+            # transformers' and PEFT's hook, for checkpointing, can't be compiled, nor does compiled checkpointing need
+            # an input with a gradient
+            return None, type(embedding).forward(embedding, ids)
+    return ids, None
 
 
 def _adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
@@ -283,7 +311,7 @@ def _refuse_media(arguments: Mapping[str, Any]) -> None:
 
 def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
     """Everything per token into its slot of the padded batch; the rest as it is."""
-    if packed.batch_shape is None or (packed.batch_shape[0] == 1 and packed.indices is None):
+    if packed.indices is None and (packed.batch_shape is None or packed.batch_shape[0] == 1):
         return outputs
     seen: dict[int, Tensor] = {}
 
@@ -306,7 +334,7 @@ def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
     return outputs
 
 
-@functools.cache
+@known_once
 def _parameters(forward: Any) -> tuple[str, ...]:
     """Names of the positional parameters of a class's forward, without self."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)

@@ -21,7 +21,7 @@ from fastpack.adapters import carries_hooks, read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
-from fastpack.ops.projections import Projection
+from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
 

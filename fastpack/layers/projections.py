@@ -14,7 +14,8 @@ from fastpack.families.spec import NormSpec
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.lora import add_updates
-from fastpack.ops.projections import Norm, Projection, project
+from fastpack.ops.projection_parts import Norm, Projection
+from fastpack.ops.projections import project
 
 
 def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:

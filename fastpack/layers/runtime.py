@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastpack.ops.projections import Workspace
+from fastpack.ops.projection_parts import Workspace
 from fastpack.options import PatchOptions
 
 

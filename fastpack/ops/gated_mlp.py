@@ -22,23 +22,18 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.implementation import Implementation
+from fastpack.ops.projection_parts import Norm, Projection, Settings, Workspace, tensors_of
 from fastpack.ops.projections import (
-    Norm,
-    Projection,
-    Settings,
-    Workspace,
     backward_to_input,
     backward_to_weights,
-    expand_forward,
-    factors,
     group_forward,
     needs_input_again,
     normalise,
     normalise_backward,
     normalised_again,
-    tensors_of,
 )
 from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
+from fastpack.ops.updates import expand_forward, factors
 
 
 def gated_mlp(
@@ -59,10 +54,11 @@ def gated_mlp(
         inner: gate and up, or the one projection to both, ``[2 I, H]`` (Phi 3).
         residual: add x to the result.
     """
+    settings = (Settings.of(inner, workspace, implementation), Settings.of([down], workspace, implementation))
+    weight = None if norm is None else norm.weight
     out: Tensor = _GatedMlp.apply(
-        Settings.of(inner, workspace), Settings.of([down], workspace), norm, activation, residual, implementation, x,
-        None if norm is None else norm.weight, *tensors_of([*inner, down]),
-    )  # fmt: skip
+        *settings, norm, activation, residual, implementation, x, weight, *tensors_of([*inner, down])
+    )
     return out
 
 

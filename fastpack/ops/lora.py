@@ -12,15 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.ops.projections import (
-    Lora,
-    Settings,
-    Workspace,
-    backward_to_input,
-    backward_to_weights,
-    expand_forward,
-    needs_input_again,
-)
+from fastpack.ops.projection_parts import Lora, Settings, Workspace
+from fastpack.ops.projections import backward_to_weights, needs_input_again
+from fastpack.ops.updates import expand_backward, expand_forward, shrink_backward
 
 
 def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]) -> list[Tensor]:
@@ -67,7 +61,8 @@ class _AddUpdates(torch.autograd.Function):
         needs = ctx.needs_input_grad[2 + len(grads) :]
         with torch.autocast(kept["x"].device.type, enabled=False):
             given = [grad if i in settings.owners else None for i, grad in enumerate(grads)]
-            dn, low = backward_to_input(given, settings, kept, need_input=ctx.needs_input_grad[1], weights=False)
+            low = shrink_backward(given, settings, kept)
+            dn = expand_backward(low, settings, kept) if low is not None and ctx.needs_input_grad[1] else None
             n = kept["x"].to(settings.dtype) if needs_input_again(needs) else None
             weights = backward_to_weights(given, low, n, settings, kept, needs)
         return None, dn if dn is None else dn.to(kept["x"].dtype), *grads, *weights

@@ -17,123 +17,15 @@ Shape suffixes: T tokens, H size of the input, O of an output, R rank of LoRA.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.norm import Rounding, rms_norm_apply, rms_norm_backward, rms_norm_forward
-
-
-@dataclass(frozen=True, eq=False)
-class Lora:
-    """A low-rank update: a ``[R, H]``, b ``[O, R]``, in any float dtype; dropout is a probability."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    dropout: float = 0.0
-
-
-@dataclass(frozen=True, eq=False)
-class Projection:
-    """What a linear layer computes with.
-
-    Attributes:
-        weight: ``[O, H]``, or bitsandbytes' packed 4-bit weight where there is a ``quant_state``.
-        bias: ``[O]`` or None.
-        dtype: what the product is computed in.
-    """
-
-    weight: Tensor
-    dtype: torch.dtype
-    bias: Tensor | None = None
-    lora: Lora | None = None
-    quant_state: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class Norm:
-    """A root-mean-square norm before a group; see :func:`fastpack.ops.norm.rms_norm`."""
-
-    weight: Tensor
-    eps: float
-    rounding: Rounding = "before"
-    unit_offset: bool = False
-
-
-@dataclass
-class Workspace:
-    """The buffer into which 4-bit weights are dequantised, shared by all layers of a model, one after the other."""
-
-    buffers: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
-
-    def get(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory, valid until the next call. A captured graph gets memory of its own."""
-        count = 1
-        for size in shape:
-            count *= size
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.empty(*shape, dtype=dtype, device=device)
-        found = self.buffers.get((dtype, device))
-        if found is None or found.numel() < count:
-            found = self.buffers[dtype, device] = torch.empty(count, dtype=dtype, device=device)
-        return found[:count].view(*shape)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"buffers": {}}  # a copy or a pickle of a model needs no copy of scratch memory
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
-        return Workspace()
-
-
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """What a group of projections has beside tensors; one entry of each tuple for each projection.
-
-    ``loras`` holds ``(scale, dropout)``, or None for a projection without an update.
-    """
-
-    dtype: torch.dtype
-    loras: tuple[tuple[float, float] | None, ...]
-    quant_states: tuple[Any, ...]
-    workspace: Workspace
-
-    @classmethod
-    def of(cls, projections: Sequence[Projection], workspace: Workspace) -> Settings:
-        """Those of a group, all of which compute in the same dtype."""
-        return cls(
-            projections[0].dtype,
-            tuple(None if p.lora is None else (p.lora.scale, p.lora.dropout) for p in projections),
-            tuple(p.quant_state for p in projections),
-            workspace,
-        )
-
-    @property
-    def uniform(self) -> bool:
-        """True where one product with all A at once serves every update of the group."""
-        return not any(lora and lora[1] for lora in self.loras)
-
-    @property
-    def owners(self) -> list[int]:
-        """Which projections have an update."""
-        return [i for i, lora in enumerate(self.loras) if lora is not None]
-
-    def scale(self, i: int) -> float:
-        """Of projection i's update."""
-        lora = self.loras[i]
-        assert lora is not None
-        return lora[0]
-
-
-def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:
-    """weight, bias, A and B of each projection, flat: what a Function is given and returns gradients for."""
-    flat: list[Tensor | None] = []
-    for p in projections:
-        flat += [p.weight, p.bias, None if p.lora is None else p.lora.a, None if p.lora is None else p.lora.b]
-    return flat
+from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
+from fastpack.ops.projection_parts import Norm, Projection, Settings, Workspace, tensors_of
+from fastpack.ops.updates import expand_backward, expand_forward, shrink_backward, update_gradients
 
 
 def project(
@@ -160,7 +52,7 @@ def project(
         gradient is added inside the norm's backward.
     """
     made: tuple[Tensor, ...] = _Project.apply(
-        Settings.of(projections, workspace), norm, implementation, x, residual,
+        Settings.of(projections, workspace, implementation), norm, implementation, x, residual,
         None if norm is None else norm.weight, *tensors_of(projections),
     )  # fmt: skip
     return made[:-1], made[-1]
@@ -310,97 +202,32 @@ def group_forward(
     return outputs
 
 
-def expand_forward(
-    n: Tensor, settings: Settings, flat: Sequence[Tensor | None], keep: dict[str, Tensor], *, prefix: str = ""
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """The two factors of each projection's update: ``scale_i dropout_i(n) A_i^T [T, R_i]`` and ``B_i^T [R_i, O_i]``."""
-    owners = settings.owners
-    if not owners:
-        return {}
-    scaled = torch._foreach_mul([flat[4 * i + 2] for i in owners], [settings.scale(i) for i in owners])  # type: ignore[misc]
-    ranks = [len(a) for a in scaled]
-    stacked = keep[f"{prefix}a"] = (torch.cat(scaled) if len(scaled) > 1 else scaled[0]).to(settings.dtype)
-    if settings.uniform:
-        together = torch.mm(n, stacked.t())
-    else:
-        together = torch.empty(len(n), sum(ranks), dtype=n.dtype, device=n.device)
-        for i, a, t in zip(owners, stacked.split(ranks), together.split(ranks, 1), strict=True):
-            dropout = settings.loras[i][1]  # type: ignore[index]
-            dropped = n
-            if dropout:
-                dropped, keep[f"{prefix}mask{i}"] = torch.native_dropout(n, dropout, True)
-            torch.mm(dropped, a.t(), out=t)
-    keep[f"{prefix}t"] = together
-    for i in owners:
-        b = flat[4 * i + 3]
-        assert b is not None
-        keep[f"{prefix}b{i}"] = b.to(settings.dtype)
-    return factors(settings, keep, prefix=prefix)
-
-
-def factors(settings: Settings, kept: dict[str, Tensor], *, prefix: str = "") -> dict[int, tuple[Tensor, Tensor]]:
-    """What :func:`expand_forward` returned, from what it kept."""
-    if not settings.owners:
-        return {}
-    wide = [kept[f"{prefix}b{i}"] for i in settings.owners]
-    thin = kept[f"{prefix}t"].split([b.shape[1] for b in wide], 1)
-    return {i: (t, b.t()) for i, t, b in zip(settings.owners, thin, wide, strict=True)}
-
-
 def backward_to_input(
     grads: Sequence[Tensor | None],
     settings: Settings,
     kept: dict[str, Tensor],
     *,
     need_input: bool,
-    weights: bool = True,
     updates: bool = True,
     prefix: str = "",
 ) -> tuple[Tensor | None, Tensor | None]:
     """From the gradients of a group's outputs, in ``settings.dtype`` or None, to that of its input ``n [T, H]``.
 
     Args:
-        weights: whether the base products belong to the group; else the low-rank updates alone do.
         updates: whether the updates' share is added to the input's gradient; else the caller does it.
 
     Returns:
-        It (None where it is not needed), and those of the low-rank activations side by side, ``[T, sum of R]``, which
-        :func:`backward_to_weights` needs (None without LoRA).
+        It (None where it is not needed), and what :func:`fastpack.ops.updates.shrink_backward` gives.
     """
-    dn: Tensor | None = None
-    low: Tensor | None = None
-    owners = settings.owners
-    if owners:
-        ranks = [kept[f"{prefix}b{i}"].shape[1] for i in owners]
-        low = torch.empty_like(kept[f"{prefix}t"])
-        for i, part in zip(owners, low.split(ranks, 1), strict=True):
-            grad = grads[i]
-            if grad is None:
-                part.zero_()
-            else:
-                torch.mm(grad, kept[f"{prefix}b{i}"], out=part)
-        if need_input and updates:
-            dn = _expand(low, ranks, settings, kept, prefix)
-    if need_input and weights:
-        for i, grad in enumerate(grads):
-            if grad is not None:
-                dense = _dense(kept[f"{prefix}w{i}"], settings, i)
-                dn = torch.mm(grad, dense) if dn is None else dn.addmm_(grad, dense)
+    low = shrink_backward(grads, settings, kept, prefix=prefix)
+    if not need_input:
+        return None, low
+    dn = None if low is None or not updates else expand_backward(low, settings, kept, prefix=prefix)
+    for i, grad in enumerate(grads):
+        if grad is not None:
+            dense = _dense(kept[f"{prefix}w{i}"], settings, i)
+            dn = torch.mm(grad, dense) if dn is None else dn.addmm_(grad, dense)
     return dn, low
-
-
-def _expand(low: Tensor, ranks: list[int], settings: Settings, kept: dict[str, Tensor], prefix: str) -> Tensor:
-    """The update's share of the input's gradient, ``[T, H]``."""
-    stacked = kept[f"{prefix}a"]
-    if settings.uniform:
-        return torch.mm(low, stacked)
-    total: Tensor | None = None
-    for i, part, a in zip(settings.owners, low.split(ranks, 1), stacked.split(ranks), strict=True):
-        share = torch.mm(part, a)
-        _dropped(share, settings, i, kept, prefix)
-        total = share if total is None else total.add_(share)
-    assert total is not None
-    return total
 
 
 def backward_to_weights(
@@ -428,50 +255,13 @@ def backward_to_weights(
             made[4 * i] = torch.mm(grad.t(), n)
         if needs[4 * i + 1]:
             made[4 * i + 1] = grad.sum(0)
-    owners = settings.owners
-    if not owners:
-        return made
-    assert low is not None
-    ranks = [kept[f"{prefix}b{i}"].shape[1] for i in owners]
-    for i, t in zip(owners, kept[f"{prefix}t"].split(ranks, 1), strict=True):
-        grad = grads[i]
-        if needs[4 * i + 3] and grad is not None:
-            made[4 * i + 3] = _mm_float32(grad.t(), t)
-    trained = [i for i in owners if needs[4 * i + 2]]
-    if not trained:
-        return made
-    assert n is not None
-    if settings.uniform:
-        gradients = list(_mm_float32(low.t(), n).split(ranks))
-    else:
-        gradients = []
-        for i, part in zip(owners, low.split(ranks, 1), strict=True):
-            gradients.append(_mm_float32(part.t(), _dropped(n.clone(), settings, i, kept, prefix)))
-    scaled = torch._foreach_mul(gradients, [settings.scale(i) for i in owners])
-    for i, gradient in zip(owners, scaled, strict=True):
-        made[4 * i + 2] = gradient if i in trained else None
+    update_gradients(grads, low, n, settings, kept, needs, made, prefix=prefix)
     return made
 
 
 def needs_input_again(needs: Sequence[bool]) -> bool:
     """True where a weight or an A is trained."""
     return any(needs[0::4]) or any(needs[2::4])
-
-
-def _dropped(x: Tensor, settings: Settings, i: int, kept: dict[str, Tensor], prefix: str) -> Tensor:
-    """``x`` with projection i's dropout applied again, in place."""
-    mask = kept.get(f"{prefix}mask{i}")
-    if mask is None:
-        return x
-    dropout = settings.loras[i][1]  # type: ignore[index]
-    return x.mul_(mask).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
-
-
-def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in float32: a sum over tokens, whose rounding the optimizer would see."""
-    if a.is_cuda and a.dtype != torch.float32:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b).float()
 
 
 def _dense(weight: Tensor, settings: Settings, i: int) -> Tensor:

@@ -15,7 +15,7 @@ PROBES = (
     flash_attn._import_error,
     flash_attn._function,
     xformers._unusable,
-    torch_varlen._grouped_heads,
+    torch_varlen._asks_for_groups,
 )
 
 

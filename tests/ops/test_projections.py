@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.lora import add_updates
 from fastpack.ops.norm import rms_norm
-from fastpack.ops.projections import Lora, Norm, Projection, Workspace, project
+from fastpack.ops.projection_parts import Lora, Norm, Projection, Workspace
+from fastpack.ops.projections import project
 
 T, H, INNER, R = 13, 24, 40, 3
 BOUND = 1e-5
@@ -315,3 +316,20 @@ def test_workspace_grows_and_is_not_copied() -> None:
     assert space.get((2, 8), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
     assert space.get((8, 8), torch.float32, torch.device("cpu")).shape == (8, 8)
     assert not copy.deepcopy(space).buffers
+
+
+def test_the_kernel_that_casts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from fastpack.ops.kernels import cast
+
+    calls: list[int] = []
+    stock = cast.cast_together
+    monkeypatch.setattr(cast, "cast_together", lambda tensors, dtype: calls.append(1) or stock(tensors, dtype))
+    group = [projection(32, dtype=torch.float16), projection(16, dtype=torch.float16, lora=False)]
+    x = leaf(T, H, dtype=torch.float16)
+    results = []
+    for implementation in ("torch", "triton"):
+        outputs, _ = project(x, group, WORKSPACE, implementation=implementation)  # type: ignore[arg-type]
+        results.append([*outputs, *gradients(list(outputs), leaves(x, *group), [torch.ones_like(o) for o in outputs])])
+    assert calls == [1]
+    agree(results[1], results[0], bound=0)

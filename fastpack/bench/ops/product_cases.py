@@ -15,7 +15,8 @@ from fastpack.bench.lengths import make_lengths
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, with_liger
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.linear_cross_entropy import linear_cross_entropy
-from fastpack.ops.projections import Lora, Projection, Workspace, project
+from fastpack.ops.projection_parts import Lora, Projection, Workspace
+from fastpack.ops.projections import project
 from fastpack.packing import PackedSeqLens
 
 LORA_SCALE = 2.0

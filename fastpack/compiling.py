@@ -1,0 +1,73 @@
+"""A patched model under ``torch.compile``.
+
+Compile the whole model, after patching it, and feed it batches whose lengths were read in the collator::
+
+    packed = PackedSeqLens.from_lengths(lengths).bucketed()
+    batch = {
+        "input_ids": packed.unpad(input_ids),  # [1, T] to the bucket's T
+        "labels": packed.unpad(packed.mask_first_labels(labels)),  # those of the tail are ignored
+        "packed_seq_lens": packed.flattened(),
+    }
+    model = torch.compile(fastpack.patch(model), fullgraph=True)
+
+Shapes and all else that is guarded are the bucket's, so that nothing is compiled more often than there are buckets.
+Without ``bucketed()`` sizes become symbolic after a few batches. Any other batch (padded, restarting ``position_ids``)
+has its lengths read between two compiled regions, which ``fullgraph=True`` does not allow. Layers compiled one by one
+are compiled for each layer: their forwards are of the instance.
+
+Kernels and Functions of ours stay out: a compiler fuses the plain definitions with their neighbours. Attention runs on
+``torch_varlen`` where that serves, else on any backend as one operator (:mod:`fastpack.backends.opaque`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Found = TypeVar("Found")
+
+
+@contextmanager
+def activation_memory_budget(fraction: float) -> Iterator[None]:
+    """Let ``torch.compile`` keep this share of the activations that a backward pass would like, and recompute the rest.
+
+    The compiler chooses what is cheap to compute again (its own setting ``activation_memory_budget``, which it reads
+    when it compiles: put this around the steps that do, and those that may compile anew). Outside compiled regions it
+    does nothing. Results stay what they are.
+
+    Args:
+        fraction: from 0, the inputs of the compiled region alone, to 1, whatever makes the backward fastest.
+
+    Raises:
+        ValueError: ``fraction`` is not from 0 to 1.
+    """
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"activation_memory_budget takes a fraction from 0 to 1, not {fraction!r}: 0.5 keeps half.")
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=float(fraction)):
+        yield
+
+
+def constant(function: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
+    """Mark what ``torch.compile`` is to call while it traces, and take for a constant: the same results for the same
+    arguments as long as the process lives, and these are strings, bools, numbers, None or tuples of them."""
+    # as torch.compiler.assume_constant_result does, which imports the compiler: `import fastpack` is not the time
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def known_once(function: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
+    """``functools.cache`` that is a :func:`constant`: the compiler would look through the cache into the function."""
+    cached: Any = functools.cache(function)
+
+    @functools.wraps(function)
+    def known(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+        found: Found = cached(*args, **kwargs)
+        return found
+
+    known.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return constant(known)

@@ -1,0 +1,135 @@
+"""What projections are made of, as the Functions that compute with them take it.
+
+Shape suffixes: H size of the input, O of an output, R rank of LoRA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.implementation import Implementation
+from fastpack.ops.norm import Rounding
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """A low-rank update: a ``[R, H]``, b ``[O, R]``, in any float dtype; dropout is a probability."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """What a linear layer computes with.
+
+    Attributes:
+        weight: ``[O, H]``, or bitsandbytes' packed 4-bit weight where there is a ``quant_state``.
+        bias: ``[O]`` or None.
+        dtype: what the product is computed in.
+    """
+
+    weight: Tensor
+    dtype: torch.dtype
+    bias: Tensor | None = None
+    lora: Lora | None = None
+    quant_state: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A root-mean-square norm before a group; see :func:`fastpack.ops.norm.rms_norm`."""
+
+    weight: Tensor
+    eps: float
+    rounding: Rounding = "before"
+    unit_offset: bool = False
+
+
+@dataclass
+class Workspace:
+    """The buffer into which 4-bit weights are dequantised, shared by all layers of a model, one after the other."""
+
+    buffers: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
+
+    def get(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Uninitialised memory, valid until the next call. A captured graph gets memory of its own."""
+        count = 1
+        for size in shape:
+            count *= size
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.empty(*shape, dtype=dtype, device=device)
+        found = self.buffers.get((dtype, device))
+        if found is None or found.numel() < count:
+            found = self.buffers[dtype, device] = torch.empty(count, dtype=dtype, device=device)
+        return found[:count].view(*shape)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"buffers": {}}  # a copy or a pickle of a model needs no copy of scratch memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
+        return Workspace()
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """What a group of projections has beside tensors; one entry of each tuple for each projection.
+
+    ``loras`` holds ``(scale, dropout)``, or None for a projection without an update.
+    """
+
+    dtype: torch.dtype
+    loras: tuple[tuple[float, float] | None, ...]
+    quant_states: tuple[Any, ...]
+    workspace: Workspace
+    implementation: Implementation = "auto"
+
+    @classmethod
+    def of(cls, projections: Sequence[Projection], workspace: Workspace, implementation: Implementation) -> Settings:
+        """Those of a group, all of which compute in the same dtype."""
+        return cls(
+            projections[0].dtype,
+            tuple(None if p.lora is None else (p.lora.scale, p.lora.dropout) for p in projections),
+            tuple(p.quant_state for p in projections),
+            workspace,
+            implementation,
+        )
+
+    @property
+    def uniform(self) -> bool:
+        """True where one product with all A at once serves every update: one scale, no dropout."""
+        found = {lora for lora in self.loras if lora is not None}
+        return len(found) <= 1 and not any(dropout for _, dropout in found)
+
+    @property
+    def owners(self) -> list[int]:
+        """Which projections have an update."""
+        return [i for i, lora in enumerate(self.loras) if lora is not None]
+
+    def scale(self, i: int) -> float:
+        """Of projection i's update."""
+        return self._lora(i)[0]
+
+    def dropout(self, i: int) -> float:
+        """The probability with which projection i's update drops an element of its input."""
+        return self._lora(i)[1]
+
+    def _lora(self, i: int) -> tuple[float, float]:
+        lora = self.loras[i]
+        assert lora is not None
+        return lora
+
+
+def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:
+    """weight, bias, A and B of each projection, flat: what a Function is given and returns gradients for."""
+    flat: list[Tensor | None] = []
+    for p in projections:
+        flat += [p.weight, p.bias, None if p.lora is None else p.lora.a, None if p.lora is None else p.lora.b]
+    return flat

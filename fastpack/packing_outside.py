@@ -1,0 +1,14 @@
+"""Reading a batch outside a compiled region. Imported only where one is traced, since this imports the compiler."""
+
+from __future__ import annotations
+
+import torch
+
+from fastpack.packing_inputs import pack_inputs
+
+read_outside = torch.compiler.disable(
+    pack_inputs,
+    reason="where the sequences of this batch begin and end has to be read on the host. For fullgraph=True pass a "
+    "fastpack.PackedSeqLens, built in the collator and on the model's device, as packed_seq_lens",
+)
+"""Breaks the graph, once a step."""
