@@ -7,6 +7,7 @@
 Importing this imports no model code and changes nothing.
 """
 
+from fastpack.compiling import activation_memory_budget
 from fastpack.errors import (
     BackendUnavailableError,
     FastpackError,
@@ -31,6 +32,7 @@ __all__ = [
     "PatchReport",
     "UnsupportedModelError",
     "__version__",
+    "activation_memory_budget",
     "is_patched",
     "patch",
     "patched",

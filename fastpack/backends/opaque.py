@@ -84,10 +84,10 @@ def _backward(
     softcap: float | None,
     backend: str,
 ) -> list[Tensor]:
-    # An operator runs beneath autograd; this is to be seen by it.
-    include = torch._C._dispatch_tls_local_include_set()
-    nothing = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-    with torch._C._ForceDispatchKeyGuard(include, nothing), torch.enable_grad():
+    # An operator runs beneath autograd; what happens here is to be seen by it. torch.func.vjp, the public way, takes no
+    # Functions of the old style, which flash-attn's are.
+    seen = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with seen, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         wanted = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
         q, k, v = wanted[:3]
         last = None if sinks is None else wanted[3]

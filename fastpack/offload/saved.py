@@ -135,6 +135,7 @@ class Pass:
         self._lane, self._min_bytes = lane, min_bytes
         self._waiting: deque[Contents] = deque()
         self._leaving: deque[Contents] = deque()
+        # by the address of a storage, which is not used again while there is a weak reference to it
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[Contents]]] = {}
         self._last: weakref.ref[Contents] | None = None
         self.sent = 0
@@ -167,10 +168,8 @@ class Pass:
 
     def _find(self, tensor: Tensor) -> Contents | None:
         """The contents of the tensor's storage, if they were saved before and are still the same."""
-        storage, found = self._seen.get(tensor.untyped_storage()._cdata, (None, None))
-        if storage is None or found is None or storage.expired():
-            return None
-        contents = found()
+        _, found = self._seen.get(tensor.untyped_storage()._cdata, (None, None))
+        contents = None if found is None else found()
         return contents if contents is not None and contents.is_in(tensor) else None
 
     def _advance(self) -> None:

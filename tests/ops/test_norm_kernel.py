@@ -224,7 +224,7 @@ def test_layer_norm_kernel_with_bias_and_a_weight_for_each_head(device: str) -> 
             if right.any():
                 assert_no_worse(value, torch_s, right)
             else:
-                assert not value.any(), "the gradient of a row of one"
+                assert value.abs().max() <= 1e-4, "the gradient of a row of one"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -203,20 +203,23 @@ def test_a_new_number_of_tokens_compiles_nothing() -> None:
 @pytest.mark.gpu
 def test_native_kernel_in_a_cuda_graph_and_beside_nothing() -> None:
     """One kernel forward, one backward, and no synchronisation: it can be captured."""
-    cos, sin = tables(300, 64, "half", torch.bfloat16)
-    positions = torch.arange(300, device=DEVICE).flip(0)
-    q, k = (drawn(300, n, 64, dtype=torch.bfloat16).requires_grad_() for n in (14, 2))
-    cotangents = [torch.ones_like(x) for x in (q, k)]
-
-    def step() -> tuple[Tensor, ...]:
-        out = apply_rope(q, k, cos, sin, positions=positions)
-        return *out, *torch.autograd.grad(out, (q, k), cotangents)
-
-    expected = step()
-    assert len(on_gpu(step)) == 2
+    stream = torch.cuda.Stream()  # leaves made on the default stream would draw it into the capture
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    with torch.cuda.stream(stream):
+        cos, sin = tables(300, 64, "half", torch.bfloat16)
+        positions = torch.arange(300, device=DEVICE).flip(0)
+        q, k = (drawn(300, n, 64, dtype=torch.bfloat16).requires_grad_() for n in (14, 2))
+        cotangents = [torch.ones_like(x) for x in (q, k)]
+
+        def step() -> tuple[Tensor, ...]:
+            out = apply_rope(q, k, cos, sin, positions=positions)
+            return *out, *torch.autograd.grad(out, (q, k), cotangents)
+
+        expected = step()
+        assert len(on_gpu(step)) == 2
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+    stream.synchronize()
     with torch.no_grad():
         q.neg_()
     graph.replay()

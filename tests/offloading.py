@@ -1,0 +1,172 @@
+"""Offloading without a GPU: a stand-in for the copies, models that use it, and checkpointed layers without a model.
+
+The stand-in copies on a queue of its own, as late as it may: a copy runs when it is waited for, or one after it is;
+what is read before is NaN, and memory that was freed under a copy is noticed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_sequences
+from test_adapters import with_lora
+from tiny import VOCAB, tiny_model
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastpack
+from fastpack.offload import CheckpointOffload, offload_of
+from fastpack.offload.transfer import Lane
+
+LAYERS = 7
+LENGTHS = (40, 1, 23)
+KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+class LateLink:
+    """Copies as late as allowed, and keeps a diary of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.queue: list[Callable[[], None]] = []
+        self.diary: list[tuple[str, int]] = []
+        self.names: dict[int, int] = {}
+        self.hazards = self.abandoned = self.done = 0
+        self.kept: list[Tensor] = []
+
+    def allocate(self, nbytes: int) -> Tensor:
+        return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN in every dtype
+
+    def mark(self) -> int:
+        return -1
+
+    def send(self, source: Tensor, host: Tensor, since: int) -> int:
+        self.names[host.data_ptr()] = sum(what == "send" for what, _ in self.diary)
+        self.diary.append(("send", self.names[host.data_ptr()]))
+        return self._later(weakref.ref(source), lambda x: host.copy_(x))
+
+    def bring(self, host: Tensor) -> tuple[Tensor, int]:
+        self.diary.append(("bring", self.names[host.data_ptr()]))
+        tensor = torch.full_like(host, float("nan"))
+        return tensor, self._later(weakref.ref(tensor), lambda x: x.copy_(host))
+
+    def _later(self, device: weakref.ref[Tensor], act: Callable[[Tensor], Any]) -> int:
+        def run() -> None:
+            there = device()
+            if there is None:
+                self.hazards += 1
+            else:
+                with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(there):
+                    act(there)
+
+        self.queue.append(run)
+        return len(self.queue)
+
+    def wait(self, moment: int) -> None:
+        for run in self.queue[self.done : moment]:
+            run()
+        self.done = max(self.done, moment)
+
+    def abandon(self, tensor: Tensor) -> None:
+        self.abandoned += 1
+        self.kept.append(tensor)
+
+    def did(self, what: str) -> list[int]:
+        return [which for did, which in self.diary if did == what]
+
+
+class LossyLink(LateLink):
+    """The negative control: what comes back is not what was sent."""
+
+    def bring(self, host: Tensor) -> tuple[Tensor, int]:
+        return torch.zeros_like(host), len(self.queue)
+
+
+class ForgetfulLink(LateLink):
+    """Another: nobody waits for copies to the device."""
+
+    def wait(self, moment: int) -> None:
+        if not self.did("bring"):
+            super().wait(moment)
+
+
+def backbone_of(model: Any) -> Any:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base.base_model
+
+
+def offloaded(model: Any, *, reentrant: bool = False, link: type[LateLink] = LateLink) -> Any:
+    """Patched, checkpointed, and with a stand-in for the device."""
+    prepared(model, "checkpoints", reentrant=reentrant)
+    ours = offload(model)
+    ours.connect, ours.min_bytes = link, 1024  # tokens' statistics are smaller
+    return model
+
+
+def prepared(model: Any, choice: Any, *, reentrant: bool = False) -> Any:
+    fastpack.patch(model, offload=choice)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if hasattr(model, "get_base_model"):
+        model.enable_input_require_grads()
+    return model
+
+
+def offload(model: Any) -> CheckpointOffload:
+    found = offload_of(backbone_of(model))
+    assert found is not None
+    return found
+
+
+def lane(model: Any) -> Lane:
+    (only,) = (found for found in offload(model)._lanes.values() if found is not None)
+    return only
+
+
+def run(model: Any, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Tensor:
+    ids = torch.cat(make_sequences(VOCAB, lengths, seed))[None]
+    loss: Tensor = model(input_ids=ids, labels=ids, packed_seq_lens=list(lengths)).loss
+    return loss
+
+
+def gradients(model: Any, *args: Any) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    run(model, *args).backward()
+    return collected(model)
+
+
+def collected(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def equal(ours: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
+    return bool(want) and ours.keys() == want.keys() and all(torch.equal(ours[name], want[name]) for name in want)
+
+
+def tiny(model_type: str = "llama", *, lora: bool = False) -> Any:
+    model = tiny_model(model_type, num_hidden_layers=LAYERS)
+    return with_lora(model) if lora else model
+
+
+class Chain:
+    """Checkpointed layers without a model around, and a diary of when they run."""
+
+    def __init__(self, link: LateLink, reentrant: bool) -> None:
+        self.link, self.reentrant = link, reentrant
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for index in range(LAYERS):
+            x = checkpoint(self.layer, x, index, use_reentrant=self.reentrant)
+        return x
+
+    def layer(self, x: Tensor, index: int) -> Tensor:
+        self.link.diary.append(("run", index))
+        return torch.tanh(x * (index + 1.5))
+
+
+def chain(reentrant: bool = False) -> tuple[CheckpointOffload, Chain, Tensor]:
+    link = LateLink(torch.device("cpu"))
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    return CheckpointOffload(connect=lambda device: link, min_bytes=0), Chain(link, reentrant), x

@@ -1,0 +1,394 @@
+"""Patched models under ``torch.compile``: whole graphs, as few as there are buckets, and the results of eager."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import FLOAT32_BOUND, Result, compare, make_sequences, padded, relative
+from tiny import VOCAB, WINDOW, tiny_model
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fastpack
+from fastpack import PackedSeqLens
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.backends import opaque, segments, torch_varlen
+from fastpack.backends.call import AttentionCall
+from fastpack.compiling import known_once
+
+LENGTHS = (7, 1, 19, 19, 33)
+SAME_SIZES = (33, 19, 1, 7, 19)
+"""Another batch of the same shapes."""
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def collate(lengths: tuple[int, ...], *, bucketed: bool = True, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
+    """What a collator would make: ids and labels ``[1, T]`` with their lengths."""
+    ids = torch.cat(make_sequences(VOCAB, lengths, seed))[None].to(device)
+    packed = PackedSeqLens.from_lengths(lengths, device=device)
+    if not bucketed:
+        return {"input_ids": ids, "labels": ids, "packed_seq_lens": packed}
+    packed = packed.bucketed()
+    labels = packed.unpad(packed.mask_first_labels(ids))
+    return {"input_ids": packed.unpad(ids), "labels": labels, "packed_seq_lens": packed.flattened()}
+
+
+def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
+    """Logits, loss and every gradient of one step."""
+    model.zero_grad(set_to_none=True)
+    out = function(**batch)
+    loss = out.loss if "labels" in batch else out.last_hidden_state.square().mean()
+    loss.backward()
+    output = out.logits if "labels" in batch else out.last_hidden_state
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Result([output.detach()], loss.detach(), grads)
+
+
+def error(found: Result, reference: Result) -> float:
+    return compare(found, reference).worst
+
+
+def calls_of_ours(graph: torch.fx.GraphModule) -> int:
+    """How often a graph, or one inside it, attends through the operator."""
+    nodes = [n for g in graph.modules() if isinstance(g, torch.fx.GraphModule) for n in g.graph.nodes]
+    return sum("packed_attention" in str(node.target) for node in nodes)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+def test_one_graph_with_the_results_of_eager(family: str) -> None:
+    """And those of other lengths of the same sizes come from the same graph, which holds none of them."""
+    model = fastpack.patch(tiny_model(family))
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    eager: list[Result] = []
+    for lengths in (LENGTHS, SAME_SIZES):
+        batch = collate(lengths)
+        eager.append(step(model, batch, model))
+        assert error(step(compiled, batch, model), eager[-1]) <= FLOAT32_BOUND
+    assert compiler.frame_count == 1
+    assert calls_of_ours(compiler.graphs[0]) == 2  # one a layer
+    # negative control: the graph follows the lengths that it is given, and a wrong one shows
+    wrong = collate(LENGTHS) | {"packed_seq_lens": collate(SAME_SIZES)["packed_seq_lens"]}
+    assert error(step(compiled, wrong, model), eager[0]) > 1e3 * FLOAT32_BOUND
+
+
+def test_lengths_alone_and_a_bare_backbone() -> None:
+    """Lengths need not be rounded up, nor the batch to its bucket by the collator; sizes become symbolic."""
+    from transformers import AutoModel
+
+    model = fastpack.patch(tiny_model("llama", auto=AutoModel, num_hidden_layers=1))
+    compiler = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    for seed in range(4):
+        lengths = tuple(torch.randint(1, 30, (4 + seed,), generator=torch.Generator().manual_seed(seed)).tolist())
+        batch = collate(lengths, bucketed=False)
+        del batch["labels"]
+        for packed in (batch["packed_seq_lens"], batch["packed_seq_lens"].bucketed()):
+            batch["packed_seq_lens"] = packed
+            assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
+    assert compiler.frame_count <= 4  # for each of the two kinds one of fixed sizes, and one for any
+
+
+@pytest.mark.parametrize("patch_first", [True, False])
+def test_lora_with_checkpointing(patch_first: bool) -> None:
+    """With transformers' hook that gives embeddings a gradient, which alone would break the graph."""
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = tiny_model("llama", num_hidden_layers=1)
+    if patch_first:
+        fastpack.patch(model)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
+    fastpack.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert model.get_input_embeddings()._forward_hooks
+    compiler = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    batch = collate(LENGTHS)
+    assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
+    assert calls_of_ours(compiler.graphs[0]) == 1
+    assert "checkpoint" in str(compiler.graphs[0].graph)
+
+
+def test_fused_loss_and_graphs() -> None:
+    """The loss without logits compiles too; recordings step aside."""
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1), loss="fused", graphs="auto")
+    batch = collate(LENGTHS)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    losses = []
+    for function in (model, compiled):
+        out = function(**batch)
+        assert out.logits is None
+        losses.append(out.loss)
+    assert relative(losses[1], losses[0]) <= FLOAT32_BOUND
+
+
+def test_under_autocast() -> None:
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    batch = collate(LENGTHS)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = step(compiled, batch, model), step(model, batch, model)
+    assert error(found, wanted) <= 3e-2  # the compiler rounds elsewhere
+    exact = step(model, batch, model)
+    assert relative(wanted.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
+
+
+@torch.library.custom_op("fastpack_tests::varlen", mutates_args=())
+def varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: list[int], gqa: bool
+) -> Tensor:
+    """A kernel that torch knows as an operator, as its own varlen one is; forward only."""
+    assert window == [-1, 0]
+    spans = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
+    assert max(b - a for a, b in spans) <= longest
+    out = [
+        F.scaled_dot_product_attention(
+            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=gqa
+        )[0].transpose(0, 1)
+        for a, b in spans
+    ]
+    return torch.cat(out)
+
+
+@varlen.register_fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+def fake_varlen_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    return torch.ops.fastpack_tests.varlen(q, k, v, cu_q, max_q, scale, list(window_size), enable_gqa)
+
+
+def read_lengths(call: AttentionCall) -> Tensor:
+    """Negative control: what a backend that looked at the lengths would do."""
+    assert sum(call.packed.lengths) == call.packed.total_tokens
+    return torch_varlen.run(call)
+
+
+RANDOM_BATCHES = [
+    tuple(torch.randint(1, 60, (1 + seed % 7,), generator=torch.Generator().manual_seed(seed)).tolist())
+    for seed in range(20)
+]
+
+
+@pytest.mark.parametrize(("dynamic", "leaks"), [(None, False), (False, False), (False, True)])
+def test_no_more_compilations_than_buckets(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None, leaks: bool) -> None:
+    backend = SimpleNamespace(run=read_lengths if leaks else torch_varlen.run, rejects=lambda shape: None)
+    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)  # type: ignore[arg-type]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen_attn)
+    torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1)).requires_grad_(False)
+    compiler = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=not leaks, backend=compiler, dynamic=dynamic)
+    buckets = set()
+    for lengths in RANDOM_BATCHES[: 6 if leaks else None]:
+        batch = collate(lengths)
+        buckets.add(batch["packed_seq_lens"].bucket)
+        ours, stock = compiled(**batch), model(**batch)
+        assert relative(ours.logits, stock.logits) <= FLOAT32_BOUND
+        assert relative(ours.loss, stock.loss) <= FLOAT32_BOUND
+    torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
+    assert 3 <= len(buckets) <= 8
+    assert any("fastpack_tests.varlen" in str(node.target) for node in compiler.graphs[0].graph.nodes)
+    if leaks:
+        assert compiler.frame_count > len(buckets)
+    elif dynamic is None:
+        assert compiler.frame_count <= len(buckets)
+    else:
+        assert compiler.frame_count == len(buckets)
+
+
+@pytest.mark.parametrize(("bare", "labels"), [(False, True), (False, False), (True, False)])
+def test_a_padded_batch_breaks_once(bare: bool, labels: bool) -> None:
+    """Its lengths are read between two regions; all tensor operations are in one."""
+    from transformers import AutoModel
+
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1, **({"auto": AutoModel} if bare else {})))
+    batch: dict[str, Any] = padded(make_sequences(VOCAB, LENGTHS), "left")
+    if not labels:
+        del batch["labels"]
+    explained = torch._dynamo.explain(model)(**batch)
+    assert explained.graph_count <= 2
+    assert explained.graph_break_count <= 1
+    assert sum(any(node.op.startswith("call") for node in graph.graph.nodes) for graph in explained.graphs) == 1
+    assert sum(map(calls_of_ours, explained.graphs)) == 1
+
+
+def test_padded_batches_of_any_lengths() -> None:
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
+    compiler = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=compiler)
+    seen = []
+    for seed in range(6):
+        lengths = torch.randint(1, 40, (4,), generator=torch.Generator().manual_seed(seed)).tolist()
+        batch = padded(make_sequences(VOCAB, lengths), "right")
+        assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
+        seen.append(compiler.frame_count)
+    assert seen[-1] == seen[2], f"new lengths compile nothing: {seen}"
+
+
+def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="PackedSeqLens, built in the collator"):
+        compiled(**padded(make_sequences(VOCAB, LENGTHS), "left"))
+
+
+def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:
+    """Also eagerly, and where the batch's own lengths were rounded up and came with labels that were not masked."""
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
+    batch = collate(LENGTHS, bucketed=False)
+    loss = model(**batch).loss
+    packed = batch["packed_seq_lens"].bucketed()
+    assert packed.tail
+    assert relative(model(**batch | {"packed_seq_lens": packed}).loss, loss) <= FLOAT32_BOUND
+    plain = batch | {"packed_seq_lens": batch["packed_seq_lens"].flattened()}
+    assert plain["packed_seq_lens"].batch_shape == tuple(batch["input_ids"].shape)
+    assert relative(model(**plain).loss, loss) <= FLOAT32_BOUND
+    unmasked = F.cross_entropy(model(**plain).logits[0, :-1], batch["labels"][0, 1:])
+    assert relative(unmasked, loss) > 10 * FLOAT32_BOUND
+
+
+class Partitions:
+    """A compiler that runs graphs as they are and counts the bytes that each forward hands to its backward."""
+
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+        from torch._dynamo.backends.common import aot_autograd
+
+        def forward(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+            (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+            kept = [node.meta["val"] for node in outputs if node is not None and node.op != "placeholder"]
+            self.saved.append(sum(v.numel() * v.element_size() for v in kept if isinstance(v, Tensor)))
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(
+            fw_compiler=forward,
+            bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+        return backend(graph, inputs)
+
+
+def test_activation_memory_budget() -> None:
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
+    batch = collate(LENGTHS)
+    wanted = step(model, batch, model)
+    compiler = Partitions()
+    from torch._functorch import config
+
+    before = config.activation_memory_budget
+    for fraction in (1, 0.5, 0):
+        torch.compiler.reset()
+        with fastpack.activation_memory_budget(fraction):
+            assert config.activation_memory_budget == fraction
+            found = step(torch.compile(model, fullgraph=True, backend=compiler), batch, model)
+        assert error(found, wanted) <= FLOAT32_BOUND
+        assert config.activation_memory_budget == before
+    full, half, none = compiler.saved
+    assert none < half < full
+    assert none < 0.5 * full
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.5, math.nan])
+def test_a_budget_that_is_no_fraction(fraction: float) -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"), fastpack.activation_memory_budget(fraction):
+        raise AssertionError("not reached")
+
+
+@pytest.mark.parametrize(("backend", "more"), [("segments", {"window": WINDOW}), ("reference", {"softcap": 2.0})])
+def test_the_operator(backend: str, more: dict[str, Any]) -> None:
+    """Torch's own checks (schema, fake results, gradients under the compiler), and the results of the backend."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((68, 4, 8), (68, 2, 8), (68, 2, 8))
+    q, k, v = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
+    sinks = torch.randn(4, generator=generator, requires_grad=True) if backend == "reference" else None
+    packed = PackedSeqLens.from_lengths([31, 1, 36])
+    call = AttentionCall(q, k, v, packed, 0.3, sinks=sinks, **more)
+    inputs = [x for x in (q, k, v, sinks) if x is not None]
+    wanted = BACKENDS[backend].run(call)
+    grad = torch.randn(wanted.shape, generator=generator)
+    with torch.autocast("cpu", torch.bfloat16):  # does not reach into it
+        found = opaque.run(backend, call)
+        grads = torch.autograd.grad(found, inputs, grad)
+    assert relative(found, wanted) <= FLOAT32_BOUND
+    for ours, theirs in zip(grads, torch.autograd.grad(wanted, inputs, grad), strict=True):
+        assert relative(ours, theirs) <= FLOAT32_BOUND
+    offsets = (packed.cu_seqlens, packed.position_ids)
+    arguments = (q, k, v, sinks, *offsets, 36, 0.3, call.window, call.softcap, backend)
+    torch.library.opcheck(torch.ops.fastpack.packed_attention.default, arguments)
+
+
+def test_the_operator_refuses_dropout() -> None:
+    q = torch.randn(5, 2, 8)
+    call = AttentionCall(q, q, q, PackedSeqLens.from_lengths([5]), 1.0, dropout=0.1)
+    assert segments.run(call).shape == q.shape
+    with pytest.raises(fastpack.BackendUnavailableError, match=r"attention_dropout=0"):
+        opaque.run("segments", call)
+
+
+@pytest.mark.parametrize("value", [None, True, "why", (9, 0), ("a", "b")])
+def test_facts_known_once_are_constants(value: Any) -> None:
+    asked = []
+
+    @known_once
+    def fact(name: str) -> Any:
+        asked.append(inspect.currentframe())  # which the compiler could not trace
+        return value
+
+    def use(x: Tensor) -> Tensor:
+        return x + (1 if fact("a") == value else 2)
+
+    assert float(torch.compile(use, fullgraph=True, backend="eager")(torch.zeros(1))) == 1
+    assert fact("a") == value
+    assert len(asked) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["torch_varlen", "auto", "flex", "mem_efficient"])
+def test_on_a_gpu(attention: str) -> None:
+    """Torch's own kernel inside the graph, others as an operator; compiled by inductor, as eager."""
+    model = tiny_model("llama", head_dim=16).to("cuda", torch.bfloat16)
+    fastpack.patch(model, attention=attention)
+    compiler = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    buckets = set()
+    for lengths in RANDOM_BATCHES[:6]:
+        batch = collate(lengths, device="cuda")
+        buckets.add(batch["packed_seq_lens"].bucket)
+        found, wanted = step(compiled, batch, model), step(model, batch, model)
+        assert error(found, wanted) <= 6e-2
+        assert relative(found.logits[0], wanted.logits[0]) <= 2e-2
+    assert compiler.frame_count <= len(buckets)
+    graph = str(compiler.graphs[0].graph)
+    assert ("packed_attention" in graph) == (attention in ("flex", "mem_efficient"))

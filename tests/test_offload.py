@@ -1,0 +1,280 @@
+"""Offloading layer inputs changes no gradient, holds nothing longer than autograd does, and brings back in time."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from offloading import (
+    KINDS,
+    LAYERS,
+    LENGTHS,
+    ForgetfulLink,
+    LateLink,
+    LossyLink,
+    backbone_of,
+    collected,
+    equal,
+    gradients,
+    lane,
+    offload,
+    offloaded,
+    prepared,
+    run,
+    tiny,
+)
+from oracle import make_sequences
+from tiny import VOCAB
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastpack
+from fastpack.offload import offload_of
+from fastpack.offload.saved import KEEP
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """Whatever is given back is given back by counting references alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@KINDS
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
+    model = offloaded(tiny(lora=lora), reentrant=reentrant)
+    want = gradients(prepared(tiny(lora=lora), None, reentrant=reentrant))
+    assert equal(gradients(model), want)
+    # the final norm's input is one more; with LoRA the first layer's is a leaf, which the graph holds on to
+    left = LAYERS + 1 - KEEP - lora
+    link, pool = lane(model).link, lane(model).pool
+    assert offload(model).stats.tensors == left
+    assert link.did("send") == [*range(left)]
+    assert link.did("bring") == [*reversed(range(left))], "each once"
+    assert (link.hazards, link.abandoned) == (0, 0)
+    assert (pool.count, pool.in_use) == (left, 0)
+    assert offload(model).host_bytes == pool.nbytes == left * 64 * 32 * 4
+    assert f"offload: {left} layer inputs of 1 forwards" in str(fastpack.report(model))
+
+
+@KINDS
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "helium", "starcoder2"])
+def test_families(model_type: str, reentrant: bool) -> None:
+    """Some save more around their layers: embeddings that are scaled, norms of several operations."""
+    model = offloaded(tiny(model_type), reentrant=reentrant)
+    assert equal(gradients(model), gradients(prepared(tiny(model_type), None, reentrant=reentrant)))
+    assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
+    link = lane(model).link
+    assert sorted(link.did("bring")) == link.did("send"), "each once"
+    assert (link.hazards, link.abandoned, lane(model).pool.in_use) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
+def test_negative_control(link: type[LateLink]) -> None:
+    """The gradients do come from what was brought back, and the stand-in notices who does not wait."""
+    ours = gradients(offloaded(tiny(), link=link))
+    assert not equal(ours, gradients(prepared(tiny(), None)))
+
+
+@KINDS
+def test_buffers_are_handed_on(reentrant: bool) -> None:
+    """Over steps of other lengths, an accumulated one among them, and one that needs larger buffers."""
+    model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
+    left = LAYERS + 1 - KEEP
+    for lengths, size in (((40, 24), 64), ((33,), 64), ((31, 32), 64), ((65,), 128), ((9,), 128), ((40, 24), 128)):
+        for seed in range(2):
+            assert equal(gradients(model, lengths, seed), gradients(plain, lengths, seed))
+        pool = lane(model).pool
+        assert (pool.count, pool.in_use, pool.nbytes) == (left, 0, left * size * 32 * 4)
+    assert lane(model).link.hazards == 0
+
+
+@KINDS
+def test_two_backwards(reentrant: bool) -> None:
+    model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
+    results = []
+    for m in (plain, model):
+        loss = run(m)
+        loss.backward(retain_graph=True)
+        results.append(collected(m))
+        if m is model:
+            assert lane(m).pool.in_use == LAYERS + 1 - KEEP, "the graph still lives"
+        m.zero_grad()
+        loss.backward()
+        results.append(collected(m))
+    assert all(equal(results[0], result) for result in results[1:])
+    assert (lane(model).pool.in_use, lane(model).link.hazards) == (0, 0)
+
+
+@KINDS
+def test_two_forwards_before_a_backward(reentrant: bool) -> None:
+    model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
+    for m in (model, plain):
+        (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
+    assert equal(collected(model), collected(plain))
+    pool = lane(model).pool
+    assert (pool.count, pool.in_use) == (2 * (LAYERS + 1 - KEEP), 0)
+
+
+@KINDS
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing_behind(where: str, reentrant: bool) -> None:
+    model = offloaded(tiny(), reentrant=reentrant)
+    norm = backbone_of(model).layers[LAYERS - 2 if where == "forward" else 1].post_attention_layernorm
+    armed = where == "forward"
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if armed:
+            raise ZeroDivisionError
+
+    handle = norm.register_forward_pre_hook(fail)
+    if where == "forward":
+        with pytest.raises(ZeroDivisionError):
+            run(model)
+    else:
+        loss = run(model)
+        armed = True
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        del loss
+    handle.remove()
+    gc.collect()  # the traceback's frames hold on to tensors
+    link, pool = lane(model).link, lane(model).pool
+    assert pool.count > 0
+    assert pool.in_use == 0
+    link.wait(len(link.queue))
+    assert link.hazards == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert equal(gradients(model), gradients(prepared(tiny(), None, reentrant=reentrant)))
+
+
+def test_copies_start_empty() -> None:
+    model = offloaded(tiny())
+    want = gradients(model)
+    model.zero_grad(set_to_none=True)
+    model.disable_input_require_grads()  # transformers' hook, which can't be pickled
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert offload(twin) is not offload(model)
+        assert (offload(twin).host_bytes, offload(twin).stats.forwards) == (0, 0)
+        assert equal(gradients(twin), want)
+        assert lane(twin) is not lane(model)
+        assert lane(twin).pool.count == lane(model).pool.count
+
+
+def test_unpatching_drops_the_buffers() -> None:
+    model = offloaded(tiny())
+    gradients(model)
+    buffers = [weakref.ref(buffer) for buffer in lane(model).pool._free]
+    loss = run(model, (20,))
+    fastpack.unpatch(model)
+    assert offload_of(backbone_of(model)) is None
+    assert sum(buffer() is not None for buffer in buffers) == len(buffers), "the graph lives"
+    del loss
+    assert not any(buffer() is not None for buffer in buffers)
+
+
+def idle(model: Any) -> str:
+    (why,) = offload(model).stats.idle
+    assert not offload(model).stats.forwards
+    assert f"1 forwards without: {why}" in fastpack.report(model).notes[-1]
+    return why
+
+
+def test_why_not() -> None:
+    model = offloaded(tiny())
+    model.gradient_checkpointing_disable()
+    assert fastpack.report(model).notes[-1] == "offload: nothing to do, gradient checkpointing is off"
+    run(model).backward()
+    assert idle(model) == "gradient checkpointing is off"
+
+    model = offloaded(tiny())
+    backbone_of(model).layers[2].gradient_checkpointing = False
+    run(model).backward()
+    assert idle(model).startswith(f"{LAYERS - 1} of {LAYERS} layers are checkpointed")
+
+    model = prepared(tiny(), "checkpoints")  # with no stand-in
+    assert "nothing to do, the model is on cpu" in str(fastpack.report(model))
+    run(model).backward()
+    assert idle(model).startswith("the model is on cpu")
+
+    model = offloaded(tiny())
+    with torch.autograd.graph.save_on_cpu():
+        run(model).backward()
+    assert idle(model).startswith("saved tensors are packed by someone else")
+
+
+@KINDS
+def test_checkpointing_around_the_model(reentrant: bool) -> None:
+    model, plain = offloaded(tiny()), prepared(tiny(), None)
+    results = []
+    for m in (model, plain):
+        embeddings = m.model.embed_tokens(torch.cat(make_sequences(VOCAB, LENGTHS))[None])
+
+        def whole(x: Tensor, m: Any = m) -> Tensor:
+            out: Tensor = m.model(inputs_embeds=x, packed_seq_lens=list(LENGTHS)).last_hidden_state
+            return out
+
+        checkpoint(whole, embeddings, use_reentrant=reentrant).square().sum().backward()
+        results.append(collected(m))
+    assert equal(*results)
+    assert not offload(model).stats.forwards
+    assert len(offload(model).stats.idle) == (1 if reentrant else 2), "in the backward, and before if it saves"
+
+
+def test_evaluation_is_no_business_of_ours() -> None:
+    model = offloaded(tiny())
+    with torch.no_grad():
+        run(model)
+    run(model.eval()).backward()
+    assert not offload(model).stats.forwards
+    assert not offload(model).stats.idle
+    run(model.train()).backward()
+    assert offload(model).stats.forwards == 1
+
+
+def test_wrapped_layers_count_as_checkpointed() -> None:
+    """As accelerate wraps them under FSDP."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    def wrapped(choice: Any) -> Any:
+        model = fastpack.patch(tiny("starcoder2"), offload=choice)
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = checkpoint_wrapper(layer)
+        return model
+
+    model = wrapped("checkpoints")
+    offload(model).connect, offload(model).min_bytes = LateLink, 1024
+    assert equal(gradients(model), gradients(wrapped(None)))
+    assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
+
+
+def test_autocast() -> None:
+    results = []
+    for model in (offloaded(tiny(lora=True)), prepared(tiny(lora=True), None)):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(model)
+        loss.backward()
+        results.append(collected(model))
+    assert equal(*results)
+
+
+def test_options() -> None:
+    model = tiny()
+    with pytest.raises(fastpack.PatchError, match=r"offload='all' is not a choice.*'checkpoints'"):
+        fastpack.patch(model, offload="all")  # type: ignore[arg-type]
+    with pytest.raises(fastpack.PatchError, match="graphs='auto' and offload='checkpoints' exclude each other"):
+        fastpack.patch(model, offload="checkpoints", graphs="auto")
+    assert not fastpack.is_patched(model)
+    fastpack.patch(model)
+    assert offload_of(model.model) is None
+    fastpack.patch(model, offload="checkpoints")
+    assert offload_of(model.model) is not None

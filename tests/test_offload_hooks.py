@@ -1,0 +1,254 @@
+"""The hooks alone, around a few checkpointed layers: what leaves, when it does, and when it is back."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from offloading import KINDS, LAYERS, Chain, LateLink, chain
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import fastpack
+from fastpack.offload import CheckpointOffload
+from fastpack.offload.saved import IN_FLIGHT, KEEP, Kept, Offloaded, Pass
+from fastpack.offload.transfer import HostPool, Lane
+
+
+@pytest.fixture(autouse=True)
+def no_collection() -> Iterator[None]:
+    """Whatever is given back is given back by counting references alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_host_pool() -> None:
+    pool = HostPool(LateLink(torch.device("cpu")))
+    small, large = pool.take(100), pool.take(1000)
+    assert (small.numel(), large.numel(), pool.in_use) == (128, 1024, 2)
+    for order in ((large, small), (small, large)):
+        for buffer in order:
+            pool.give(buffer)
+        assert pool.take(128) is small, "the smallest that will do"
+        assert pool.take(129) is large
+    pool.give(small)
+    larger = pool.take(5000)
+    assert (larger.numel(), pool.count, pool.nbytes) == (8192, 2, 8192 + 1024), "in place of one too small"
+    assert pool.take(1).numel() == 1
+
+
+@KINDS
+def test_order(reentrant: bool) -> None:
+    """Layer i's input is on its way to the host before layer i + KEEP + 1 ends, and back before layer i + 1 runs."""
+    ours, layers, x = chain(reentrant)
+    with ours.saving():
+        out = layers(x * 2)
+    forward, layers.link.diary = layers.link.diary, []
+    out.sum().backward()
+    backward = layers.link.diary
+    for index in range(LAYERS - KEEP):
+        sent = forward.index(("send", index))
+        assert ("run", index + KEEP + 1) not in forward[:sent]
+        brought = backward.index(("bring", index))
+        assert brought < backward.index(("run", index + 1))
+        assert ("bring", index - 1) not in backward[:brought], "no more than one ahead"
+        if index + 2 < LAYERS:
+            assert brought > backward.index(("run", index + 2)), "not before it is time"
+
+
+@KINDS
+def test_few_are_on_the_device(reentrant: bool) -> None:
+    """After the forward those kept; during it those on their way besides."""
+    ours, _, x = chain(reentrant)
+    storages: list[StorageWeakRef] = []
+    counts = []
+
+    def alive() -> int:
+        return sum(not storage.expired() for storage in storages)
+
+    def layer(x: Tensor) -> Tensor:
+        if len(storages) < LAYERS:
+            storages.append(StorageWeakRef(x.untyped_storage()))
+        counts.append(alive())
+        return x.tanh()
+
+    def forward() -> Tensor:
+        h = x * 2
+        for _ in range(LAYERS):
+            h = checkpoint(layer, h, use_reentrant=reentrant)
+        return h
+
+    with ours.saving():
+        out = forward()
+    assert alive() == KEEP
+    assert KEEP < max(counts) <= KEEP + IN_FLIGHT + reentrant, "the reentrant kind saves after the layer"
+    out.sum().backward()
+    assert counts[-1] == 0, "when the first layer runs again, the last ones' inputs are gone"
+    storages.clear()
+    kept = forward()
+    assert kept.requires_grad
+    assert alive() == LAYERS, "without"
+
+
+def test_each_storage_once() -> None:
+    ours, layers, _ = chain()
+    x = torch.randn(4, 6, requires_grad=True)
+    with ours.saving():
+        h = x * 2
+        shared = [h.view(6, 4), h.view(2, 12), h]
+        out = sum((s.sin() * s.exp()).sum() for s in shared)  # each saved twice, at long distances
+    out.backward()
+    want = x.detach().clone().requires_grad_()
+    w = 2 * want
+    sum((s.sin() * s.exp()).sum() for s in [w.view(6, 4), w.view(2, 12), w]).backward()
+    assert torch.equal(x.grad, want.grad)
+    # h, and of each of the three the exponential, which two operations saved, and the sine, less those kept
+    assert ours.stats.tensors == 1 + 3 * 2 - KEEP
+    assert Counter(layers.link.did("bring")) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 1}, "as often as it is asked for"
+    assert (layers.link.hazards, layers.link.abandoned) == (0, 0)
+
+
+def test_asked_for_out_of_order() -> None:
+    """An operation that saved two asks for the first one first: what was asked for is not brought again unasked."""
+    lane = Lane(LateLink(torch.device("cpu")))
+    hooks = Pass(lambda device: lane, min_bytes=0)
+    tensors = [torch.randn(8) for _ in range(4 + KEEP)]
+    saved = [hooks.pack(tensor.clone()) for tensor in tensors]
+    hooks.finish()
+    for index in (2, 3, 0, 1):
+        assert torch.equal(saved[index].unpack(), tensors[index])
+    assert lane.link.did("bring") == [2, 1, 3, 0]
+    assert torch.equal(saved[3].unpack(), tensors[3])
+    assert lane.link.did("bring")[4:] == [3], "again, when it is asked for again"
+
+
+def test_a_storage_with_other_contents() -> None:
+    lane = Lane(LateLink(torch.device("cpu")))
+    hooks = Pass(lambda device: lane, min_bytes=0)
+    x = torch.randn(8)
+    saved = [hooks.pack(x), hooks.pack(x)]
+    others = [hooks.pack(torch.randn(8)) for _ in range(KEEP + IN_FLIGHT)]
+    want = x.clone()
+    x.mul_(2)
+    saved.append(hooks.pack(x))
+    hooks.finish()
+    assert torch.equal(saved[0].unpack(), want)
+    assert torch.equal(saved[1].unpack(), want)
+    assert torch.equal(saved[2].unpack(), 2 * want)
+    assert lane.pool.count == len(others) + 2 - KEEP
+
+
+def test_an_output_that_stays_keeps_nothing_alive() -> None:
+    ours = CheckpointOffload(connect=lambda device: None)
+    leaf = torch.randn(8, requires_grad=True)
+    with ours.saving():
+        out = leaf.exp()  # which saves its output
+    storage = StorageWeakRef(out.untyped_storage())
+    del out
+    assert storage.expired()
+
+
+def test_a_parameter_changed_in_place_raises() -> None:
+    ours, _, x = chain()
+    weight = nn.Parameter(torch.ones(8))
+    with ours.saving():
+        out = (x * 2) * weight
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(fastpack.PatchError, match="in place"):
+        out.sum().backward()
+
+
+def test_what_leaves() -> None:
+    link = LateLink(torch.device("cpu"))
+    lane = Lane(link)
+    x = torch.randn(64, 64)
+    leaf = x.clone().requires_grad_()
+    leaving = {
+        "a result": leaf * 1,
+        "a frozen leaf": x,
+        "half precision": x.repeat(2, 1).to(torch.bfloat16),
+        "a whole storage in another shape": (leaf * 1).view(1, 64, 64),
+    }
+    staying = {
+        "a leaf, which the graph holds": leaf,
+        "a parameter": nn.Parameter(x.clone()),
+        "whole numbers": x.long(),
+        "some rows": x.repeat(2, 1)[:64],
+        "some columns": x.repeat(1, 2)[:, :64],
+        "transposed": x.clone().t(),
+        "small": x[:63].clone(),
+        "sparse": x.to_sparse(),
+    }
+    for name, tensor in {**leaving, **staying}.items():
+        hooks = Pass(lambda device: lane, min_bytes=64 * 64 * 4)
+        assert isinstance(hooks.pack(tensor), Offloaded if name in leaving else Kept), name
+    nowhere = Pass(lambda device: None, min_bytes=0)
+    assert isinstance(nowhere.pack(leaf * 1), Kept)
+
+
+def test_part_of_a_graph() -> None:
+    """What was brought and not asked for keeps its memory until the copy is over."""
+    ours, layers, x = chain()
+    hidden = [x * 2]
+    with ours.saving():
+        for index in range(LAYERS):
+            hidden.append(checkpoint(layers.layer, hidden[-1], index, use_reentrant=False))
+    (grad,) = torch.autograd.grad(hidden[-1].sum(), hidden[4])
+    start = hidden[4].detach().requires_grad_()
+    end = start
+    for index in range(4, LAYERS):
+        end = layers.layer(end, index)
+    (want,) = torch.autograd.grad(end.sum(), start)
+    assert torch.equal(grad, want)
+    assert layers.link.did("bring") == [4, 3]
+    assert layers.link.abandoned == 0
+    del hidden
+    assert layers.link.abandoned == 1
+    layers.link.wait(len(layers.link.queue))
+    assert layers.link.hazards == 0
+
+
+@pytest.mark.parametrize(
+    ("which", "after"), [(0, 0), (0, KEEP), (LAYERS - 1, LAYERS - 1)], ids=["waiting", "on its way", "kept"]
+)
+def test_a_change_in_place_raises(which: int, after: int) -> None:
+    """As autograd does where there are no hooks."""
+    ours, layers, x = chain()
+    with pytest.raises(RuntimeError, match="inplace"):
+        _change(layers, x, which, after).sum().backward()
+
+    def offloading() -> None:
+        with ours.saving():
+            out = _change(layers, x, which, after)
+        out.sum().backward()
+
+    with pytest.raises(fastpack.PatchError, match="in place"):
+        offloading()
+
+
+def test_a_change_after_it_left_does_no_harm() -> None:
+    ours, layers, x = chain()
+    layers(x * 2).sum().backward()
+    want = x.grad
+    x.grad = None
+    with ours.saving():
+        out = _change(layers, x, 0, KEEP + IN_FLIGHT)
+    out.sum().backward()
+    assert torch.equal(x.grad, want)
+
+
+def _change(layers: Chain, x: Tensor, which: int, after: int) -> Tensor:
+    """Layer inputs, one of them changed after a later layer has run."""
+    hidden = [x * 2]
+    for index in range(LAYERS):
+        hidden.append(checkpoint(layers.layer, hidden[-1], index, use_reentrant=False))
+        if index == after:
+            hidden[which].detach().mul_(2)
+    return hidden[-1]
