@@ -55,21 +55,25 @@ class Bucket:
         # one more in any case: whether there is a tail must not decide between two buckets
         return cls(tokens, max(SEQUENCE_MINIMUM, _power_of_two(len(lengths) + max(pieces, 1))), bound)
 
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """True where these lengths and a tail fit."""
+        rest = self.tokens - sum(lengths)
+        fits = rest >= 0 and max(lengths) <= self.max_seqlen
+        return fits and len(lengths) + -(-rest // self.max_seqlen) <= self.sequences
+
     def tail(self, lengths: Sequence[int]) -> tuple[int, ...]:
         """Lengths of the sequences that fill the bucket up: one, or several where one would be longer than the bound.
 
         Raises:
             PackingError: the lengths don't fit.
         """
-        rest = self.tokens - sum(lengths)
-        whole, part = divmod(max(rest, 0), self.max_seqlen)
-        pieces = (self.max_seqlen,) * whole + ((part,) if part else ())
-        if rest < 0 or max(lengths) > self.max_seqlen or len(lengths) + len(pieces) > self.sequences:
+        if not self.holds(lengths):
             raise PackingError(
                 f"{len(lengths)} sequences of {sum(lengths)} tokens, the longest of {max(lengths)}, don't fit {self}. "
                 "Leave the bucket out to have one made that holds them."
             )
-        return pieces
+        whole, part = divmod(self.tokens - sum(lengths), self.max_seqlen)
+        return (self.max_seqlen,) * whole + ((part,) if part else ())
 
 
 @dataclass(frozen=True, eq=False)

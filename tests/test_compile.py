@@ -20,9 +20,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastpack
 from fastpack import PackedSeqLens
 from fastpack.attention_dispatch import BACKENDS
-from fastpack.backends import opaque, segments, torch_varlen
-from fastpack.backends.call import AttentionCall
+from fastpack.backends import limits, opaque, segments, torch_varlen
+from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.compiling import known_once
+from fastpack.ops.norm import rms_norm
 
 LENGTHS = (7, 1, 19, 19, 33)
 SAME_SIZES = (33, 19, 1, 7, 19)
@@ -55,7 +56,8 @@ def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
     loss.backward()
     output = out.logits if "labels" in batch else out.last_hidden_state
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return Result([output.detach()], loss.detach(), grads)
+    # a loss of its own has no logits
+    return Result([(loss if output is None else output).detach()], loss.detach(), grads)
 
 
 def error(found: Result, reference: Result) -> float:
@@ -129,12 +131,9 @@ def test_fused_loss_and_graphs() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1), loss="fused", graphs="auto")
     batch = collate(LENGTHS)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    losses = []
-    for function in (model, compiled):
-        out = function(**batch)
-        assert out.logits is None
-        losses.append(out.loss)
-    assert relative(losses[1], losses[0]) <= FLOAT32_BOUND
+    assert compiled(**batch).logits is None
+    found, wanted = step(compiled, batch, model), step(model, batch, model)
+    assert error(found, wanted) <= FLOAT32_BOUND
 
 
 def test_under_autocast() -> None:
@@ -372,6 +371,30 @@ def test_facts_known_once_are_constants(value: Any) -> None:
     assert float(torch.compile(use, fullgraph=True, backend="eager")(torch.zeros(1))) == 1
     assert fact("a") == value
     assert len(asked) == 1
+
+
+def test_kernels_by_name_are_not_traced() -> None:
+    """Where the compiler gives way, they run outside of what it compiles."""
+    x, weight = torch.randn(3, 8), torch.ones(8)
+
+    def norm(x: Tensor) -> Tensor:
+        return rms_norm(x, weight, 1e-6, implementation="triton")
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass 'auto'"):
+        torch.compile(norm, fullgraph=True, backend="eager")(x)
+
+
+def test_what_a_gpu_is_asked_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
+    # the compiler itself asks whether there is a GPU
+    monkeypatch.setattr(limits, "cuda_capability", lambda shape: limits._capability(shape.device))
+
+    def choose(x: Tensor) -> Tensor:
+        shape = AttentionShape(torch.device("cuda", 0), torch.bfloat16, 4, 2, 16, 16, total_tokens=x.shape[0])
+        return x + (1 if torch_varlen.rejects(shape) is None else 2)
+
+    compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=True)
+    assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
 
 
 @pytest.mark.gpu

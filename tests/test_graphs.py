@@ -24,7 +24,7 @@ import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.families import FAST_FAMILIES, VARLEN_FAMILIES
 from fastpack.graphs import runner_of
-from fastpack.graphs.runner import FIRST_SIGHT, NO_ROOM, WAITING
+from fastpack.graphs.runner import NO_ROOM, WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 
@@ -85,14 +85,27 @@ def test_negative_control() -> None:
     assert compare(stale, want).worst > 1e-2
 
 
-def test_shapes_are_recorded_when_they_come_back() -> None:
-    model = graphed(tiny_model("llama"), record_after=2)
+def test_shapes_come_back() -> None:
+    model = graphed(tiny_model("llama"))
     for _ in range(3):
         step(model)
     stats = runner(model).stats
-    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {FIRST_SIGHT: 1})
+    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 3, {})
     step(model, (8, 2, 18, 20, 30))  # other lengths, the same bucket
-    assert (stats.recordings, stats.replays) == (1, 3)
+    assert (stats.recordings, stats.replays) == (1, 4)
+
+
+def test_a_roomier_recording_serves_until_sizes_come_often() -> None:
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"), record_after=3, roomy=1.2)
+    roomy, own, small = (300, 60), (290, 20), (40, 20)
+    assert Bucket.of(roomy).tokens > Bucket.of(own).tokens > 1.2 * Bucket.of(small).tokens
+    recordings = []
+    for lengths in (roomy, own, own, own, own, small):
+        check(step(model, lengths), step(plain, lengths))
+        model.zero_grad()
+        recordings.append(runner(model).stats.recordings)
+    assert recordings == [1, 1, 1, 2, 2, 3], "own sizes at their third sight, small ones at once"
+    assert (runner(model).stats.replays, dict(runner(model).stats.eager)) == (6, {})
 
 
 def test_gradients_accumulate_over_buckets() -> None:
@@ -385,8 +398,10 @@ def test_the_report_says_so() -> None:
     notes = fastpack.report(fastpack.patch(tiny_model("llama"), graphs="auto")).notes
     assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in notes)
     assert not any("graphs" in note for note in fastpack.report(fastpack.patch(tiny_model("llama"))).notes)
-    model = graphed(tiny_model("llama"), record_after=2)
+    model = graphed(tiny_model("llama"))
     for _ in range(3):
         step(model)
+    with torch.no_grad():
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
     told = runner(model).describe(torch.device("cpu"))
-    assert told == f"graphs: on; 1 recorded, 2 steps replayed; 1 run as they are: {FIRST_SIGHT}"
+    assert told == "graphs: on; 1 recorded, 3 steps replayed; 1 run as they are: no gradient is wanted"

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-WARM_UPS = 3
+FIRST_WARM_UPS, WARM_UPS = 3, 1
+"""Passes before a recording: the first one of a recorder meets libraries that have not chosen their kernels yet."""
 """Passes before a capture, as torch's documentation has it: lazy initialisation and autotuning happen in them."""
 
 CAPTURE_ERRORS = range(900, 909)
@@ -81,6 +82,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._first = True
         self._stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
         # A graph whose capture failed stays referenced: the allocator may go on asking it whether it captures.
@@ -128,16 +130,17 @@ class CudaRecorder:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for left in reversed(range(WARM_UPS)):
+            for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
                 # the last one finds out what a capture would trip over, without its damage
                 with _no_synchronisation() if left == 0 else contextlib.nullcontext():
                     backward(forward())
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
-        gc.collect()  # a cycle that holds memory of the pool would keep it from the next capture
+        gc.collect(1)  # a young cycle that holds memory of the pool would keep it from the next capture
         torch.cuda.empty_cache()
         captured_forward, output = self._capture(forward)
         captured_backward, gradients = self._capture(lambda: backward(output))
+        self._first = False
         device = output.device
         return Tape(
             _alias(output.detach()),

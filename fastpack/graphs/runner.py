@@ -18,7 +18,6 @@ from fastpack.graphs.step import Buffers, RecordedStep, Request, Ticket
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
 from fastpack.packing import Bucket, PackedSeqLens
 
-FIRST_SIGHT = "a batch of these sizes came for the first time"
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"
 NO_ROOM = "there are as many recordings as are kept"
@@ -36,9 +35,11 @@ class GraphSettings:
     """When to record.
 
     Attributes:
-        record_after: how often sizes have to come before they are recorded; recording takes about ten steps' time.
+        record_after: how often sizes have to come before they are recorded while a recording of slightly larger ones
+            serves them; without such a one they are recorded at first sight. Recording takes about four steps' time.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as those that came
             least often to take their place.
+        roomy: how many times the tokens of its own sizes a batch may be replayed with.
         max_work: floating-point operations in a layer, forward and backward, above which launching is no longer what
             a step waits for. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward
             (measured), in which an H200 does 1.4e12 to 5e12.
@@ -46,8 +47,9 @@ class GraphSettings:
             time before, until recording is given up.
     """
 
-    record_after: int = 2
+    record_after: int = 3
     max_recordings: int = 32
+    roomy: float = 1.15
     max_work: float = 5e12
     max_changes: int = 8
 
@@ -107,7 +109,7 @@ class GraphRunner:
         self._drop()
 
     def _drop(self) -> None:
-        self._steps: dict[Hashable, RecordedStep] = {}
+        self._steps: dict[tuple[Bucket, Circumstances], RecordedStep] = {}
         self._sightings: Counter[Hashable] = Counter()
         self._known: dict[Hashable, Circumstances] = {}
         self._buffers = Buffers()
@@ -174,11 +176,14 @@ class GraphRunner:
         step = self._steps.get(key)
         if step is not None:
             return None, step, request
-        reason = self._why_not_now(key)
-        if reason is not None:
-            return reason, None, request
+        served = [found for (_, of), found in self._steps.items() if of is known]
+        roomy = min((found for found in served if self._fits(found.bucket, packed, bucket)), key=_tokens, default=None)
+        if roomy is not None and self._sightings[key] < self.settings.record_after:
+            return None, roomy, request
+        if not self._has_room(key):
+            return (None if roomy is not None else NO_ROOM), roomy, request
         try:
-            step = self._steps[key] = RecordedStep(request, self.recorder, self._buffers)
+            step = self._steps[key] = RecordedStep(request, self.recorder, self._buffers, served[0] if served else None)
         except CaptureRefusedError as error:
             self._known[like] = Circumstances(str(error), known.work)
             return str(error), None, request
@@ -190,16 +195,17 @@ class GraphRunner:
         if self._sightings.total() >= FORGET_AFTER:  # what came long ago counts less and less
             self._sightings = Counter({seen: count // 2 for seen, count in self._sightings.items() if count > 1})
 
-    def _why_not_now(self, key: Hashable) -> str | None:
-        """Why sizes are not recorded yet, or None; makes room for them."""
-        if self._sightings[key] < self.settings.record_after:
-            return FIRST_SIGHT
+    def _fits(self, roomy: Bucket, packed: PackedSeqLens, own: Bucket) -> bool:
+        return roomy.tokens <= self.settings.roomy * own.tokens and roomy.holds(packed.lengths)
+
+    def _has_room(self, key: Hashable) -> bool:
+        """Whether sizes may be recorded now; drops the rarest where they take its place."""
         if len(self._steps) >= self.settings.max_recordings:
             rarest = min(self._steps, key=self._sightings.__getitem__)
             if self._sightings[key] < 2 * self._sightings[rarest]:
-                return NO_ROOM
+                return False
             del self._steps[rarest]
-        return None
+        return True
 
     def _current_stack(self, backbone: Any) -> Stack:
         """The modules as they are, with every recording dropped if they are not what they were."""
@@ -291,6 +297,10 @@ def _runner(
         )
 
     return run
+
+
+def _tokens(step: RecordedStep) -> int:
+    return step.bucket.tokens
 
 
 def _process(device: torch.device) -> Hashable:

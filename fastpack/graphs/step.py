@@ -89,11 +89,16 @@ class Request:
 class RecordedStep:
     """A decoder stack's forward and backward for one bucket, recorded.
 
+    Args:
+        like_this: a recording of the same stack in the same state, which knows already what has a gradient.
+
     Raises:
         CaptureRefusedError: it can't be recorded.
     """
 
-    def __init__(self, request: Request, recorder: Recorder, buffers: Buffers) -> None:
+    def __init__(
+        self, request: Request, recorder: Recorder, buffers: Buffers, like_this: RecordedStep | None = None
+    ) -> None:
         stack, bucket, like = request.stack, request.bucket, request.embeddings.detach()
         device = like.device
         self.bucket = bucket
@@ -114,12 +119,17 @@ class RecordedStep:
             return only_hidden_states(outputs)
 
         try:
-            with stack.recordable(stand_ins):
-                found, hidden = _find_reached(forward, leaf, stand_ins)
+            if like_this is None:
+                with stack.recordable(stand_ins):
+                    found, hidden = _find_reached(forward, leaf, stand_ins)
+                self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
+                self._has_input_gradient = found[leaf]
+            else:
+                self.parameters, self._has_input_gradient = like_this.parameters, like_this._has_input_gradient
+                hidden = like_this._tape.output
             self._grad = buffers.take("gradient", hidden, bucket.tokens)
-            self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
-            self._has_input_gradient = found[leaf]
-            inputs: list[Tensor] = [*([leaf] if found[leaf] else []), *(stand_ins[p] for p in self.parameters)]
+            inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
+            inputs += [stand_ins[p] for p in self.parameters]
 
             def backward(output: Tensor) -> Sequence[Tensor | None]:
                 with stack.recordable(stand_ins):  # checkpointing runs modules again

@@ -145,8 +145,8 @@ def _wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
 
 def head_pre_hook(
     kind: HeadKind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same before a head whose ``forward`` someone replaced after us, as TRL does.
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The same before a head whose ``forward`` someone replaced after us, as TRL does; None where ours is in place.
 
     Raises:
         PatchError: the module is a replica that ``nn.DataParallel`` made.
@@ -154,7 +154,7 @@ def head_pre_hook(
     refuse_replica(module)
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.func is head_forward:
-        return args, kwargs  # it does so itself
+        return None  # it does so itself
     args, kwargs = prepare_head(module, kind, args, kwargs)
     return args, _without_first_labels(kind, kwargs)
 
@@ -313,21 +313,23 @@ def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
     """Everything per token into its slot of the padded batch; the rest as it is."""
     if packed.indices is None and (packed.batch_shape is None or packed.batch_shape[0] == 1):
         return outputs
-    seen: dict[int, Tensor] = {}
+    seen: list[tuple[Tensor, Tensor]] = []
 
     def put_back(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value)(put_back(item) for item in value)
         if not isinstance(value, Tensor):
             return value
-        if id(value) not in seen:  # hidden_states[-1] is last_hidden_state, and stays so
-            if value.ndim >= 2 and value.shape[:2] == (1, packed.total_tokens):
-                seen[id(value)] = packed.repad(value)
-            elif value.ndim >= 2 and value.shape[0] == packed.total_tokens:
-                seen[id(value)] = packed.repad_flat(value)  # router_logits
-            else:
-                return value
-        return seen[id(value)]
+        for before, after in seen:
+            if before is value:  # hidden_states[-1] is last_hidden_state, and stays so
+                return after
+        if value.ndim >= 2 and value.shape[:2] == (1, packed.total_tokens):
+            seen.append((value, packed.repad(value)))
+        elif value.ndim >= 2 and value.shape[0] == packed.total_tokens:
+            seen.append((value, packed.repad_flat(value)))  # router_logits
+        else:
+            return value
+        return seen[-1][1]
 
     for key in list(outputs.keys()):
         outputs[key] = put_back(outputs[key])

@@ -23,9 +23,16 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
     ``auto`` takes it on a CUDA device with Triton installed, and leaves a region that ``torch.compile`` traces to
     the definition, which the compiler fuses with its neighbours. ``triton`` runs it wherever the tensor is, which on
     a CPU is what Triton's interpreter is for.
+
+    Raises:
+        ValueError: ``triton`` in such a region: torch 2.11 traces Functions with wrong gradients (that of a
+            normalisation's weight is zero).
     """
+    compiling = torch.compiler.is_compiling()
     if implementation == "auto":
-        return x.is_cuda and triton_installed() and not torch.compiler.is_compiling()
+        return not compiling and x.is_cuda and triton_installed()
+    if implementation == "triton" and compiling:
+        raise ValueError("kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'.")
     return implementation == "triton"
 
 

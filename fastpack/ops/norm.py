@@ -72,7 +72,8 @@ def rms_norm(
     if _kernel_serves(implementation, x, weight):
         out = _Norm.apply(x, None, weight, None, eps, kind, True)
         return out
-    if x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32:
+    plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
+    if plain and not torch.compiler.is_compiling():
         # torch has no fused kernel here: results of the plain formula to the bit, with a third of the backward's passes
         out = _Norm.apply(x, None, weight, None, eps, kind, False)
         return out
