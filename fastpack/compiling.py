@@ -10,10 +10,13 @@ Compile the whole model, after patching it, and feed it batches whose lengths we
     }
     model = torch.compile(fastpack.patch(model), fullgraph=True)
 
-Shapes and all else that is guarded are the bucket's, so that nothing is compiled more often than there are buckets.
-Without ``bucketed()`` sizes become symbolic after a few batches. Any other batch (padded, restarting ``position_ids``)
-has its lengths read between two compiled regions, which ``fullgraph=True`` does not allow. Layers compiled one by one
-are compiled for each layer: their forwards are of the instance.
+Shapes, and all else that is guarded, are the bucket's, so that nothing is compiled more often than there are buckets:
+by default for the first sizes and then for any, with ``dynamic=False`` for each bucket (for more than eight of them
+raise ``torch._dynamo.config.recompile_limit``). Without ``bucketed()`` sizes come to stand for any as well.
+
+Any other batch (padded, or with restarting ``position_ids``) has its lengths read on the host before the one compiled
+region that does the rest; ``fullgraph=True`` does not allow that. Layers should not be compiled one by one: each has
+a forward of its own, so each would be compiled.
 
 Kernels and Functions of ours stay out: a compiler fuses the plain definitions with their neighbours. Attention runs on
 ``torch_varlen`` where that serves, else on any backend as one operator (:mod:`fastpack.backends.opaque`).

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastpack.families.spec import DecoderSpec
@@ -58,6 +59,22 @@ def _checkpoints_in_forward(cls: type) -> bool:
     return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
 
 
+def _is_run_again(layer: Any) -> bool:
+    """True where torch's checkpointing runs this very layer again for its backward, which never reads the result.
+
+    The innermost saved-tensor hooks are then those of the recomputation; they are another kind's in a first forward,
+    also in one inside the recomputation of something larger.
+    """
+    if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
+        return False
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return False
+    pack = hooks[0]
+    name: str = getattr(pack, "__qualname__", "")
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint" and name.startswith("_recomputation_hook.")
+
+
 def _run(
     layer: Any,
     spec: DecoderSpec,
@@ -80,7 +97,8 @@ def _run(
     mlp = our_settings(layer.mlp, mlp_forward)
     fuses = spec.post_mlp is None and spec.residual_scale is None and not mlp_dropout
     if mlp is not None:
-        out = mlp_block(layer.mlp, mlp[0], runtime, x, norm=norm, residual=fuses)
+        need_output = not (fuses and _is_run_again(layer))
+        out = mlp_block(layer.mlp, mlp[0], runtime, x, norm=norm, residual=fuses, need_output=need_output)
         x = out if fuses else _added(layer, spec, x, out, spec.post_mlp, mlp_dropout)
     else:
         out = layer.mlp((x if norm is None else norm(x)).unsqueeze(0)).squeeze(0)

@@ -19,9 +19,20 @@ def mlp_forward(module: Any, spec: MlpSpec, runtime: Runtime, x: Tensor) -> Tens
 
 
 def mlp_block(
-    module: Any, spec: MlpSpec, runtime: Runtime, x: Tensor, *, norm: nn.Module | None = None, residual: bool = False
+    module: Any,
+    spec: MlpSpec,
+    runtime: Runtime,
+    x: Tensor,
+    *,
+    norm: nn.Module | None = None,
+    residual: bool = False,
+    need_output: bool = True,
 ) -> Tensor:
-    """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``."""
+    """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``.
+
+    Args:
+        need_output: False where only what the backward needs is computed again, and nobody reads the result.
+    """
     names = ("gate_proj", "up_proj") if spec.gate_up is None else (spec.gate_up,)
     inner = [getattr(module, name) for name in names]
     activation = getattr(module, spec.activation)
@@ -38,6 +49,7 @@ def mlp_block(
             runtime.workspace,
             norm=fused_norm,
             residual=adds,
+            need_output=need_output,
             implementation=kernels,
         )
         return x + out if residual and not adds else out

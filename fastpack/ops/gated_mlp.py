@@ -27,6 +27,7 @@ from fastpack.ops.projections import (
     backward_to_input,
     backward_to_weights,
     group_forward,
+    keep_weights,
     needs_input_again,
     normalise,
     normalise_backward,
@@ -45,6 +46,7 @@ def gated_mlp(
     *,
     norm: Norm | None = None,
     residual: bool = False,
+    need_output: bool = True,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """``[T, H]`` to ``[T, H]``.
@@ -53,11 +55,13 @@ def gated_mlp(
         x: ``[T, H]``; in the projections' dtype where it is added as the residual.
         inner: gate and up, or the one projection to both, ``[2 I, H]`` (Phi 3).
         residual: add x to the result.
+        need_output: False where checkpointing runs this again for its backward alone: the product with ``down`` is
+            left out, and the result holds nothing.
     """
     settings = (Settings.of(inner, workspace, implementation), Settings.of([down], workspace, implementation))
     weight = None if norm is None else norm.weight
     out: Tensor = _GatedMlp.apply(
-        *settings, norm, activation, residual, implementation, x, weight, *tensors_of([*inner, down])
+        *settings, norm, activation, (residual, need_output), implementation, x, weight, *tensors_of([*inner, down])
     )
     return out
 
@@ -70,20 +74,26 @@ class _GatedMlp(torch.autograd.Function):
         down: Settings,
         norm: Norm | None,
         activation: ActivationKind,
-        residual: bool,
+        wanted: tuple[bool, bool],
         implementation: Implementation,
         x: Tensor,
         norm_weight: Tensor | None,
         *flat: Tensor | None,
     ) -> Tensor:
         keep: dict[str, Tensor] = {"x": x}
+        residual, need_output = wanted
         with torch.autocast(x.device.type, enabled=False):
             n = normalise(x, norm, inner.dtype, keep, implementation)
             updates = expand_forward(n, inner, flat[:-4], keep, prefix="inner ")
             made = group_forward(n, inner, flat[:-4], keep, updates={}, prefix="inner ")
             gate, up = _two(made)
             h = updated_forward(gate, up, activation, *_halved(updates, len(made)), implementation=implementation)
-            (y,) = group_forward(h, down, flat[-4:], keep, residual=x if residual else None, prefix="down ")
+            if need_output:
+                (y,) = group_forward(h, down, flat[-4:], keep, residual=x if residual else None, prefix="down ")
+            else:
+                expand_forward(h, down, flat[-4:], keep, prefix="down ")
+                keep_weights(down, flat[-4:], keep, prefix="down ")
+                y = torch.empty_like(x, dtype=down.dtype)
         keep.update(zip(("made0", "made1"), made, strict=False))
         ctx.settings, ctx.norm, ctx.activation, ctx.residual = (inner, down), norm, activation, residual
         ctx.implementation, ctx.names, ctx.x_dtype = implementation, tuple(keep), x.dtype
@@ -99,7 +109,8 @@ class _GatedMlp(torch.autograd.Function):
         needs_inner, needs_down = needs[8:-4], needs[-4:]
         need_x = needs[6] or needs[7]
         need_inside = need_x or any(needs_inner)
-        made = [kept[name] for name in ("made0", "made1") if name in kept]
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what is read last goes first
+        made = [kept.pop(name) for name in ("made0", "made1") if name in kept]
         gate, up = _two(made)
         with torch.autocast(grad.device.type, enabled=False):
             of_down = [grad.to(down.dtype)]
@@ -123,6 +134,7 @@ class _GatedMlp(torch.autograd.Function):
                 )
             elif needs_input_again(needs_down):
                 h = updated_forward(gate, up, ctx.activation, *updates, implementation=ctx.implementation)
+            del made, gate, up
             down_weights = backward_to_weights(of_down, low, h, down, kept, needs_down, prefix="down ")
             h = dh = None
             if not need_inside:

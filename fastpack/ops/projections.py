@@ -186,10 +186,7 @@ def group_forward(
             y = torch.mm(*updates[i]) if y is None else torch.addmm(y, *updates[i])
             owned = True
         dense = _dense(weight, settings, i)
-        if settings.quant_states[i] is None:
-            keep[f"{prefix}w{i}"] = dense
-        else:
-            keep[f"{prefix}w{i}"] = weight
+        keep[f"{prefix}w{i}"] = dense if settings.quant_states[i] is None else weight
         if bias is not None:
             added = bias.to(settings.dtype)
             y, owned = (added, False) if y is None else (y.add_(added) if owned else y + added, True)
@@ -200,6 +197,16 @@ def group_forward(
         else:
             outputs.append(torch.addmm(y, n, dense.t()))
     return outputs
+
+
+def keep_weights(
+    settings: Settings, flat: Sequence[Tensor | None], keep: dict[str, Tensor], *, prefix: str = ""
+) -> None:
+    """What :func:`group_forward` keeps of the weights, without a product."""
+    for i, state in enumerate(settings.quant_states):
+        weight = flat[4 * i]
+        assert weight is not None
+        keep[f"{prefix}w{i}"] = weight if state is not None else _dense(weight, settings, i)
 
 
 def backward_to_input(

@@ -1,0 +1,146 @@
+"""The fused decoder layer: what it fuses, when it steps aside, and what checkpointing runs again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
+from tiny import VOCAB, tiny_model
+from torch import Tensor
+
+import fastpack
+from fastpack.layers import decoder, mlp, projections
+
+KIND = "TRL's keywords"
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each fused Function ran."""
+    found = {"project": 0, "gated_mlp": 0, "add_updates": 0}
+
+    def count(module: Any, name: str) -> None:
+        stock = getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(projections, "project")
+    count(projections, "add_updates")
+    count(mlp, "gated_mlp")
+    return found
+
+
+def test_a_layer_is_three_functions_and_attention(calls: dict[str, int]) -> None:
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(tiny_model("llama"), sequences)
+    model = fastpack.patch(tiny_model("llama"))
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    assert calls == {"project": 4, "gated_mlp": 2, "add_updates": 0}, "q, k, v and o of two layers; their MLPs"
+
+
+@pytest.mark.parametrize("where", ["self_attn", "mlp", "input_layernorm", "post_attention_layernorm"])
+def test_hooks_on_a_module_are_called(where: str, calls: dict[str, int]) -> None:
+    """And what they change is kept: the module they sit on is called as a module."""
+    sequences = make_sequences(VOCAB)
+    seen: list[str] = []
+
+    def hook(module: Any, args: Any, output: Any) -> Any:
+        seen.append(where)
+        return (output[0] * 1.5, *output[1:]) if isinstance(output, tuple) else output * 1.5
+
+    stock, model = tiny_model("llama"), fastpack.patch(tiny_model("llama"))
+    getattr(stock.model.layers[0], where).register_forward_hook(hook)
+    alone = run_alone(stock, sequences)
+    seen.clear()
+    getattr(model.model.layers[0], where).register_forward_hook(hook)
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    assert seen == [where]
+    assert calls["gated_mlp"] >= 1, "the other layer is as fast as before"
+
+
+def test_hooks_on_a_projection_are_called() -> None:
+    sequences = make_sequences(VOCAB)
+    stock, model = tiny_model("llama"), fastpack.patch(tiny_model("llama"))
+    seen: list[Tensor] = []
+    for each in (stock, model):
+        each.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, out: seen.append(out) or out * 2)
+    alone = run_alone(stock, sequences)
+    seen.clear()
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    assert len(seen) == 1
+    reasons = fastpack.report(model).as_modules
+    assert list(reasons.values()) == [1]
+    assert "hooks" in next(iter(reasons))
+
+
+def products(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the last product of each MLP was computed, call by call."""
+    found: list[bool] = []
+    stock = mlp.gated_mlp
+
+    def recorded(*args: Any, need_output: bool = True, **kwargs: Any) -> Tensor:
+        found.append(need_output)
+        return stock(*args, need_output=need_output, **kwargs)
+
+    monkeypatch.setattr(mlp, "gated_mlp", recorded)
+    return found
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_checkpointing_leaves_out_the_last_product(
+    model_type: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(tiny_model(model_type), sequences)
+    model = fastpack.patch(tiny_model(model_type))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    found = products(monkeypatch)
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    again = model_type == "gemma2" or reentrant  # a norm follows; the reentrant kind does not say what it is
+    assert found == [True, True, again, again]
+
+
+def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the recomputation of something larger, a layer's first forward is needed."""
+    sequences = make_sequences(VOCAB)
+    ids = torch.cat(sequences)[None]
+    lengths = [len(s) for s in sequences]
+    gradients = []
+    for nested in (False, True):
+        model = fastpack.patch(tiny_model("llama"))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        found = products(monkeypatch) if nested else []
+        embeds = model.model.embed_tokens(ids).detach().requires_grad_()
+
+        def run(x: Tensor, model: Any = model) -> Tensor:
+            return model.model(inputs_embeds=x, packed_seq_lens=lengths, use_cache=False).last_hidden_state
+
+        out = torch.utils.checkpoint.checkpoint(run, embeds, use_reentrant=False) if nested else run(embeds)
+        out.sum().backward()
+        gradients.append(embeds.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-5, atol=1e-6)
+    assert found[:4] == [True] * 4, "forward, and forward again for the model's recomputation"
+    assert found[4:] == [False, False], "and each layer's own"
+
+
+def test_the_check_knows_torch_s_checkpointing() -> None:
+    """If torch renames what it looks for, nothing breaks but the saving is lost: this test notices."""
+    layer = tiny_model("llama").model.layers[0]
+    layer.gradient_checkpointing = True
+    found: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(decoder._is_run_again(layer))
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert found == [False, True]
