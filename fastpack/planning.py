@@ -40,7 +40,6 @@ from fastpack.layers.loss import fused_loss_rejects
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
-from fastpack.layers.runtime import Runtime
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
@@ -94,9 +93,8 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
     if not attentions:
         raise PatchError(f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch.")
-    runtime = Runtime(options)
     for module in backbone.modules():
-        _plan_module(plan, module, specs, family, runtime, skipped)
+        _plan_module(plan, module, specs, family, options, skipped)
     if not fast:
         plan.interface_modules = list(attentions)
     _plan_rotary(plan, backbone, notes)
@@ -245,7 +243,7 @@ def _plan_module(
     module: nn.Module,
     specs: dict[str, Spec],
     family: Family,
-    runtime: Runtime,
+    options: PatchOptions,
     skipped: list[tuple[str, str]],
 ) -> None:
     name = type(module).__name__
@@ -259,22 +257,22 @@ def _plan_module(
                 f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
                 "attention would not be packed."
             )
-        bind = functools.partial(_bind, attention_forward, module, (spec, runtime))
+        bind = functools.partial(_bind, attention_forward, module, (spec, options))
         plan.forwards.append(ForwardSwap(module, bind, "attention"))
     elif isinstance(spec, DecoderSpec):
         # one whose forward was replaced (offloading hooks do this) calls its own modules, which are fast each
         if not replaced and not hasattr(module, "_hf_hook"):
-            bind = functools.partial(_bind, decoder_forward, module, (spec, runtime))
+            bind = functools.partial(_bind, decoder_forward, module, (spec, options))
             plan.forwards.append(ForwardSwap(module, bind, "layer"))
     elif replaced:
         skipped.append((name, "its forward was already replaced by someone else: left alone"))
     elif isinstance(spec, NormSpec):
         plan.forwards.append(
-            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec, runtime), "norm")
+            ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec, options), "norm")
         )
     elif isinstance(spec, MlpSpec):
         plan.forwards.append(
-            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, runtime), "mlp")
+            ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, options), "mlp")
         )
 
 
@@ -295,8 +293,8 @@ def _bind(function: Callable[..., Any], module: nn.Module, settings: tuple[Any, 
     return bound
 
 
-def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, runtime: Runtime, stock: Any) -> Any:
-    return functools.partial(function, module, spec, runtime)
+def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, options: PatchOptions, stock: Any) -> Any:
+    return functools.partial(function, module, spec, options)
 
 
 def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:

@@ -16,9 +16,9 @@ from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.projections import project_modules, read_norm
-from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock import Forward, call_stock, require_packing
 from fastpack.ops.rope import apply_rope, norm_rope
+from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
 
 INTERFACE_PREFIX = "fastpack_"
@@ -28,7 +28,7 @@ INTERFACE_PREFIX = "fastpack_"
 def attention_forward(
     module: Any,
     spec: AttentionSpec,
-    runtime: Runtime,
+    options: PatchOptions,
     stock: Forward | None,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -50,25 +50,25 @@ def attention_forward(
             **kwargs,
         )
         return result
-    projected, _ = project_qkv(module, spec, runtime, hidden_states.squeeze(0))
-    out = attend_heads(module, spec, runtime, projected, position_embeddings, packed_seq_lens)
-    (out,), _ = project_modules([module.o_proj], out, runtime)
+    projected, _ = project_qkv(module, spec, options, hidden_states.squeeze(0))
+    out = attend_heads(module, spec, options, projected, position_embeddings, packed_seq_lens)
+    (out,), _ = project_modules([module.o_proj], out, options)
     return out.unsqueeze(0), None
 
 
 def project_qkv(
-    module: Any, spec: AttentionSpec, runtime: Runtime, x: Tensor, norm: Any = None
+    module: Any, spec: AttentionSpec, options: PatchOptions, x: Tensor, norm: Any = None
 ) -> tuple[list[Tensor], Tensor]:
     """The projections of ``norm(x)``, x ``[T, hidden]``: those to queries, keys and values ``[T, heads * D]``, or the
     one to all; and x to go on with."""
     names = ("q_proj", "k_proj", "v_proj") if spec.qkv is None else (spec.qkv,)
-    return project_modules([getattr(module, name) for name in names], x, runtime, norm=norm)
+    return project_modules([getattr(module, name) for name in names], x, options, norm=norm)
 
 
 def attend_heads(
     module: Any,
     spec: AttentionSpec,
-    runtime: Runtime,
+    options: PatchOptions,
     projected: list[Tensor],
     position_embeddings: tuple[Tensor, Tensor] | None,
     packed: PackedSeqLens,
@@ -76,7 +76,7 @@ def attend_heads(
     """From what :func:`project_qkv` gave to the heads' results side by side, ``[T, H * D]``."""
     q, k, v = _heads(module, spec, projected)
     tables = position_embeddings if spec.rope_switch is None or getattr(module, spec.rope_switch) else None
-    q, k = _normalise_and_turn(module, spec, runtime, q, k, tables)
+    q, k = _normalise_and_turn(module, spec, options, q, k, tables)
     call = AttentionCall(
         q,
         k,
@@ -87,7 +87,7 @@ def attend_heads(
         softcap=_read(module, spec.softcap) or None,
         dropout=module.attention_dropout if module.training else 0.0,
     )
-    return attend(call, runtime.options.attention).flatten(1)
+    return attend(call, options.attention).flatten(1)
 
 
 def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,13 +108,13 @@ def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[T
 
 
 def _normalise_and_turn(
-    module: Any, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None
+    module: Any, spec: AttentionSpec, options: PatchOptions, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, Tensor]:
     """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions."""
     settings: dict[str, Any] = {
         "layout": spec.rope_layout,
         "compute_in_float32": spec.rope_in_float32,
-        "implementation": runtime.options.kernels,
+        "implementation": options.kernels,
     }
     if spec.qk_norm == "head" and hasattr(module, "q_norm"):
         norm, other = read_norm(module.q_norm), read_norm(module.k_norm)

@@ -16,15 +16,15 @@ from fastpack.families.spec import DecoderSpec
 from fastpack.layers.attention import attend_heads, attention_forward, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
-from fastpack.layers.runtime import Runtime
 from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
 
 
 def decoder_forward(
     layer: Any,
     spec: DecoderSpec,
-    runtime: Runtime,
+    options: PatchOptions,
     stock: Forward | None,
     hidden_states: Tensor,
     *args: Any,
@@ -47,7 +47,7 @@ def decoder_forward(
             **kwargs,
         )
     require_packing(layer, packed_seq_lens, attention_mask)
-    run = functools.partial(_run, layer, spec, runtime, attention[0], position_embeddings, packed_seq_lens)
+    run = functools.partial(_run, layer, spec, options, attention[0], position_embeddings, packed_seq_lens)
     if layer.gradient_checkpointing and layer.training and _checkpoints_in_forward(type(layer)):
         out: Tensor = layer._gradient_checkpointing_func(run, hidden_states)
         return out
@@ -78,7 +78,7 @@ def _is_run_again(layer: Any) -> bool:
 def _run(
     layer: Any,
     spec: DecoderSpec,
-    runtime: Runtime,
+    options: PatchOptions,
     attention: Any,
     position_embeddings: tuple[Tensor, Tensor] | None,
     packed: PackedSeqLens,
@@ -86,11 +86,11 @@ def _run(
 ) -> Tensor:
     x = hidden_states.squeeze(0)
     attention_dropout, mlp_dropout = _dropouts(layer, spec)
-    projected, x = project_qkv(layer.self_attn, attention, runtime, x, _child(layer, spec.pre_attention))
-    out = attend_heads(layer.self_attn, attention, runtime, projected, position_embeddings, packed)
+    projected, x = project_qkv(layer.self_attn, attention, options, x, _child(layer, spec.pre_attention))
+    out = attend_heads(layer.self_attn, attention, options, projected, position_embeddings, packed)
     plain = spec.post_attention is None and spec.residual_scale is None
     fuses = plain and not attention_dropout
-    (out,), _ = project_modules([layer.self_attn.o_proj], out, runtime, residual=x if fuses else None)
+    (out,), _ = project_modules([layer.self_attn.o_proj], out, options, residual=x if fuses else None)
     x = out if fuses else _added(layer, spec, x, out, spec.post_attention, attention_dropout)
 
     norm = _child(layer, spec.pre_mlp)
@@ -98,7 +98,7 @@ def _run(
     fuses = spec.post_mlp is None and spec.residual_scale is None and not mlp_dropout
     if mlp is not None:
         need_output = not (fuses and _is_run_again(layer))
-        out = mlp_block(layer.mlp, mlp[0], runtime, x, norm=norm, residual=fuses, need_output=need_output)
+        out = mlp_block(layer.mlp, mlp[0], options, x, norm=norm, residual=fuses, need_output=need_output)
         x = out if fuses else _added(layer, spec, x, out, spec.post_mlp, mlp_dropout)
     else:
         out = layer.mlp((x if norm is None else norm(x)).unsqueeze(0)).squeeze(0)

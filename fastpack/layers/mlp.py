@@ -8,20 +8,20 @@ from torch import Tensor, nn
 
 from fastpack.families.spec import MlpSpec
 from fastpack.layers.projections import project_modules, read_group, read_norm
-from fastpack.layers.runtime import Runtime
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.glu import activation_kind, gated, gated_halves
+from fastpack.options import PatchOptions
 
 
-def mlp_forward(module: Any, spec: MlpSpec, runtime: Runtime, x: Tensor) -> Tensor:
+def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
-    return mlp_block(module, spec, runtime, x.reshape(-1, x.shape[-1])).view(x.shape)
+    return mlp_block(module, spec, options, x.reshape(-1, x.shape[-1])).view(x.shape)
 
 
 def mlp_block(
     module: Any,
     spec: MlpSpec,
-    runtime: Runtime,
+    options: PatchOptions,
     x: Tensor,
     *,
     norm: nn.Module | None = None,
@@ -36,7 +36,7 @@ def mlp_block(
     names = ("gate_proj", "up_proj") if spec.gate_up is None else (spec.gate_up,)
     inner = [getattr(module, name) for name in names]
     activation = getattr(module, spec.activation)
-    kind, kernels = activation_kind(activation), runtime.options.kernels
+    kind, kernels = activation_kind(activation), options.kernels
     fused_norm = None if norm is None else read_norm(norm)
     group = None if kind is None else read_group([*inner, module.down_proj], x)
     if group is not None and kind is not None and (norm is None or fused_norm is not None):
@@ -46,14 +46,13 @@ def mlp_block(
             group[:-1],
             group[-1],
             kind,
-            runtime.workspace,
             norm=fused_norm,
             residual=adds,
             need_output=need_output,
             implementation=kernels,
         )
         return x + out if residual and not adds else out
-    made, x = project_modules(inner, x, runtime, norm=norm)
+    made, x = project_modules(inner, x, options, norm=norm)
     h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
-    (out,), _ = project_modules([module.down_proj], h, runtime, residual=x if residual else None)
+    (out,), _ = project_modules([module.down_proj], h, options, residual=x if residual else None)
     return out

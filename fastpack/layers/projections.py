@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fastpack.adapters import carries_hooks, read_projection, read_update
 from fastpack.families.spec import NormSpec
 from fastpack.layers.norm import norm_forward
-from fastpack.layers.runtime import Runtime
 from fastpack.ops.lora import add_updates
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.projections import project
+from fastpack.options import PatchOptions
 
 
 def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:
@@ -58,7 +58,7 @@ def read_group(modules: Sequence[nn.Module], x: Tensor) -> list[Projection] | No
 def project_modules(
     modules: Sequence[nn.Module],
     x: Tensor,
-    runtime: Runtime,
+    options: PatchOptions,
     *,
     norm: nn.Module | None = None,
     residual: Tensor | None = None,
@@ -83,10 +83,9 @@ def project_modules(
     made, passed = project(
         given,
         group,
-        runtime.workspace,
         norm=fused_norm,
         residual=residual if adds else None,
-        implementation=runtime.options.kernels,
+        implementation=options.kernels,
     )
     if residual is not None and not adds:
         made = (residual + made[0],)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.projection_parts import Norm, Projection, Settings, Workspace, tensors_of
+from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.projections import (
     backward_to_input,
     backward_to_weights,
@@ -42,7 +42,6 @@ def gated_mlp(
     inner: Sequence[Projection],
     down: Projection,
     activation: ActivationKind,
-    workspace: Workspace,
     *,
     norm: Norm | None = None,
     residual: bool = False,
@@ -58,7 +57,7 @@ def gated_mlp(
         need_output: False where checkpointing runs this again for its backward alone: the product with ``down`` is
             left out, and the result holds nothing.
     """
-    settings = (Settings.of(inner, workspace, implementation), Settings.of([down], workspace, implementation))
+    settings = (Settings.of(inner, implementation), Settings.of([down], implementation))
     weight = None if norm is None else norm.weight
     out: Tensor = _GatedMlp.apply(
         *settings, norm, activation, (residual, need_output), implementation, x, weight, *tensors_of([*inner, down])

@@ -6,7 +6,7 @@ Shape suffixes: H size of the input, O of an output, R rank of LoRA.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,31 +53,6 @@ class Norm:
     unit_offset: bool = False
 
 
-@dataclass
-class Workspace:
-    """The buffer into which 4-bit weights are dequantised, shared by all layers of a model, one after the other."""
-
-    buffers: dict[tuple[torch.dtype, torch.device], Tensor] = field(default_factory=dict)
-
-    def get(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised memory, valid until the next call. A captured graph gets memory of its own."""
-        count = 1
-        for size in shape:
-            count *= size
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return torch.empty(*shape, dtype=dtype, device=device)
-        found = self.buffers.get((dtype, device))
-        if found is None or found.numel() < count:
-            found = self.buffers[dtype, device] = torch.empty(count, dtype=dtype, device=device)
-        return found[:count].view(*shape)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"buffers": {}}  # a copy or a pickle of a model needs no copy of scratch memory
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Workspace:
-        return Workspace()
-
-
 @dataclass(frozen=True, eq=False)
 class Settings:
     """What a group of projections has beside tensors; one entry of each tuple for each projection.
@@ -88,17 +63,15 @@ class Settings:
     dtype: torch.dtype
     loras: tuple[tuple[float, float] | None, ...]
     quant_states: tuple[Any, ...]
-    workspace: Workspace
     implementation: Implementation = "auto"
 
     @classmethod
-    def of(cls, projections: Sequence[Projection], workspace: Workspace, implementation: Implementation) -> Settings:
+    def of(cls, projections: Sequence[Projection], implementation: Implementation) -> Settings:
         """Those of a group, all of which compute in the same dtype."""
         return cls(
             projections[0].dtype,
             tuple(None if p.lora is None else (p.lora.scale, p.lora.dropout) for p in projections),
             tuple(p.quant_state for p in projections),
-            workspace,
             implementation,
         )
 

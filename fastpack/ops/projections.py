@@ -9,7 +9,8 @@ changes the scale alone):
 Against modules called one by one this saves: float32 copies of activations (A and B are brought to the activations'
 dtype instead), one product with all A at once, additions (the low-rank update is written first and the base product
 accumulates on top of it), and the normalised input, which is computed anew in the backward. A 4-bit weight is
-dequantised once each way, into a buffer that all layers share (Dettmers et al., "QLoRA", arXiv:2305.14314, eq. 5).
+dequantised once each way, into memory that is free again after its product (Dettmers et al., "QLoRA",
+arXiv:2305.14314, eq. 5).
 
 Shape suffixes: T tokens, H size of the input, O of an output, R rank of LoRA.
 """
@@ -24,14 +25,13 @@ from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
-from fastpack.ops.projection_parts import Norm, Projection, Settings, Workspace, tensors_of
+from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.updates import expand_backward, expand_forward, shrink_backward, update_gradients
 
 
 def project(
     x: Tensor,
     projections: Sequence[Projection],
-    workspace: Workspace,
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
@@ -42,7 +42,6 @@ def project(
     Args:
         x: ``[T, H]``.
         projections: all of one dtype; a LoRA's A and B may have another.
-        workspace: where 4-bit weights are dequantised.
         norm: applied to x first.
         residual: ``[T, O]`` in the projection's dtype, added to the output; for a single projection.
         implementation: of the norm.
@@ -52,7 +51,7 @@ def project(
         gradient is added inside the norm's backward.
     """
     made: tuple[Tensor, ...] = _Project.apply(
-        Settings.of(projections, workspace, implementation), norm, implementation, x, residual,
+        Settings.of(projections, implementation), norm, implementation, x, residual,
         None if norm is None else norm.weight, *tensors_of(projections),
     )  # fmt: skip
     return made[:-1], made[-1]
@@ -277,6 +276,5 @@ def _dense(weight: Tensor, settings: Settings, i: int) -> Tensor:
         return weight.to(settings.dtype)
     from bitsandbytes.functional import dequantize_4bit
 
-    if state.dtype != settings.dtype or not weight.is_cuda:  # on a CPU bitsandbytes takes no buffer
-        return dequantize_4bit(weight, state).to(settings.dtype)
-    return dequantize_4bit(weight, state, out=settings.workspace.get(state.shape, state.dtype, weight.device))
+    # the allocator gives every layer the same memory again; a buffer of our own would be held through the loss too
+    return dequantize_4bit(weight, state).to(settings.dtype)

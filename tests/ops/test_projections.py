@@ -14,12 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.lora import add_updates
 from fastpack.ops.norm import rms_norm
-from fastpack.ops.projection_parts import Lora, Norm, Projection, Workspace
+from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.projections import project
 
 T, H, INNER, R = 13, 24, 40, 3
 BOUND = 1e-5
-WORKSPACE = Workspace()
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = True) -> Tensor:
@@ -105,23 +104,23 @@ def test_group_is_its_definition(name: str, with_norm: bool) -> None:
     theirs = [defined(n, p) + (0 if residual is None else residual) for p in group]
     expected = gradients([*theirs, x * 1], wanted, [*cotangents, along])
     norm = Norm(weight, 1e-6) if with_norm else None
-    mine, passed = project(x, group, WORKSPACE, norm=norm, residual=residual)
+    mine, passed = project(x, group, norm=norm, residual=residual)
     agree(list(mine), theirs)
     assert torch.equal(passed, x)
     agree(gradients([*mine, passed], wanted, [*cotangents, along]), expected)
-    wrong, _ = project(x + 1e-3, group, WORKSPACE, norm=norm, residual=residual)
+    wrong, _ = project(x + 1e-3, group, norm=norm, residual=residual)
     assert relative(wrong[0], theirs[0]) > BOUND, "the check can fail"
 
 
 def test_the_result_that_nobody_uses_needs_no_gradient() -> None:
     group, x = GROUPS["q, k, v with LoRA"](), leaf(T, H)
-    (q, _, _), _ = project(x, group, WORKSPACE)
+    (q, _, _), _ = project(x, group)
     q.sum().backward()
     assert group[0].lora is not None
     assert group[1].lora is not None
     assert group[0].lora.a.grad is not None
     assert group[1].lora.b.grad is None
-    (r, _, _), _ = project(x.detach(), group, WORKSPACE)
+    (r, _, _), _ = project(x.detach(), group)
     r.sum().backward()
 
 
@@ -133,10 +132,10 @@ def test_dropout_is_each_projection_s_own() -> None:
     theirs = [defined(x, p, F.dropout(x, p.lora.dropout) if p.lora and p.lora.dropout else x) for p in group]
     expected = gradients(theirs, leaves(x, *group), cotangents)
     torch.manual_seed(7)
-    mine, _ = project(x, group, WORKSPACE)
+    mine, _ = project(x, group)
     agree(list(mine), theirs)
     agree(gradients(list(mine), leaves(x, *group), cotangents), expected)
-    other, _ = project(x, group, WORKSPACE)
+    other, _ = project(x, group)
     assert relative(other[0], theirs[0]) > 1e-2, "another draw"
     agree([other[2]], [theirs[2]])
 
@@ -167,11 +166,11 @@ def test_gated_mlp_is_its_definition(with_norm: bool, activation: Any, form: str
     theirs = defined(ACTIVATIONS[activation](gate) * up, down) + (x if with_norm else 0)
     expected = gradients([theirs], wanted, [cotangent])
     norm = Norm(weight, 1e-6) if with_norm else None
-    mine = gated_mlp(x, inner, down, activation, WORKSPACE, norm=norm, residual=with_norm)
+    mine = gated_mlp(x, inner, down, activation, norm=norm, residual=with_norm)
     agree([mine], [theirs])
     agree(gradients([mine], wanted, [cotangent]), expected)
     other = next(name for name in ACTIVATIONS if name != activation)
-    assert relative(gated_mlp(x, inner, down, other, WORKSPACE, norm=norm), theirs) > BOUND  # type: ignore[arg-type]
+    assert relative(gated_mlp(x, inner, down, other, norm=norm), theirs) > BOUND  # type: ignore[arg-type]
 
 
 def test_mlp_whose_input_needs_no_gradient() -> None:
@@ -180,7 +179,7 @@ def test_mlp_whose_input_needs_no_gradient() -> None:
     x = leaf(T, H, grad=False)
     theirs = defined(F.silu(defined(x, inner[0])) * defined(x, inner[1]), down)
     expected = gradients([theirs], leaves(down), [torch.ones(T, H)])
-    agree(gradients([gated_mlp(x, inner, down, "silu", WORKSPACE)], leaves(down), [torch.ones(T, H)]), expected)
+    agree(gradients([gated_mlp(x, inner, down, "silu")], leaves(down), [torch.ones(T, H)]), expected)
 
 
 def test_updates_alone() -> None:
@@ -206,7 +205,7 @@ def test_half_precision_is_as_good_as_the_modules(dtype: torch.dtype, lora_dtype
     x = leaf(256, 64, dtype=dtype)
     cotangents = [torch.randn(256, 64).to(dtype) for _ in group]
     theirs = [defined(x, p) for p in group]
-    mine, _ = project(x, group, WORKSPACE)
+    mine, _ = project(x, group)
     assert all(y.dtype == dtype for y in mine)
     wide = [wider(p) for p in group]
     x64 = x.detach().double().requires_grad_()
@@ -234,7 +233,7 @@ def test_float32_weights_under_autocast() -> None:
     half = [Projection(p.weight, torch.bfloat16, p.bias, p.lora) for p in group]
     with torch.autocast("cpu", torch.bfloat16):
         theirs = [defined(x, p) for p in group]
-        mine, _ = project(x, half, WORKSPACE)
+        mine, _ = project(x, half)
         assert all(y.dtype == torch.bfloat16 for y in mine)
         sum(y.float().sum() for y in mine).backward()
     for ours, stock in zip(mine, theirs, strict=True):
@@ -249,7 +248,7 @@ def test_checkpointing_and_a_second_backward(reentrant: bool) -> None:
     wanted = leaves(x, *inner, down, weight)
 
     def block(x: Tensor) -> Tensor:
-        return gated_mlp(x, inner, down, "silu", WORKSPACE, norm=Norm(weight, 1e-6), residual=True)
+        return gated_mlp(x, inner, down, "silu", norm=Norm(weight, 1e-6), residual=True)
 
     expected = gradients([block(x)], wanted, [torch.ones(T, H)])
     plain = block(x)
@@ -268,7 +267,7 @@ def test_what_is_kept_for_the_backward() -> None:
     inner, down = [projection(INNER), projection(INNER)], projection(H, INNER)
     x, weight = leaf(512, H), leaf(H)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        gated_mlp(x, inner, down, "silu", WORKSPACE, norm=Norm(weight, 1e-6), residual=True)
+        gated_mlp(x, inner, down, "silu", norm=Norm(weight, 1e-6), residual=True)
     big = sorted(t.shape[1] for t in kept if t.ndim == 2 and len(t) == 512)
     assert big == sorted([H, INNER, INNER, 2 * R, R])
 
@@ -286,7 +285,7 @@ def test_no_copy_of_the_activations_in_float32() -> None:
     group = [projection(32, dtype=torch.bfloat16) for _ in range(3)]
     x = leaf(512, H, dtype=torch.bfloat16)
     with Watch():
-        outputs, _ = project(x, group, WORKSPACE)
+        outputs, _ = project(x, group)
         torch.autograd.grad(sum(y.sum() for y in outputs), leaves(x, *group))
     assert not seen
     with Watch():
@@ -303,19 +302,9 @@ def test_4bit_weights_are_dequantised_in_place_of_modules() -> None:
     theirs = linear(x)
     expected = torch.autograd.grad(theirs.sum(), x)[0]
     p = Projection(linear.weight, torch.float32, quant_state=linear.weight.quant_state)
-    (mine,), _ = project(x, [p], WORKSPACE)
+    (mine,), _ = project(x, [p])
     agree([mine], [theirs])
     agree([torch.autograd.grad(mine.sum(), x)[0]], [expected])
-
-
-def test_workspace_grows_and_is_not_copied() -> None:
-    import copy
-
-    space = Workspace()
-    first = space.get((4, 8), torch.float32, torch.device("cpu"))
-    assert space.get((2, 8), torch.float32, torch.device("cpu")).data_ptr() == first.data_ptr()
-    assert space.get((8, 8), torch.float32, torch.device("cpu")).shape == (8, 8)
-    assert not copy.deepcopy(space).buffers
 
 
 def test_the_kernel_that_casts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +318,7 @@ def test_the_kernel_that_casts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     x = leaf(T, H, dtype=torch.float16)
     results = []
     for implementation in ("torch", "triton"):
-        outputs, _ = project(x, group, WORKSPACE, implementation=implementation)  # type: ignore[arg-type]
+        outputs, _ = project(x, group, implementation=implementation)  # type: ignore[arg-type]
         results.append([*outputs, *gradients(list(outputs), leaves(x, *group), [torch.ones_like(o) for o in outputs])])
     assert calls == [1]
     agree(results[1], results[0], bound=0)

@@ -15,7 +15,7 @@ from fastpack.bench.lengths import make_lengths
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, with_liger
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.linear_cross_entropy import linear_cross_entropy
-from fastpack.ops.projection_parts import Lora, Projection, Workspace
+from fastpack.ops.projection_parts import Lora, Projection
 from fastpack.ops.projections import project
 from fastpack.packing import PackedSeqLens
 
@@ -131,7 +131,7 @@ def _plain_group(x: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
 
 
 def _our_group(x: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
-    return project(x, _projections(x, flat), Workspace())[0]
+    return project(x, _projections(x, flat))[0]
 
 
 def _plain_mlp(x: Tensor, *flat: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _plain_mlp(x: Tensor, *flat: Tensor) -> Tensor:
 
 def _our_mlp(x: Tensor, *flat: Tensor) -> Tensor:
     gate, up, down = _projections(x, flat)
-    return gated_mlp(x, [gate, up], down, "silu", Workspace())
+    return gated_mlp(x, [gate, up], down, "silu")
 
 
 def _lora_work(make: Maker, shapes: Sequence[tuple[int, int]], *, backward: bool) -> Work:
