@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,3 +32,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_thread() -> None:
     """Tensors are small here, and there are many calls: a second thread only waits for the first."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How often each fused Function of the layers ran."""
+    from fastpack.layers import mlp, projections
+
+    found: dict[str, int] = {}
+
+    def count(module: Any, name: str) -> None:
+        found[name], stock = 0, getattr(module, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+    count(projections, "project")
+    count(projections, "add_updates")
+    count(mlp, "gated_mlp")
+    return found

@@ -11,29 +11,9 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor
 
 import fastpack
-from fastpack.layers import decoder, mlp, projections
+from fastpack.layers import decoder, mlp
 
 KIND = "TRL's keywords"
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each fused Function ran."""
-    found = {"project": 0, "gated_mlp": 0, "add_updates": 0}
-
-    def count(module: Any, name: str) -> None:
-        stock = getattr(module, name)
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return stock(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, counted)
-
-    count(projections, "project")
-    count(projections, "add_updates")
-    count(mlp, "gated_mlp")
-    return found
 
 
 def test_a_layer_is_three_functions_and_attention(calls: dict[str, int]) -> None:

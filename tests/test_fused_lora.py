@@ -1,0 +1,116 @@
+"""LoRA in the fused Functions: the settings that PEFT has, what falls back, and what the report says of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
+from test_adapters import lora_config, quantised, with_lora
+from tiny import VOCAB, tiny_model
+
+import fastpack
+
+KIND = "TRL's keywords"
+
+
+FUSED: dict[str, dict[str, Any]] = {
+    "rsLoRA": {"use_rslora": True},
+    "ranks and scales of their own": {"rank_pattern": {"q_proj": 3, "up_proj": 7}, "alpha_pattern": {"v_proj": 20}},
+    "q and v alone": {"target_modules": ["q_proj", "v_proj"]},
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_settings_that_are_fused(name: str, calls: dict[str, int]) -> None:
+    def build() -> Any:
+        return with_lora(tiny_model("qwen2"), **FUSED[name])  # its q, k and v have a bias
+
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(build(), sequences)
+    model = fastpack.patch(build())
+    error = compare(run_batch(model, sequences, KIND), alone)
+    assert error.worst <= FLOAT32_BOUND, error
+    assert calls == {"project": 4, "gated_mlp": 2, "add_updates": 0}
+    assert not fastpack.report(model).as_modules
+
+
+def test_dropout_draws_what_peft_draws(calls: dict[str, int]) -> None:
+    """The same masks in the same order: with one seed the same loss and gradients."""
+    (sequence,) = make_sequences(VOCAB, [37])
+    results = []
+    for patched in (False, True):
+        model = with_lora(tiny_model("llama"), lora_dropout=0.3)
+        if patched:
+            fastpack.patch(model)
+        torch.manual_seed(11)
+        results.append(run_batch(model, [sequence], "packed_seq_lens") if patched else run_alone(model, [sequence]))
+    error = compare(results[1], results[0])
+    assert error.worst <= FLOAT32_BOUND, error
+    assert calls["gated_mlp"] == 2
+    torch.manual_seed(12)
+    other = run_batch(model, [sequence], "packed_seq_lens")
+    assert compare(other, results[0]).worst > 1e-2, "another seed is another draw"
+
+
+def test_no_dropout_in_evaluation() -> None:
+    (sequence,) = make_sequences(VOCAB, [37])
+    model = with_lora(tiny_model("llama"), lora_dropout=0.9)
+    model.eval()
+    with torch.no_grad():
+        stock = model(input_ids=sequence[None]).logits
+        fastpack.patch(model)
+        assert relative(model(input_ids=sequence[None], packed_seq_lens=[37]).logits, stock) <= FLOAT32_BOUND
+
+
+def variants() -> dict[str, Any]:
+    def two_at_once() -> Any:
+        model = with_lora(tiny_model("llama"))
+        model.add_adapter("second", lora_config(r=2, init_lora_weights=False))
+        model.base_model.set_adapter(["default", "second"])
+        return model
+
+    return {
+        "2 adapters are active at once": two_at_once,
+        "DoraLinearVariant": lambda: with_lora(tiny_model("llama"), use_dora=True),
+        "two plain matrices": lambda: with_lora(tiny_model("llama"), lora_bias=True),
+    }
+
+
+@pytest.mark.parametrize("reason", variants())
+def test_what_peft_computes_itself(reason: str, calls: dict[str, int]) -> None:
+    """Right all the same, called as modules, and the report says why and how many."""
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(variants()[reason](), sequences)
+    model = fastpack.patch(variants()[reason]())
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    assert calls == {"project": 0, "gated_mlp": 0, "add_updates": 0}
+    found = fastpack.report(model).as_modules
+    assert list(found.values()) == [14]
+    assert reason in next(iter(found))
+
+
+def test_a_disabled_adapter_is_the_base_fused(calls: dict[str, int]) -> None:
+    sequences = make_sequences(VOCAB)
+    base = run_alone(tiny_model("llama"), sequences)
+    model = fastpack.patch(with_lora(tiny_model("llama")))
+    with model.disable_adapter():
+        off = model(input_ids=torch.cat(sequences)[None], packed_seq_lens=[len(s) for s in sequences]).logits[0]
+    assert relative(off, torch.cat(base.logits)) <= FLOAT32_BOUND
+    assert calls["gated_mlp"] == 2
+
+
+def test_8_bit_keeps_its_own_product(tmp_path: Path, calls: dict[str, int]) -> None:
+    """LLM.int8's base product is bitsandbytes' own; the updates on top of it are one Function a group."""
+    model = with_lora(quantised(tmp_path, load_in_8bit=True))
+    sequence = make_sequences(VOCAB, [23])[0]
+    stock = model(input_ids=sequence[None]).logits
+    fastpack.patch(model)
+    ours = model(input_ids=sequence[None], packed_seq_lens=[23]).logits
+    assert relative(ours, stock) <= 1e-3, "int8 rounds what differs in the last digit"
+    assert calls == {"project": 0, "gated_mlp": 0, "add_updates": 8}, "q, k, v; o; gate and up; down, of two layers"
+    found = fastpack.report(model).as_modules
+    assert list(found.values()) == [14]
+    assert "LLM.int8" in next(iter(found))
