@@ -41,7 +41,8 @@ class Stack:
         # Strong references throughout: no address or id comes back for another object while it is compared with.
         self._dicts = [module.__dict__[name] for module in self.modules for name in _HELD]
         self._sizes = list(map(len, self._dicts))
-        self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+        self._filled = list(filter(None, self._dicts))  # most are empty with PEFT, and their sizes say enough
+        self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         tensors = {id(value): value for value in self._values if isinstance(value, Tensor)}
         self.tensors: list[Tensor] = list(tensors.values())
         self.parameters = [t for t in self.tensors if isinstance(t, nn.Parameter)]
@@ -59,7 +60,7 @@ class Stack:
         """True while every module, parameter and buffer is the same object, at the same address."""
         return (
             list(map(len, self._dicts)) == self._sizes
-            and all(map(is_, chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and all(map(is_, map(dict.get, self._own, repeat("forward")), self._forwards))
             and (bool(self.no_address) or list(map(Tensor.data_ptr, self.tensors)) == self._addresses)
         )
