@@ -108,6 +108,13 @@ def test_counts_are_those_of_the_collator(work: Path) -> None:
 
 
 @trains_on_cpu
+def test_what_patch_is_told(work: Path) -> None:
+    figures = run_sft(work, "--graphs", "auto", "--kernels", "torch", "--max_steps", "2")
+    assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in figures["report"]["notes"])
+    assert losses(figures) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=1e-4)
+
+
+@trains_on_cpu
 def test_packing_runs_and_leaves_nothing_to_say(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2")
     assert figures["summary"]["padding_share"] == 0
@@ -180,6 +187,8 @@ def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Pat
         ({"--random_init": "nowhere.json"}, "no such file: nowhere.json"),
         ({"--attention": "flash_attn"}, "can't serve float32 on cpu"),
         ({"--attention": "sideways"}, "invalid choice: 'sideways'"),
+        ({"--graphs": "always"}, "invalid choice: 'always'"),
+        ({"--graphs": "auto", "--offload": "checkpoints"}, "offload"),
         ({"--no_such_flag": "1"}, "--no_such_flag"),
         ({"--max_steps": "many"}, "invalid int value: 'many'"),
         ({"--eval_strategy": "epoch"}, "has no split 'test'"),

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         trainer = make_trainer(given)
         if given.ours.patch:
-            fastpack.patch(trainer, attention=given.ours.attention)
+            fastpack.patch(trainer, **given.ours.patch_keywords())
     except (OSError, ValueError, ImportError) as error:
         # Until training begins, these are the messages of TRL, transformers and the hub about what they were given.
         raise UsageError(str(error)) from error

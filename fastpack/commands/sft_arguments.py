@@ -12,6 +12,8 @@ from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser  # type: igno
 
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.commands import UsageError
+from fastpack.ops.implementation import IMPLEMENTATIONS
+from fastpack.options import PatchKeywords
 
 
 @dataclass
@@ -32,12 +34,30 @@ class OwnArguments:
         default="auto",
         metadata={"help": "Attention backend of the patched model.", "choices": ["auto", *BACKENDS]},
     )
+    kernels: str = field(
+        default="auto",
+        metadata={"help": "What computes norms, RoPE and gated units.", "choices": list(IMPLEMENTATIONS)},
+    )
+    graphs: str | None = field(
+        default=None,
+        metadata={"help": "Replay the decoder stack as CUDA graphs wherever that is right.", "choices": ["auto"]},
+    )
+    offload: str | None = field(
+        default=None,
+        metadata={"help": "With gradient checkpointing: layer inputs wait in host memory.", "choices": ["checkpoints"]},
+    )
     patch: bool = field(
         default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains it stock, to compare."}
     )
     json: str | None = field(
         default=None, metadata={"help": "File to write the losses of each step and the summary's figures to."}
     )
+
+    def patch_keywords(self) -> PatchKeywords:
+        """What of these :func:`fastpack.patch` takes."""
+        found: Any = {name: getattr(self, name) for name in ("attention", "kernels", "graphs", "offload")}
+        keywords: PatchKeywords = found
+        return keywords
 
 
 @dataclass
