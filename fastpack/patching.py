@@ -68,6 +68,13 @@ def patch(
             these wrapped by PEFT or with 4-bit or 8-bit weights, or a trainer that holds one.
         attention: ``auto`` for the first attention backend that can serve each call, or one of ``flash_attn``,
             ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``segments``, ``reference``.
+        kernels: what computes norms, RoPE, gated units, LoRA's casts and the fused loss: ``auto`` for Triton kernels
+            on a CUDA device and plain torch elsewhere, ``torch`` for the definitions, ``triton`` for kernels alone.
+        graphs: ``auto`` replays the whole decoder stack as CUDA graphs, a pair for each bucket of batch sizes,
+            wherever that is right; the report counts the batches that ran as ever, and why. For models that wait for
+            kernel launches.
+        loss: ``fused`` computes the loss of ``labels=`` in training without holding the logits; ``out.logits`` is
+            None there. Evaluation returns logits as ever, and a trainer's own loss is left in force.
         offload: ``checkpoints`` lets the inputs of checkpointed layers wait for the backward in pinned host memory,
             copied beside the computation: the same gradients, and (layers - 3) x T x hidden size x 2 bytes less device
             memory in half precision. It takes as much host memory, rounded up to a power of two for each layer. It
@@ -81,8 +88,8 @@ def patch(
     Raises:
         UnsupportedModelError: an encoder, an encoder-decoder, a vision-language model, or a family not covered.
         BackendUnavailableError: the backend asked for by name can't serve this model here.
-        PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met.
-            Nothing has been changed when any of these is raised.
+        PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met; or an
+            option has a value that it does not take. Nothing has been changed when any of these is raised.
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, strict)
     options.check()
