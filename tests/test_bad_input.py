@@ -166,3 +166,23 @@ def test_lost_packing_is_loud() -> None:
     layer.forward = lambda *args, **kwargs: stock(*args, **{k: v for k, v in kwargs.items() if k != "packed_seq_lens"})
     with pytest.raises(fastpack.PatchError, match="drops keywords"):
         model(**padded(SEQUENCES, "right"))
+
+
+@pytest.mark.parametrize(
+    ("option", "allowed"),
+    [
+        ({"kernels": "cuda"}, "'auto', 'torch', 'triton'"),
+        ({"graphs": "always"}, "None, 'auto'"),
+        ({"graphs": True}, "None, 'auto'"),
+        ({"loss": "mean"}, "None, 'fused'"),
+        ({"offload": "everything"}, "None, 'checkpoints'"),
+    ],
+)
+def test_options_say_what_is_allowed(option: dict[str, Any], allowed: str) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(fastpack.PatchError) as error:
+        fastpack.patch(model, **option)
+    (name, value) = next(iter(option.items()))
+    assert f"{name}={value!r}" in str(error.value)
+    assert allowed in str(error.value)
+    assert not any("forward" in module.__dict__ for module in model.modules())
