@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _module
 
 from fastpack.ops.projection_parts import Lora, Projection
 
@@ -48,12 +49,29 @@ _PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
 
 def carries_hooks(module: nn.Module) -> bool:
     """True where calling a module does more than its class's forward."""
+    return "forward" in module.__dict__ or has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True where hooks run when a module is called: its own, or those that torch runs for every module.
+
+    Those that transformers leaves behind to capture outputs don't count: what they capture runs the stock path.
+    """
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or _for_every_module():
+        return True
+    hooks = module._forward_hooks
+    return bool(hooks) and any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
+
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+
+def _for_every_module() -> bool:
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
     )
 
 
@@ -81,7 +99,8 @@ def _read_linear(module: Any) -> Projection | str:
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
     device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    casts = torch.is_autocast_enabled(device) and weight.dtype != torch.float64  # which autocast leaves alone
+    return torch.get_autocast_dtype(device) if casts else weight.dtype
 
 
 def _read_4bit(module: Any) -> Projection | str:

@@ -168,7 +168,7 @@ def compare(result: Result, reference: Result) -> Error:
     assert result.grads.keys() == reference.grads.keys()
     floor = 1e-3 * max(float(g.abs().max()) for g in reference.grads.values())
     errors = {
-        name: float((result.grads[name] - g).abs().max()) / max(float(g.abs().max()), floor)
+        name: _not_nan(float((result.grads[name] - g).abs().max()) / max(float(g.abs().max()), floor))
         for name, g in reference.grads.items()
     }
     worst = max(errors, key=lambda name: errors[name])
@@ -177,7 +177,11 @@ def compare(result: Result, reference: Result) -> Error:
 
 def relative(value: Tensor, reference: Tensor) -> float:
     value, reference = value.detach().float(), reference.detach().float()
-    error = float((value - reference).abs().max() / reference.abs().max())
+    return _not_nan(float((value - reference).abs().max() / reference.abs().max()))
+
+
+def _not_nan(error: float) -> float:
+    """NaN compares as neither larger nor smaller, and would pass."""
     return float("inf") if error != error else error
 
 

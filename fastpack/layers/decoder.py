@@ -10,8 +10,9 @@ import functools
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fastpack.adapters import carries_hooks, has_hooks
 from fastpack.families.spec import DecoderSpec
 from fastpack.layers.attention import attend_heads, attention_forward, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
@@ -67,6 +68,10 @@ def _is_run_again(layer: Any) -> bool:
     """
     if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
         return False
+    if has_hooks(layer) and not _checkpoints_in_forward(type(layer)):
+        return False  # they run again too, and read the result
+    if torch._C._len_torch_dispatch_stack():
+        return False  # selective checkpointing looks every operation up
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return False
@@ -123,6 +128,11 @@ def _dropouts(layer: Any, spec: DecoderSpec) -> tuple[Any, Any]:
     """The dropout modules behind attention and MLP, None where they do nothing."""
     if spec.dropouts is None:
         return None, None
-    found = (getattr(layer, name) for name in spec.dropouts)
-    first, second = (module if layer.training and module.p else None for module in found)
+    first, second = (None if _is_idle(getattr(layer, name)) else getattr(layer, name) for name in spec.dropouts)
     return first, second
+
+
+def _is_idle(module: Any) -> bool:
+    """True for a dropout that does nothing, and that nobody watches."""
+    drops = type(module) is not nn.Identity and (type(module) is not nn.Dropout or (module.training and module.p))
+    return not drops and not carries_hooks(module)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import carries_hooks, read_projection, read_update
+from fastpack.adapters import carries_hooks, has_hooks, read_projection, read_update
 from fastpack.families.spec import NormSpec
 from fastpack.layers.norm import norm_forward
 from fastpack.ops.lora import add_updates
@@ -24,7 +24,7 @@ def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, 
     forward = module.__dict__.get("forward")
     if not isinstance(forward, functools.partial) or forward.func is not function:
         return None
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hooks(module):
         return None
     return forward.args[1:]
 

@@ -176,6 +176,8 @@ def group_forward(
     if updates is None:
         updates = expand_forward(n, settings, flat, keep, prefix=prefix)
     outputs: list[Tensor] = []
+    # selective checkpointing keeps results of operations as they come: then nothing is added in place
+    in_place = not torch._C._len_torch_dispatch_stack()
     for i in range(len(settings.loras)):
         weight, bias = flat[4 * i : 4 * i + 2]
         assert weight is not None
@@ -183,12 +185,12 @@ def group_forward(
         owned = False
         if i in updates:
             y = torch.mm(*updates[i]) if y is None else torch.addmm(y, *updates[i])
-            owned = True
+            owned = in_place
         dense = _dense(weight, settings, i)
         keep[f"{prefix}w{i}"] = dense if settings.quant_states[i] is None else weight
         if bias is not None:
             added = bias.to(settings.dtype)
-            y, owned = (added, False) if y is None else (y.add_(added) if owned else y + added, True)
+            y, owned = (added, False) if y is None else (y.add_(added) if owned else y + added, in_place)
         if y is None:
             outputs.append(torch.mm(n, dense.t()))
         elif owned:

@@ -19,6 +19,8 @@ from fastpack.ops.implementation import Implementation, use_triton
 Factors = tuple[Tensor, Tensor] | None
 """``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 LARGEST_RANK = 128
 """Above it the factors of a tile no longer fit beside the tile: updates are added beforehand."""
 
@@ -86,6 +88,8 @@ def _kernel_serves(implementation: Implementation, gate: Tensor, *updates: Facto
     given = [pair for pair in updates if pair is not None]
     if not given or not use_triton(implementation, gate):
         return False  # without an update the plain op has the leaner kernel
+    if gate.dtype not in KERNEL_DTYPES:
+        return False
     return gate.stride(-1) == 1 and all(pair[0].shape[1] <= LARGEST_RANK for pair in given)
 
 

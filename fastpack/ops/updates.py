@@ -154,6 +154,8 @@ def _dropped(x: Tensor, settings: Settings, i: int, kept: dict[str, Tensor], pre
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` in float32: a sum over tokens, whose rounding the optimizer would see."""
+    if a.dtype == torch.float64:
+        return torch.mm(a, b)
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b).float()

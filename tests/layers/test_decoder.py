@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
-from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
+from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative, run_alone, run_batch
+from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastpack
 from fastpack.layers import decoder, mlp
@@ -124,3 +126,116 @@ def test_the_check_knows_torch_s_checkpointing() -> None:
     x = torch.ones(2, requires_grad=True)
     torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
     assert found == [False, True]
+
+
+def test_the_oracle_refuses_nan() -> None:
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(tiny_model("llama"), sequences)
+    for name in ("model.layers.0.self_attn.k_proj.weight", "lm_head.weight"):
+        bad = Result(alone.logits, alone.loss, {**alone.grads, name: alone.grads[name] * float("nan")})
+        assert compare(bad, alone).worst == float("inf")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_hook_on_the_layer_reads_what_it_gives(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where checkpointing runs the hook again with the layer, the result is computed again too."""
+    sequences = make_sequences(VOCAB)
+    results = []
+    for patched in (False, True):
+        model = tiny_model("llama")
+        for layer in model.model.layers:
+            layer.steer = nn.Parameter(torch.linspace(0.5, 1.5, 32))
+            layer.register_forward_hook(lambda module, args, out: out * module.steer)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        if patched:
+            fastpack.patch(model)
+        results.append(run_batch(model, sequences, KIND) if patched else run_alone(model, sequences))
+    error = compare(results[1], results[0])
+    assert error.worst <= FLOAT32_BOUND, error
+    layer = model.model.layers[0]
+    monkeypatch.setattr(decoder, "_checkpoints_in_forward", lambda cls: False)  # as transformers did before
+    found: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(decoder._is_run_again(layer))
+        return x * x
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert found == [False, False]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_selective_checkpointing(lora: bool) -> None:
+    """Torch's own policy of what is saved: products are, and nothing of theirs is overwritten."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    sequences = make_sequences(VOCAB)
+
+    def build() -> Any:
+        return with_lora(tiny_model("llama")) if lora else tiny_model("llama")
+
+    alone = run_alone(build(), sequences)
+    model = fastpack.patch(build())
+    context = functools.partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": context})
+    model.enable_input_require_grads()
+    error = compare(run_batch(model, sequences, KIND), alone)
+    assert error.worst <= FLOAT32_BOUND, error
+
+
+def test_phi3_s_dropouts_are_the_modules() -> None:
+    """In training mode by themselves, replaced, or watched: what stands there is called."""
+    ids = torch.cat(make_sequences(VOCAB, [37]))[None]
+
+    def logits(change: Any, patched: bool) -> Tensor:
+        model = tiny_model("phi3", resid_pdrop=0.5).eval()
+        for layer in model.model.layers:
+            change(layer)
+        if patched:
+            fastpack.patch(model)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=False, **({"packed_seq_lens": [37]} if patched else {})).logits
+
+    def by_hand(layer: Any) -> None:
+        layer.resid_mlp_dropout.p = 0.5
+        layer.resid_mlp_dropout.train()
+
+    def replaced(layer: Any) -> None:
+        layer.resid_attn_dropout = nn.Identity()
+
+    def watched(layer: Any) -> None:
+        layer.resid_mlp_dropout.register_forward_hook(lambda module, args, out: out * 1.5)
+
+    for change in (by_hand, replaced, watched):
+        assert relative(logits(change, True), logits(change, False)) <= FLOAT32_BOUND
+
+
+def test_capturing_hidden_states_once_does_not_undo_the_fusion(calls: dict[str, int]) -> None:
+    """transformers leaves its capturing hooks on attention modules for good."""
+    model = fastpack.patch(tiny_model("llama"))
+    batch = {"input_ids": torch.cat(make_sequences(VOCAB))[None], "packed_seq_lens": [7, 1, 19, 19, 33]}
+    model(**batch, output_hidden_states=True)
+    calls.update(dict.fromkeys(calls, 0))
+    model(**batch)
+    assert calls == {"project": 4, "gated_mlp": 2, "add_updates": 0}
+
+
+def test_hooks_for_every_module_are_called() -> None:
+    from torch.nn.modules.module import register_module_forward_hook
+
+    ids = torch.cat(make_sequences(VOCAB, [37]))[None]
+    stock, model = tiny_model("llama").eval(), fastpack.patch(tiny_model("llama").eval())
+    handle = register_module_forward_hook(lambda m, args, out: out * 1.5 if type(m) is nn.Linear else None)
+    try:
+        want = stock(input_ids=ids, use_cache=False).logits
+        assert relative(model(input_ids=ids, packed_seq_lens=[37]).logits, want) <= FLOAT32_BOUND
+    finally:
+        handle.remove()
+    assert relative(model(input_ids=ids, packed_seq_lens=[37]).logits, want) > 1e-2
