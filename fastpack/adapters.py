@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _module
 
+from fastpack.hooks import carries_hooks
 from fastpack.ops.projection_parts import Lora, Projection
 
 
@@ -45,34 +45,6 @@ def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
 
 
 _PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
-
-
-def carries_hooks(module: nn.Module) -> bool:
-    """True where calling a module does more than its class's forward."""
-    return "forward" in module.__dict__ or has_hooks(module)
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """True where hooks run when a module is called: its own, or those that torch runs for every module.
-
-    Those that transformers leaves behind to capture outputs don't count: what they capture runs the stock path.
-    """
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or _for_every_module():
-        return True
-    hooks = module._forward_hooks
-    return bool(hooks) and any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
-
-
-_CAPTURING = "transformers.utils.output_capturing"
-
-
-def _for_every_module() -> bool:
-    return bool(
-        _module._global_forward_hooks
-        or _module._global_forward_pre_hooks
-        or _module._global_backward_hooks
-        or _module._global_backward_pre_hooks
-    )
 
 
 def _why_opaque(module: nn.Module) -> str | None:

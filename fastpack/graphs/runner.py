@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -15,7 +14,7 @@ from torch import Tensor
 from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import Buffers, RecordedStep, Request, Ticket
-from fastpack.layers.stock import Forward, call_stock, mask_stand_in
+from fastpack.layers.stock import Forward, bound_with, call_stock, mask_stand_in
 from fastpack.packing import Bucket, PackedSeqLens
 
 WAITING = "the forward before still waits for its backward"
@@ -239,11 +238,7 @@ class GraphRunner:
 
 def runner_of(backbone: Any) -> GraphRunner | None:
     """The runner of a patched backbone, None where it was patched without ``graphs``."""
-    for name in ("forward", "_old_forward"):  # accelerate's hooks keep ours under the second
-        bound = backbone.__dict__.get(name)
-        if isinstance(bound, functools.partial):
-            return next((found for found in bound.args if isinstance(found, GraphRunner)), None)
-    return None
+    return bound_with(backbone, GraphRunner)
 
 
 def why_not_this_call(backbone: Any, arguments: Mapping[str, Any]) -> str | None:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fastpack.hooks import has_hooks
+
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_HARMLESS_HOOKS = "transformers.utils.output_capturing"
-"""transformers leaves hooks behind that do nothing until hidden states are asked for, which is refused anyway."""
 
 
 class Stack:
@@ -90,7 +90,7 @@ class Stack:
             wrapper = next((c for c in type(module).__mro__ if c.__module__.startswith("torch.distributed")), None)
             if wrapper is not None:
                 return f"a {type(module).__name__} is wrapped by {wrapper.__name__}"
-            if module is not self.backbone and ("_hf_hook" in module.__dict__ or _carries_hooks(module)):
+            if module is not self.backbone and ("_hf_hook" in module.__dict__ or has_hooks(module)):
                 return f"a {type(module).__name__} carries hooks (offloading and sharding do this)"
         trained = [p for p in self.parameters if p.requires_grad]
         if any(map(_tensor_hooks, trained)):
@@ -102,6 +102,11 @@ class Stack:
         if "own" in kinds:
             return "its gradient checkpointing is not plain torch.utils.checkpoint"
         return None
+
+    @property
+    def checkpoints(self) -> bool:
+        """True where gradient checkpointing is in force."""
+        return any(m.gradient_checkpointing and m.training for m in self._checkpointed)
 
     @property
     def checkpoints_reentrantly(self) -> bool:
@@ -146,7 +151,7 @@ class Stack:
         """The stack as it is recorded: with stand-ins in the places of parameters, and plain checkpointing.
 
         Of the two kinds of checkpointing, which give the same gradients, the one that is not reentrant can be recorded,
-        if it leaves random states alone; nothing random is recorded anyway.
+        if it leaves random states alone; nothing random is recorded together with it.
         """
         places = [
             (held, name, value)
@@ -187,11 +192,6 @@ def _adapter_state(module: Any) -> Hashable:
         tuple(getattr(module, "merged_adapters", ())),
         tuple(scaling.items()) if isinstance(scaling, dict) else None,
     )
-
-
-def _carries_hooks(module: Any) -> bool:
-    hooks = chain.from_iterable(module.__dict__[name].values() for name in _HOOKS)
-    return any(getattr(hook, "__module__", None) != _HARMLESS_HOOKS for hook in hooks)
 
 
 def _checkpointing(module: Any) -> str:

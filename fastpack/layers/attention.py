@@ -212,9 +212,3 @@ def register_interface(attention: str) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(interface_name(attention), functools.partial(packed_interface, attention))
-
-
-def attention_dropout(module: Any) -> float:
-    """The probability that this module drops an attention weight in training."""
-    value = getattr(module, "attention_dropout", 0.0)
-    return float(value) if isinstance(value, (int, float)) else float(getattr(value, "p", 0.0))

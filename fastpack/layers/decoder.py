@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import carries_hooks, has_hooks
 from fastpack.families.spec import DecoderSpec
+from fastpack.hooks import carries_hooks, has_hooks
 from fastpack.layers.attention import attend_heads, attention_forward, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules

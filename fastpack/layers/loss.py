@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import carries_hooks, read_projection
+from fastpack.adapters import read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
+from fastpack.hooks import carries_hooks
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import carries_hooks, has_hooks, read_projection, read_update
+from fastpack.adapters import read_projection, read_update
 from fastpack.families.spec import NormSpec
+from fastpack.hooks import has_hooks
 from fastpack.layers.norm import norm_forward
 from fastpack.ops.lora import add_updates
 from fastpack.ops.projection_parts import Norm, Projection
@@ -99,6 +100,3 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
         return [module(n) for module in modules]
     pairs: list[Any] = split
     return add_updates(n, [base(n) for base, _ in pairs], [update for _, update in pairs])
-
-
-__all__ = ["carries_hooks", "our_settings", "project_modules", "read_group", "read_norm"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from fastpack.errors import PatchError
 from fastpack.packing import PackedSeqLens
 
 Forward = Callable[..., Any]
+T = TypeVar("T")
 
 
 def call_stock(module: nn.Module, stock: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -19,6 +21,15 @@ def call_stock(module: nn.Module, stock: Forward | None, /, *args: Any, **kwargs
     if stock is not None:
         return stock(*args, **kwargs)
     return type(module).forward(module, *args, **kwargs)
+
+
+def bound_with(module: nn.Module, kind: type[T]) -> T | None:
+    """What of this kind a swapped forward was bound with; None where there is none."""
+    for name in ("forward", "_old_forward"):  # accelerate's hooks keep ours under the second
+        bound = module.__dict__.get(name)
+        if isinstance(bound, functools.partial):
+            return next((found for found in bound.args if isinstance(found, kind)), None)
+    return None
 
 
 def mask_stand_in(packed: PackedSeqLens) -> Tensor:

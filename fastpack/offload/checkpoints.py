@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpack.layers.stock import bound_with
 from fastpack.offload.saved import Kept, Offloaded, Pass
 from fastpack.offload.transfer import Lane, Link, connect_cuda
 
@@ -127,11 +127,7 @@ class CheckpointOffload:
 
 def offload_of(backbone: nn.Module) -> CheckpointOffload | None:
     """The offloading of a patched backbone, None where it was patched without."""
-    for name in ("forward", "_old_forward"):  # accelerate's hooks keep ours under the second
-        bound = backbone.__dict__.get(name)
-        if isinstance(bound, functools.partial):
-            return next((found for found in bound.args if isinstance(found, CheckpointOffload)), None)
-    return None
+    return bound_with(backbone, CheckpointOffload)
 
 
 def _checkpointing(layer: nn.Module) -> bool | None:

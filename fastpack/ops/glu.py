@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpack.hooks import carries_hooks
 from fastpack.ops.implementation import Implementation, use_triton
 
 Activation = Callable[[Tensor], Tensor]
@@ -77,9 +78,7 @@ def activation_kind(activation: Activation) -> ActivationKind | None:
     That is so for other functions, and for a module that carries hooks or a forward of its own instance.
     """
     if isinstance(activation, nn.Module):
-        if activation._forward_hooks or activation._forward_pre_hooks or activation._backward_hooks:
-            return None
-        if activation._backward_pre_hooks or "forward" in vars(activation):
+        if carries_hooks(activation):
             return None
         cls = type(activation)
         if cls is nn.SiLU:

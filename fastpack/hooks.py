@@ -1,0 +1,34 @@
+"""Whether calling a module does more than its class's forward: then it has to be called, and can't be read."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules import module as _module
+
+_CAPTURING = "transformers.utils.output_capturing"
+"""Where transformers' hooks come from that it leaves behind for good once outputs were captured."""
+
+
+def carries_hooks(module: nn.Module) -> bool:
+    """True where hooks run when a module is called, or its instance has a forward of its own."""
+    return "forward" in module.__dict__ or has_hooks(module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """True where hooks run when a module is called: its own, or those that torch runs for every module.
+
+    Those that capture outputs for transformers don't count: while they do, the stock path runs.
+    """
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or _for_every_module():
+        return True
+    hooks = module._forward_hooks
+    return bool(hooks) and any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
+
+
+def _for_every_module() -> bool:
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
