@@ -22,6 +22,7 @@ import fastpack
 from fastpack.families import FAST_FAMILIES
 from fastpack.graphs import GraphRunner, GraphSettings, runner_of
 from fastpack.graphs.runner import WAITING
+from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 
 pytestmark = pytest.mark.gpu
@@ -69,6 +70,26 @@ def reserved() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
+
+
+def test_dropout_is_drawn_anew_in_each_replay() -> None:
+    """From the same random state a replay draws what an eager pass draws, from another one something else."""
+    lengths = (30, 34)
+    assert Bucket.of(lengths).tokens == sum(lengths)  # no tail, for which random numbers would be drawn too
+    eager, model = both(wrap=lambda m: with_lora(m, lora_dropout=0.3))
+
+    def seeded(m: Any, seed: int) -> Result:
+        torch.manual_seed(seed)
+        return step(m, lengths, "packed_seq_lens")
+
+    for seed in (1, 2):
+        close(seeded(model, seed), seeded(eager, seed))
+    assert compare(seeded(model, 3), seeded(eager, 2)).worst > 1e-2
+    state = torch.cuda.get_rng_state()
+    step(model, lengths, "packed_seq_lens")
+    assert not torch.equal(torch.cuda.get_rng_state(), state), "the next replay would draw the same"
+    assert runner(model).stats.recordings == 1
+    assert runner(model).stats.replays == 4
 
 
 @pytest.mark.parametrize("model_type", [f.model_type for f in FAST_FAMILIES if f.model_type not in EXPERTS])

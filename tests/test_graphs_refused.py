@@ -88,7 +88,7 @@ def test_negative_control_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "dropout": (lambda m: setattr(m.config, "attention_dropout", 0.0) or _dropout(m), {}, "random"),
+    "dropout under checkpointing": (lambda m: _dropout(m), {}, "random numbers (dropout) under gradient"),
     "hooks": (lambda m: m.model.layers[0].mlp.register_forward_hook(lambda *_: None), {}, "carries hooks"),
     "pre-hooks": (lambda m: m.model.norm.register_forward_pre_hook(lambda *_: None), {}, "carries hooks"),
     "hooks of a parameter": (lambda m: m.model.norm.weight.register_hook(lambda g: g), {}, "parameter carries hooks"),
@@ -111,6 +111,7 @@ def _subclass(model: Any) -> None:
 
 
 def _dropout(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     model.model.norm.register_module("extra", nn.Dropout(0.5))
     plain = model.model.norm.__dict__["forward"]
     model.model.norm.forward = lambda x: model.model.norm.extra(plain(x))

@@ -79,20 +79,20 @@ def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
     row, column = torch.arange(blocks, device=device)[:, None], torch.arange(blocks, device=device)[None]
     seen = (column >= lowest[:, None]) & (column <= row)
     full = (column < row) & (column * BLOCK >= first_key[last_token][:, None]) & whole[:, None]
-    return BlockMask.from_kv_blocks(
-        *_ordered(seen & ~full),
-        *_ordered(full),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=_mask_mod(packed.seq_idx[0], window),
-        seq_lengths=(total, total),
+    found: dict[str, Any] = {}
+    for kind, chosen in (("", seen & ~full), ("full_", full)):
+        # from_kv_blocks would turn them over by vmap, which does not work inside an operator
+        found |= _ordered(f"{kind}kv", chosen) | _ordered(f"{kind}q", chosen.T)
+    return BlockMask(
+        **found, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_mask_mod(packed.seq_idx[0], window), seq_lengths=(total, total)
     )
 
 
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _ordered(side: str, blocks: Tensor) -> dict[str, Tensor]:
     """How many blocks each row of blocks sees ``[1, 1, Q]``, and which, first to last ``[1, 1, Q, K]``."""
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
-    return count[None, None], order[None, None].contiguous()
+    return {f"{side}_num_blocks": count[None, None], f"{side}_indices": order[None, None].contiguous()}
 
 
 def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:

@@ -6,6 +6,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,10 @@ LAUNCHES = ("LaunchKernel", "GraphLaunch")
 
 
 class Clock:
-    """Told when a step begins and ends. Times those after the warm-up, the device waited for.
+    """Told when a step begins and ends. Times those after the warm-up, and makes nobody wait for it.
+
+    A step's time runs from the end of the one before to its own end, both as the device reaches them: what is fetched,
+    logged and tidied up in between counts, as it does for users, and what hides behind the device's work does not.
 
     Args:
         warmup, steps: how many are not timed, and how many are.
@@ -25,7 +29,6 @@ class Clock:
     """
 
     def __init__(self, warmup: int, steps: int, *, profile: bool, on_step: Callable[[], None] | None = None) -> None:
-        self.seconds: list[float] = []
         self.kernels: int | None = None
         self.launches: int | None = None
         self.busy: float | None = None
@@ -33,33 +36,51 @@ class Clock:
         self.peak_memory = 0
         self._warmup = warmup
         self._timed = warmup + steps
-        self._step = 0
-        self._began = 0.0
+        self._marks: list[Any] = []
         self._profiler: Any = None
         self._on_step = on_step
 
+    @property
+    def seconds(self) -> list[float]:
+        """Of each timed step."""
+        marks = self._marks[self._warmup : self._timed + 1]
+        _synchronize()
+        return [_seconds_between(*pair) for pair in pairwise(marks)]
+
     def begin(self) -> None:
         """A step begins."""
-        if self._step == self._timed:
+        if not self._marks:
+            self._marks.append(_now())
+        if len(self._marks) == self._timed + 1:
+            _synchronize()
             # whatever the profiler takes must not count
             self.peak_memory = torch.cuda.max_memory_allocated()
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self._profiler.start()
-        _synchronize()
-        self._began = time.perf_counter()
 
     def end(self) -> None:
         """It has ended."""
-        _synchronize()
-        if self._warmup <= self._step < self._timed:
-            self.seconds.append(time.perf_counter() - self._began)
+        self._marks.append(_now())
         if self._profiler is not None:
+            _synchronize()
             self._profiler.stop()
             self.kernels, self.launches, self.busy = count_kernels(_trace(self._profiler))
             self._profiler = None
-        self._step += 1
         if self._on_step is not None:
             self._on_step()
+
+
+def _now() -> Any:
+    """This moment; on a GPU that in which the device reaches it."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def count_kernels(events: list[dict[str, Any]]) -> tuple[int, int, float]:

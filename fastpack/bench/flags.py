@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's SFTTrainer, or a plain loop")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, for everybody")
     what = "; ".join(f"{name}: {contestant.what}" for name, contestant in CONTESTANTS.items())
+    parser.add_argument(
+        "--trainer-waits",
+        action="store_true",
+        help="leave logging_nan_inf_filter and accelerator_config at their defaults, with which transformers' trainer "
+        "waits for the device in every step",
+    )
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, help=what)
     ours = parser.add_argument_group("how fastpack patches")
     ours.add_argument("--attention", default="auto", help="attention backend")
@@ -60,6 +66,7 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
         kernels=arguments.kernels,
         graphs=arguments.graphs,
         loss=arguments.loss,
+        trainer_waits=arguments.trainer_waits,
     )
 
 

@@ -14,13 +14,17 @@ from fastpack.bench.settings import Settings
 
 LEARNING_RATE = 1e-4
 GATE_STEPS = 5
-"""How many steps the contestants are compared on; a plain loop takes the norm of the gradients in so many."""
+"""How many steps the contestants are compared on, and whose losses and norms are read."""
+
+WITHOUT_WAITING: dict[str, Any] = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
+"""By default transformers' trainer waits for the device twice a step: to look whether the loss is a number, and to
+copy a batch. What it then does on the host, nothing hides."""
 
 Row = list[int]
 
 
 def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock) -> tuple[list[float], list[float]]:
-    """TRL's ``SFTTrainer``, as a user would call it. Returns the loss and the gradients' norm of each step."""
+    """TRL's ``SFTTrainer``, as a user would call it. Returns loss and norm of the gradients of the first steps."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl.trainer.sft_config import SFTConfig
@@ -30,8 +34,9 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             clock.begin()
 
-        def on_step_end(self, *_: Any, **__: Any) -> None:
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             clock.end()
+            control.should_log |= state.global_step <= GATE_STEPS
 
     contestant = CONTESTANTS[settings.contestant]
     with tempfile.TemporaryDirectory() as folder:
@@ -46,7 +51,7 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
             gradient_checkpointing=settings.checkpointing,
             use_liger_kernel=contestant.liger,
             bf16=False,
-            logging_steps=1,
+            **({} if settings.trainer_waits else WITHOUT_WAITING),
             report_to="none",
             save_strategy="no",
             disable_tqdm=True,
@@ -64,7 +69,7 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
         if contestant.packed:
             trainer.data_collator = with_boundaries(trainer.data_collator)
         trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry][:GATE_STEPS]
     return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
 
 
@@ -80,7 +85,7 @@ def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock)
         model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=device.type == "cuda")
-    losses: list[float] = []
+    losses: list[torch.Tensor] = []
     norms: list[float] = []
     for step in range(clock.total_steps):
         ids = [torch.tensor(row) for row in rows[step * settings.rows : (step + 1) * settings.rows]]
@@ -96,8 +101,8 @@ def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock)
         optimizer.step()
         optimizer.zero_grad()
         clock.end()
-        losses.append(float(loss.detach()))
-    return losses, norms
+        losses.append(loss.detach())
+    return torch.stack(losses[:GATE_STEPS]).tolist(), norms
 
 
 def collate(ids: list[torch.Tensor], *, packed: bool) -> dict[str, Any]:

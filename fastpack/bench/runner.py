@@ -56,6 +56,7 @@ class Outcome:
         words = [given.shape, given.mode, f"{given.rows} rows", f"{given.lengths.split('/')[-1]} lengths"]
         words += ["checkpointing"] if given.checkpointing else []
         words += ["a plain loop"] if given.loop == "plain" else []
+        words += ["a trainer that waits"] if given.trainer_waits else []
         words += [f"{name} {value}" for name in ("graphs", "loss") if (value := getattr(given, name)) is not None]
         return ", ".join(words)
 

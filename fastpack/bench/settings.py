@@ -29,6 +29,7 @@ class Settings:
     graphs: Any = None
     loss: Any = None
     dtype: str = "auto"
+    trainer_waits: bool = False
     seed: int = 0
 
     def row_lengths(self, extra_steps: int = 0) -> list[int]:
@@ -53,7 +54,7 @@ class Figures:
         seconds, tokens: of each timed step; ``tokens`` are real ones.
         slots: of all timed steps: what the model was given, padding included.
         peak_memory: GiB, once the model is built.
-        losses, gradient_norms: of every step, warm-up included.
+        losses, gradient_norms: of the first steps, on which contestants are compared.
         kernels, launches, busy: of one more step under the profiler: kernels on the device, calls that launch one or
             a graph of them, and the seconds in which any ran. None on a CPU.
         error: why there are no figures.

@@ -12,9 +12,10 @@ gradients arrive at once.
 
 A batch that can't be replayed runs as it is, and is counted under the reason (:class:`GraphStats`, and
 :func:`fastpack.report`). That is so without a gradient (evaluation), while a forward still waits for its backward (two
-forwards before a backward, as in DPO), with dropout, with hooks on the stack's modules (FSDP, ZeRO-3, offloading), with
-attention whose kernel needs lengths on the host, where anything waits for the device, and for models whose layers have
-enough work to hide their launches.
+forwards before a backward, as in DPO), with dropout under gradient checkpointing, with hooks on the stack's modules
+(FSDP, ZeRO-3, offloading), with attention whose kernel needs lengths on the host, where anything waits for the device,
+and for models whose layers have enough work to hide their launches. Dropout without checkpointing is drawn anew in each
+replay.
 """
 
 from fastpack.graphs.runner import GraphRunner, GraphSettings, GraphStats, runner_of

@@ -5,7 +5,8 @@ Shape suffixes: T real tokens, Tb tokens of the bucket, N sequences of the bucke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -118,10 +119,14 @@ class RecordedStep:
             self.output_type = type(outputs)
             return only_hidden_states(outputs)
 
-        try:
+        def backward(output: Tensor) -> Sequence[Tensor | None]:
+            with stack.recordable(stand_ins):  # checkpointing runs modules again
+                return torch.autograd.grad(output, inputs, self._grad)
+
+        with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if like_this is None:
                 with stack.recordable(stand_ins):
-                    found, hidden = _find_reached(forward, leaf, stand_ins)
+                    found, hidden = _find_reached(forward, leaf, stand_ins, may_draw=not stack.checkpoints)
                 self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
                 self._has_input_gradient = found[leaf]
             else:
@@ -130,14 +135,7 @@ class RecordedStep:
             self._grad = buffers.take("gradient", hidden, bucket.tokens)
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
             inputs += [stand_ins[p] for p in self.parameters]
-
-            def backward(output: Tensor) -> Sequence[Tensor | None]:
-                with stack.recordable(stand_ins):  # checkpointing runs modules again
-                    return torch.autograd.grad(output, inputs, self._grad)
-
             self._tape: Tape = recorder.record(device, forward, backward)
-        except HostLengthsError as error:
-            raise CaptureRefusedError(str(error)) from error
         self._groups = _by_dtype(self._tape.gradients)
 
     def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
@@ -203,28 +201,40 @@ class _Replay(torch.autograd.Function):
         return (None, None, None, *ctx.step.run_backward(grad))
 
 
+@contextmanager
+def _host_lengths_refused() -> Iterator[None]:
+    try:
+        yield
+    except HostLengthsError as error:
+        raise CaptureRefusedError(str(error)) from error
+
+
 def _find_reached(
-    forward: Callable[[], Tensor], leaf: Tensor, stand_ins: Mapping[nn.Parameter, nn.Parameter]
+    forward: Callable[[], Tensor], leaf: Tensor, stand_ins: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
 ) -> tuple[dict[Tensor, bool], Tensor]:
-    """Whether the leaf and each stand-in has a gradient, from one eager pass that leaves no trace; and its output.
+    """Whether the leaf and each stand-in has a gradient, from one eager pass; and its output.
+
+    Args:
+        may_draw: whether the pass may draw random numbers on its device, which a replay draws anew.
 
     Raises:
-        CaptureRefusedError: the pass is random, it reads a parameter that no module of the stack has among its own
-            (whose gradient would be lost), or nothing has a gradient.
+        CaptureRefusedError: the pass draws random numbers where it may not, it reads a parameter that no module of the
+            stack has among its own (whose gradient would be lost), or nothing has a gradient.
     """
-    device = leaf.device
     wanted = [t for t in (leaf, *stand_ins.values()) if t.requires_grad]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        before = _random_state(device)
-        output = forward()
-        leaves = _leaves(output)
-        if not leaves <= {id(t) for t in wanted}:
-            raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
-        if not leaves:
-            raise CaptureRefusedError("nothing in the stack has a gradient")
-        gradients = torch.autograd.grad(output, wanted, torch.zeros_like(output), allow_unused=True)
-        if any(not torch.equal(a, b) for a, b in zip(before, _random_state(device), strict=True)):
-            raise CaptureRefusedError("it draws random numbers (dropout, or a router's noise)")
+    before = _random_states(leaf.device)
+    output = forward()
+    leaves = _leaves(output)
+    if not leaves <= {id(t) for t in wanted}:
+        raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
+    if not leaves:
+        raise CaptureRefusedError("nothing in the stack has a gradient")
+    gradients = torch.autograd.grad(output, wanted, torch.zeros_like(output), allow_unused=True)
+    drew = [not torch.equal(a, b) for a, b in zip(before, _random_states(leaf.device), strict=True)]
+    if drew[0] and not may_draw:
+        raise CaptureRefusedError("it draws random numbers (dropout) under gradient checkpointing")
+    if any(drew[1:]):
+        raise CaptureRefusedError("it draws random numbers on the host")
     found = {leaf: False, **{t: gradient is not None for t, gradient in zip(wanted, gradients, strict=True)}}
     return found, output.detach()
 
@@ -271,9 +281,11 @@ def _uncached_autocast(device: torch.device) -> torch.autocast:
     )
 
 
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+def _random_states(device: torch.device) -> list[Tensor]:
+    """That of the device, and that of the host where it is another."""
+    if device.type == "cuda":
+        return [torch.cuda.get_rng_state(device), torch.get_rng_state()]
+    return [torch.get_rng_state()]
 
 
 def _by_dtype(tensors: Sequence[Tensor | None]) -> list[list[int]]:

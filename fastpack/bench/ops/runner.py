@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
@@ -171,7 +172,9 @@ def run_case(
         row = OpFigures(case.name, name, tokens, deviation=deviations.get(name))
         row.avoided = None if case.avoided is None else case.avoided(maker)
         try:
-            _measure(row, run, inputs, work, device, ceiling)
+            # a compiled backward would be allowed to overwrite what was saved for it, and so to run but once
+            with functorch_config.patch(donated_buffer=False):
+                _measure(row, run, inputs, work, device, ceiling)
         except torch.OutOfMemoryError:
             row.error = OUT_OF_MEMORY
         found.append(row)
