@@ -23,7 +23,8 @@ LAYERS, HIDDEN = 12, 1024
 LENGTHS = [256] * 15 + [255, 1]
 TOKENS = sum(LENGTHS)
 BYTES = TOKENS * HIDDEN * 2
-SLACK = 2**21
+SLACK = BYTES // 2
+"""What is on its way at the peak."""
 SLEEP = 20_000_000
 """Clock cycles, some 10 ms: longer than anything else here takes."""
 

@@ -7,6 +7,7 @@ networks, pools shared by graphs that replay in a known order).
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -83,7 +84,6 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._pool: Any = None
         self._first = True
-        self._stream: torch.cuda.Stream | None = None
         self._last_stream: torch.cuda.Stream | None = None
         # A graph whose capture failed stays referenced: the allocator may go on asking it whether it captures.
         self._failed: list[torch.cuda.CUDAGraph] = []
@@ -114,7 +114,8 @@ class CudaRecorder:
 
         It refuses to work ("Offset increment outside graph capture") until the next capture that ends well.
         """
-        self._pool = self._stream = None
+        self._pool = None
+        _recording_stream.cache_clear()
         if self._failed:
             with torch.cuda.stream(torch.cuda.Stream()):
                 graph = torch.cuda.CUDAGraph()
@@ -125,21 +126,20 @@ class CudaRecorder:
     def _record(self, forward: Forward, backward: Backward) -> Tape:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream()
         current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        stream = _recording_stream(current.device_index)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
                 # the last one finds out what a capture would trip over, without its damage
                 with _no_synchronisation() if left == 0 else contextlib.nullcontext():
                     backward(forward())
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
         torch.cuda.synchronize()
         gc.collect(1)  # a young cycle that holds memory of the pool would keep it from the next capture
         torch.cuda.empty_cache()
-        captured_forward, output = self._capture(forward)
-        captured_backward, gradients = self._capture(lambda: backward(output))
+        captured_forward, output = self._capture(forward, stream)
+        captured_backward, gradients = self._capture(lambda: backward(output), stream)
         self._first = False
         device = output.device
         return Tape(
@@ -149,11 +149,11 @@ class CudaRecorder:
             lambda: self._replay(captured_backward, device),
         )
 
-    def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    def _capture(self, run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Any]:
         # torch.cuda.graph would leave its stream current where the end of a capture raises
         graph = torch.cuda.CUDAGraph()
         self._failed.append(graph)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = run()
@@ -168,6 +168,12 @@ class CudaRecorder:
             stream.wait_stream(self._last_stream)  # the graphs share memory
         self._last_stream = stream
         graph.replay()
+
+
+@functools.cache
+def _recording_stream(device_index: int) -> torch.cuda.Stream:
+    """The one stream of a device on which everybody records: libraries keep a workspace (64 MB) for each they meet."""
+    return torch.cuda.Stream(device_index)
 
 
 def capture_problem(error: BaseException) -> str | None:

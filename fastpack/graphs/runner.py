@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import Buffers, RecordedStep, Request, Ticket
+from fastpack.hooks import has_hooks
 from fastpack.layers.stock import Forward, bound_with, call_stock, mask_stand_in
 from fastpack.packing import Bucket, PackedSeqLens
 
@@ -105,6 +107,7 @@ class GraphRunner:
         self._changes = self._since_change = 0
         self._pending: weakref.ref[Ticket] | None = None
         self._given_up: str | None = None
+        self._seen: tuple[Stack, Hashable] | None = None
         self._drop()
 
     def _drop(self) -> None:
@@ -113,6 +116,24 @@ class GraphRunner:
         self._known: dict[Hashable, Circumstances] = {}
         self._buffers = Buffers()
         self.recorder.clear()
+
+    @contextmanager
+    def looking_ahead(self, backbone: Any) -> Iterator[None]:
+        """Look at the modules before the lengths are waited for: 2 ms with PEFT, in which the device has work.
+
+        A :meth:`run` inside believes what was seen, unless hooks of the backbone itself come in between.
+        """
+        hooked = has_hooks(backbone) or "_hf_hook" in backbone.__dict__
+        idle = hooked or not torch.is_grad_enabled() or self._given_up
+        self._seen = None if idle else self._look(backbone)
+        try:
+            yield
+        finally:
+            self._seen = None
+
+    def _look(self, backbone: Any) -> tuple[Stack, Hashable]:
+        stack = self._current_stack(backbone)
+        return stack, stack.state()
 
     def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any]) -> Any:
         """The backbone's outputs for a packed batch.
@@ -144,7 +165,7 @@ class GraphRunner:
         self, backbone: Any, stock: Forward | None, arguments: Mapping[str, Any], packed: PackedSeqLens
     ) -> tuple[str | None, RecordedStep | None, Request]:
         """The recording to replay, made now if it is time to; or why there is none."""
-        stack = self._current_stack(backbone)
+        (stack, state), self._seen = self._seen or self._look(backbone), None
         embeddings: Tensor = arguments["inputs_embeds"]
         bucket = Bucket.of(packed.lengths)
         extras = {
@@ -154,7 +175,7 @@ class GraphRunner:
         }
         request = Request(stack, _runner(backbone, stock, extras), embeddings, packed, bucket)
         like = (
-            stack.state(),
+            state,
             embeddings.dtype,
             embeddings.requires_grad,
             _process(embeddings.device),

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from fastpack.compiling import known_once
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import HeadSpec
+from fastpack.graphs import GraphRunner, runner_of
 from fastpack.layers.loss import fused_head, fused_loss_serves
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 
 if TYPE_CHECKING:
-    from fastpack.graphs import GraphRunner
     from fastpack.offload import CheckpointOffload
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
@@ -101,6 +101,14 @@ def head_forward(
     Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. With
     ``loss``, the head's declaration, its own loss is computed without logits in training.
     """
+    graphs = None if torch.compiler.is_compiling() else runner_of(head.base_model)
+    with nullcontext() if graphs is None else graphs.looking_ahead(head.base_model):
+        return _run_head(head, kind, loss, stock, args, kwargs)
+
+
+def _run_head(
+    head: Any, kind: HeadKind, loss: HeadSpec | None, stock: Forward | None, args: tuple[Any, ...], kwargs: Any
+) -> Any:
     args, kwargs = prepare_head(head, kind, args, kwargs)
     kwargs = _without_first_labels(kind, kwargs)
     packed = kwargs.get("packed_seq_lens")
