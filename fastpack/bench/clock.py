@@ -33,7 +33,7 @@ class Clock:
         self.launches: int | None = None
         self.busy: float | None = None
         self.total_steps = warmup + steps + profile
-        self.peak_memory = 0
+        self.peak_memory = self.held_memory = 0
         self._warmup = warmup
         self._timed = warmup + steps
         self._marks: list[Any] = []
@@ -55,6 +55,7 @@ class Clock:
             _synchronize()
             # whatever the profiler takes must not count
             self.peak_memory = torch.cuda.max_memory_allocated()
+            self.held_memory = torch.cuda.max_memory_reserved()
             self._profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
             self._profiler.start()
 

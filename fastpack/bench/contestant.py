@@ -52,6 +52,7 @@ def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figure
         tokens=tokens,
         slots=sum(tokens) if CONTESTANTS[settings.contestant].packed else padded,
         peak_memory=clock.peak_memory / 2**30 if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        held_memory=clock.held_memory / 2**30 if on_gpu else None,
         losses=losses[:measured],
         gradient_norms=norms[:measured],
         kernels=clock.kernels,

@@ -33,10 +33,11 @@ class Settings:
     seed: int = 0
 
     def row_lengths(self, extra_steps: int = 0) -> list[int]:
-        """Tokens of every row, warm-up and timed steps after each other."""
+        """Tokens of every row, warm-up and timed steps after each other; ``extra_steps`` repeat the last one."""
         from fastpack.bench.lengths import make_lengths
 
-        lengths = make_lengths(self.rows * (self.warmup + self.steps + extra_steps), kind=self.lengths, seed=self.seed)
+        lengths = make_lengths(self.rows * (self.warmup + self.steps), kind=self.lengths, seed=self.seed)
+        lengths += lengths[-self.rows :] * extra_steps
         return lengths if self.max_length is None else [min(length, self.max_length) for length in lengths]
 
     def timed_batches(self) -> list[list[int]]:
@@ -53,10 +54,11 @@ class Figures:
         backend: the attention kernel.
         seconds, tokens: of each timed step; ``tokens`` are real ones.
         slots: of all timed steps: what the model was given, padding included.
-        peak_memory: GiB, once the model is built.
+        peak_memory: GiB in tensors, once the model is built.
+        held_memory: GiB that the allocator had taken for them, which is what others see; CUDA graphs keep theirs.
         losses, gradient_norms: of the first steps, on which contestants are compared.
-        kernels, launches, busy: of one more step under the profiler: kernels on the device, calls that launch one or
-            a graph of them, and the seconds in which any ran. None on a CPU.
+        kernels, launches, busy: of the last step again, under the profiler: kernels on the device, calls that launch
+            one or a graph of them, and the seconds in which any ran. None on a CPU.
         error: why there are no figures.
     """
 
@@ -66,6 +68,7 @@ class Figures:
     tokens: list[int] = field(default_factory=list)
     slots: int = 0
     peak_memory: float = 0.0
+    held_memory: float | None = None
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     kernels: int | None = None

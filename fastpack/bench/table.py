@@ -10,7 +10,7 @@ from rich.text import Text
 from fastpack.bench.runner import Outcome
 from fastpack.bench.settings import Figures, spread
 
-WIDTH = 132
+WIDTH = 140
 COLUMNS = (
     "",
     "attention",
@@ -21,6 +21,7 @@ COLUMNS = (
     "x best",
     "floor",
     "GiB",
+    "held",
     "kernels",
     "busy",
 )
@@ -65,6 +66,7 @@ def _cells(row: Figures, outcome: Outcome) -> list[str]:
         f"{rate / stock.tokens_per_second:.2f}" if stock else "",
         f"{rate / outcome.floor_rate:.0%}",
         f"{row.peak_memory:.2f}",
+        f"{row.held_memory:.1f}" if row.held_memory is not None else "",
         f"{row.kernels:,}" if row.kernels is not None else "",
         f"{row.busy * 1e3:,.0f}" if row.busy is not None else "",
     ]
@@ -91,6 +93,7 @@ def _legend(outcome: Outcome) -> str:
     return (
         f"x best: times the best stock one; floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's "
         f"matrix products alone would allow at the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); "
+        "GiB in tensors, and held by the allocator; "
         f"busy: ms in which any kernel ran; {padding}medians of {outcome.settings.steps} steps; "
         f"copies measured at {ceiling.bandwidth / 1e12:.3g} TB/s"
     )
