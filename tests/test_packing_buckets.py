@@ -34,8 +34,8 @@ def test_a_bucket_holds_its_batch(lengths: list[int]) -> None:
     assert all(1 <= n <= bucket.max_seqlen for n in tail)
     assert len(lengths) + len(tail) <= bucket.sequences
     assert bucket.tokens - total < 64 or bucket.tokens <= 1.0625 * total
-    for size in (bucket.sequences, bucket.max_seqlen):
-        assert size in (2 ** (size.bit_length() - 1), bucket.tokens)
+    assert bucket.max_seqlen in (2 ** (bucket.max_seqlen.bit_length() - 1), bucket.tokens)
+    assert bucket.sequences <= max(16, 1.25 * (len(lengths) + max(len(tail), 1)))
     assert bucket.max_seqlen <= bucket.tokens, "kernels refuse a length beyond the batch"
 
 
@@ -59,6 +59,12 @@ def test_waste_and_number_of_buckets() -> None:
     assert max(waste) <= 0.0625
     assert sum(waste) / len(waste) == pytest.approx(0.022, abs=2e-3)
     assert len(sizes) <= 6 * 16 + 1
+
+
+def test_number_of_sequences() -> None:
+    """Four values between two powers of two."""
+    found = {Bucket.of([1] * count).sequences for count in range(1, 255)}
+    assert found == {16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256}
 
 
 @given(lists_of_lengths)
