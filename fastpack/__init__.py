@@ -7,6 +7,7 @@
 Importing this imports no model code and changes nothing.
 """
 
+from fastpack.batching import with_packed_seq_lens
 from fastpack.compiling import activation_memory_budget
 from fastpack.errors import (
     BackendUnavailableError,
@@ -38,4 +39,5 @@ __all__ = [
     "patched",
     "report",
     "unpatch",
+    "with_packed_seq_lens",
 ]

@@ -188,6 +188,17 @@ class PackedSeqLens:
             _memo={},
         )
 
+    def pin_memory(self) -> PackedSeqLens:
+        """The same lengths in pinned memory (torch's data loader calls this), so that moving them waits for nobody."""
+        indices = self.indices
+        return replace(
+            self,
+            cu_seqlens=self.cu_seqlens.pin_memory(),
+            position_ids=self.position_ids.pin_memory(),
+            indices=None if indices is None else indices.pin_memory(),
+            _memo={},
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle leaves out what is only kept for speed: a block mask holds closures, which don't pickle.
         return {**self.__dict__, "_memo": {}}
@@ -238,7 +249,7 @@ class PackedSeqLens:
         tail = bucket.tail(self.lengths)
         ends = list(accumulate(tail, initial=self.total_tokens))[1:]
         ends += [bucket.tokens] * (bucket.sequences - len(self.lengths) - len(tail))
-        offsets = torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
+        offsets = _sent(torch.tensor(ends, dtype=torch.int32), device)
         torch.cat([self.cu_seqlens[: len(self.lengths) + 1], offsets], out=cu_seqlens)
         positions = torch.arange(sum(tail), device=device) % bucket.max_seqlen
         torch.cat([self.position_ids, positions[None]], 1, out=position_ids)
@@ -300,6 +311,11 @@ class PackedSeqLens:
         return labels_BS.reshape(-1).index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
 
 
+def _sent(made: Tensor, device: torch.device) -> Tensor:
+    """A tensor made on the host, on ``device``; from pinned memory, since a copy from other memory waits for a GPU."""
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
 def _rounded_up(value: int, steps: int, multiple: int = 1) -> int:
     """The next of ``steps`` evenly spaced values between two powers of two, or of the multiples of a number."""
     step = max(multiple, 2 ** (value.bit_length() - 1) // steps)
@@ -348,9 +364,9 @@ def build_lengths(
         positions = torch.arange(total) - offsets[:-1].repeat_interleave(sizes, output_size=total)
     return PackedSeqLens(
         lengths=tuple(lengths),
-        cu_seqlens=offsets.to(device=device, dtype=torch.int32, non_blocking=True),
-        position_ids=positions[None].to(device, non_blocking=True),
-        indices=None if indices is None else indices.to(device, non_blocking=True),
+        cu_seqlens=_sent(offsets.to(torch.int32), device),
+        position_ids=_sent(positions[None], device),
+        indices=None if indices is None else _sent(indices, device),
         batch_shape=batch_shape,
         is_empty=is_empty,
     )

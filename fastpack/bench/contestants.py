@@ -16,6 +16,7 @@ class Contestant:
         varlen: attention is FlashAttention-2's kernel for packed sequences; else transformers' sdpa.
         liger: Liger's kernels are applied.
         patched: by fastpack.
+        collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
     """
 
     what: str
@@ -23,6 +24,7 @@ class Contestant:
     varlen: bool = False
     liger: bool = False
     patched: bool = False
+    collated: bool = False
 
     def unavailable(self, on_gpu: bool) -> str | None:
         """Why it can't take part here, or None."""
@@ -40,5 +42,8 @@ CONTESTANTS = {
     "stock + FA2 + Liger": Contestant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
     "fastpack": Contestant("patched, fed the padded batches", patched=True),
     "fastpack packed": Contestant("patched, fed the flattened batches", packed=True, patched=True),
+    "fastpack collated": Contestant(
+        "the same, lengths read in the collator, not from the device", packed=True, patched=True, collated=True
+    ),
 }
 """By name, the first one that the others are compared with first."""

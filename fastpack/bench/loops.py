@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from fastpack.batching import with_packed_seq_lens
 from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.settings import Settings
@@ -68,6 +70,8 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
         )
         if contestant.packed:
             trainer.data_collator = with_boundaries(trainer.data_collator)
+        if contestant.collated:
+            trainer.data_collator = with_packed_seq_lens(trainer.data_collator)
         trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][:GATE_STEPS]
     return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
@@ -83,6 +87,9 @@ def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock)
     device = next(model.parameters()).device
     if settings.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    collator: Callable[[Any], dict[str, Any]] = functools.partial(collate, packed=contestant.packed)
+    if contestant.collated:
+        collator = with_packed_seq_lens(collator)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=device.type == "cuda")
     losses: list[torch.Tensor] = []
@@ -90,10 +97,7 @@ def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock)
     for step in range(clock.total_steps):
         ids = [torch.tensor(row) for row in rows[step * settings.rows : (step + 1) * settings.rows]]
         clock.begin()
-        batch = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in collate(ids, packed=contestant.packed).items()
-        }
+        batch = {name: value.to(device) if hasattr(value, "to") else value for name, value in collator(ids).items()}
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         if step < min(GATE_STEPS, settings.warmup):  # these are not timed

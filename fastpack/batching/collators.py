@@ -1,0 +1,57 @@
+"""Collators for patched models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.errors import PackingError
+from fastpack.packing_inputs import PACKING_KEYWORDS, pack_inputs
+
+Collator = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class _WithPackedSeqLens:
+    """A class and no closure, so that workers of a data loader can be handed it."""
+
+    collator: Collator
+
+    def __call__(self, examples: Any) -> Any:
+        batch = self.collator(examples)
+        source = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+        if not isinstance(source, Tensor):
+            raise PackingError(
+                f"the collator made a batch of {', '.join(batch)}: no tensor of input_ids or inputs_embeds, whose "
+                "packing could be read."
+            )
+        batch["packed_seq_lens"] = pack_inputs(
+            (source.shape[0], source.shape[1]),
+            source.device,
+            attention_mask=batch.get("attention_mask"),
+            position_ids=batch.get("position_ids"),
+            packing={name: batch[name] for name in PACKING_KEYWORDS if name in batch},
+        )
+        return batch
+
+
+def with_packed_seq_lens(collator: Collator) -> Collator:
+    """The collator, whose batches also carry their packing, read and checked on the host.
+
+    A patched model then waits for the device nowhere, where it would wait once a step to read lengths from it. Padded
+    and packed batches alike, of TRL's, transformers' or your own collator; nothing in them is changed.
+
+    Args:
+        collator: from examples to a dict of CPU tensors with ``input_ids`` or ``inputs_embeds``.
+
+    Returns:
+        One that adds ``packed_seq_lens``, a :class:`fastpack.PackedSeqLens`, which takes the place of any
+        ``packed_seq_lens`` that the batch has. Give it to a patched model: a stock one does not know the keyword.
+
+    Raises:
+        PackingError: when called: what the batch carries contradicts itself, or it holds neither of the two.
+    """
+    return _WithPackedSeqLens(collator)
