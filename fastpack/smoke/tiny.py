@@ -1,0 +1,222 @@
+"""A tiny model of every family in transformers' causal-LM mapping, from its own config class, with random weights.
+
+One rule makes a config small. Families share the names of their settings (``hidden_size``, ``d_model``, ``n_embd``),
+so each name has one small value, given to every class that declares it. Layers are taken out of the family's own
+default pattern, two of each kind, in their order. What the rule can't know is in :mod:`fastpack.smoke.special`.
+
+Weights are drawn so that a leak from one sequence into another is seen: wider than most families start with, so that
+attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastpack.smoke.special import (
+    ACTIVE,
+    EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INDEX_HEADS,
+    KV_HEADS,
+    NOT_BUILT,
+    POSITIONS,
+    RANK,
+    ROPE_DIM,
+    SPECIAL,
+    STATE,
+    VOCAB,
+    WINDOW,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def _by_name(table: Iterable[tuple[Any, str]]) -> dict[str, Any]:
+    return {name: value for value, names in table for name in names.split()}
+
+
+SIZES: Mapping[str, Any] = _by_name(
+    (
+        (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size"),
+        (0, "pad_token_id"),
+        (1, "bos_token_id"),
+        (2, "eos_token_id"),
+        (3, "sep_token_id"),
+        (HIDDEN, "hidden_size d_model n_embd embedding_dim emb_dim embedding_size input_embedding_size lru_width"),
+        (HIDDEN, "output_embedding_size word_embed_proj_dim attention_hidden_size router_hidden_size dim_model_base"),
+        (HIDDEN, "shape_embed_dim pronunciation_embed_dim hidden_size_global ple_embed_dim"),
+        (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks"),
+        (2, "encoder_layers num_encoder_layers"),  # not built, but BART counts them where it makes a cache
+        (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads linear_num_heads"),
+        (HEADS, "linear_num_value_heads swa_num_attention_heads decoder_attention_heads encoder_attention_heads"),
+        (HEADS, "num_decoder_attention_heads num_encoder_attention_heads"),
+        (KV_HEADS, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
+        (HEAD_DIM, "head_dim d_head dim_head kv_channels attention_head_size attention_head_dim swa_head_dim"),
+        (HEAD_DIM, "qk_nope_head_dim v_head_dim index_head_dim"),
+        (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+        (ROPE_DIM, "qk_rope_head_dim rotary_dim"),
+        (RANK, "q_lora_rank kv_lora_rank o_lora_rank hc_lowrank adapter_rank laurel_rank gated_norm_rank"),
+        (RANK, "hidden_size_per_layer_input prompt_mid_dim"),
+        (FFN, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size feed_forward_size"),
+        (FFN, "dense_intermediate_size intermediate_size_mlp d_inner dff dim_ff"),
+        (HIDDEN, "moe_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
+        (HIDDEN, "shared_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
+        (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (ACTIVE, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k"),
+        (1, "first_k_dense_replace num_dense_layers"),
+        (WINDOW, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
+        (WINDOW, "keep_window_size local_attention_window_len index_topk"),
+        (2 * WINDOW, "local_attention"),  # ModernBERT counts both sides
+        (INDEX_HEADS, "index_n_heads"),
+        (STATE, "state_size ssm_state_size mamba_d_state"),
+        (2 * HIDDEN, "mamba_d_ssm"),
+        (2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+        (HEAD_DIM, "mamba_d_head mamba_head_dim"),
+        (2, "n_groups mamba_n_groups mamba_ngroups"),
+        (8, "time_step_rank mamba_dt_rank chunk_size mamba_chunk_size block_size"),
+        (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+        (POSITIONS, "max_target_positions max_source_positions"),
+        (True, "is_decoder"),
+    )
+)
+"""The small value of each name that families share. Vocabularies, sizes and ranks; nothing that switches a trait."""
+
+WINDOWS = frozenset({"sliding_window", "window_size", "local_attention_window_len"})
+"""Names that stay None where the family's default is None: no window."""
+
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+RANDOM = ("drop", "jitter", "noise")
+SPREAD = 0.15
+"""Standard deviation of a redrawn matrix: over 64 inputs of size 1 its outputs are of size 1.2."""
+MEMORY = -2.0
+"""Added to each ``A_log``: a state then decays by exp(-dt e^-2), not by exp(-dt), and outlives a dozen tokens."""
+FIRST_PLAIN, AFTER_PLAIN = 4, 80
+
+
+def model_types() -> list[str]:
+    """The names in transformers' causal-LM mapping, in its order, those of :data:`NOT_BUILT` included."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def model_class(model_type: str) -> Any:
+    """The class that the mapping names for this family. KeyError where the mapping has no such name."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+    """A small config of the class that this family's model is built from.
+
+    Where the mapping names a text-only model for a composite config (Llama 4), that is the text config. Overrides win
+    over everything, those in a dict for a sub-config over that sub-config's. Who overrides the number of layers or
+    one of the lists of layers gets the config's own pattern for the rest.
+
+    Raises: KeyError for a name that the mapping doesn't have, ValueError with the reason for one of
+    :data:`NOT_BUILT`, and what the config class raises for settings that contradict each other.
+    """
+    if model_type in NOT_BUILT:
+        raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
+    config_class = model_class(model_type).config_class
+    special = SPECIAL.get(model_type, {})
+    for name in config_class.sub_configs.keys() & overrides.keys():
+        overrides[name] = {**special.get(name, {}), **overrides[name]}
+    return _small(config_class, {**special, **overrides})
+
+
+def build_tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A small model of this family on the CPU, float32, in eval mode, without dropout; overrides go to the config.
+
+    The same seed gives the same weights. The global random state is left as it was. Gradients want training mode:
+    RWKV in eval mode writes a state in place, and Reformer refuses. Raises what :func:`tiny_config` raises.
+    """
+    config = tiny_config(model_type, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(model_type)._from_config(config, dtype=torch.float32)
+    _redraw(model, torch.Generator().manual_seed(seed))
+    return model.eval()
+
+
+def plain_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random ids ``[rows, length]``, int64, none of them special in a tiny config (padding, a separator, an image)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_PLAIN, AFTER_PLAIN, (rows, length), generator=generator)
+
+
+def _small(config_class: Any, special: Mapping[str, Any]) -> Any:
+    """A config of this class: the rule's values, then the layers picked, then ``special``'s."""
+    names = {field.name for field in dataclasses.fields(config_class)}
+    other_names = config_class.attribute_map
+    # One name for one setting, or n_embd and hidden_size could both be given.
+    special = {name if name in names else other_names.get(name, name): value for name, value in special.items()}
+    default = config_class()
+    values = {name: vars(default).get(other_names.get(name, name)) for name in names}
+    settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in WINDOWS or values[name] is not None}
+    settings |= {name: type(value)(0) for name, value in values.items() if _random(name, value)}
+    settings |= _special_tokens(values)
+    if "kv_lora_rank" in names:  # latent attention: as many key heads as query heads, RoPE on the part of its own
+        settings |= {"num_key_value_heads": HEADS, "head_dim": ROPE_DIM}
+    if (values.get("n_group") or 1) > 1:
+        settings |= {"n_group": 2, "topk_group": 1}
+    picked = _picked_layers(default, values)
+    if not picked.keys() & special.keys():
+        settings |= picked
+    settings = {name: value for name, value in settings.items() if name in names}
+    for name, value in values.items():
+        if name in config_class.sub_configs and value is not None:
+            settings[name] = _small(type(value), special.get(name) or {})
+    settings |= {name: value for name, value in special.items() if name not in config_class.sub_configs}
+    # A copy: configs fill in and correct the lists and dicts that they are given.
+    return config_class(**copy.deepcopy(settings))
+
+
+def _random(name: str, value: Any) -> bool:
+    return type(value) in (int, float) and any(word in name for word in RANDOM)
+
+
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of images, audio and the like, from the vocabulary's end, so that no two are the same."""
+    names = [name for name in sorted(values) if name.endswith(("_token_id", "_token_index")) and name not in SIZES]
+    return {name: VOCAB - 1 - i for i, name in enumerate(names) if isinstance(values[name], int)}
+
+
+def _picked_layers(default: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Two layers of each kind out of the default pattern, in their order, in every list that has an entry a layer."""
+    count = default.num_hidden_layers if hasattr(default, "num_hidden_layers") else 0
+    lists = {name: value for name, value in values.items() if isinstance(value, (list, tuple)) and len(value) == count}
+    # A list without repeats names layers (every index of an attention layer) rather than describing them.
+    lists = {name: value for name, value in lists.items() if len(set(value)) < count}
+    kinds = list(zip(*lists.values(), strict=True))
+    picked = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
+    if not picked:
+        return {}
+    chosen: dict[str, Any] = {name: [value[i] for i in picked] for name, value in lists.items()}
+    return chosen | {name: len(picked) for name in COUNTS}
+
+
+def _redraw(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draw matrices that start narrow, and move every vector a little, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            spread = parameter.std().item() if parameter.numel() > 1 else 0.0
+            # Matrices of one value other than 0 are norms with a weight for each head.
+            drawn = spread > 0.0 or not parameter.any()
+            if parameter.ndim < 2 or not drawn:
+                parameter.add_(0.1 * noise)
+            elif spread < SPREAD:
+                parameter.copy_(SPREAD * noise)
+            if name.endswith("A_log"):
+                parameter.add_(MEMORY)
