@@ -1,7 +1,7 @@
 """What a projection is made of: base weight, bias, quantisation, LoRA's A, B and scale.
 
 Layers read a projection at each call (adapters may be switched at any time) and compute with its parts; one that
-can't be read is called as a module, and the report says why.
+can't be read, or that another adapter than LoRA wraps, is called as a module, and the report says why.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def read_projection(module: nn.Module) -> Projection | str:
         return _read_4bit(module)
     if hasattr(module, "lora_A") and cls.__module__ in _PEFT_MODULES:
         return _read_lora(module)
+    if _base_layer(module) is not None:
+        return f"wrapped by {cls.__module__}.{cls.__name__}, an adapter that is not read (plain LoRA is)"
     if cls.__name__ == "Linear8bitLt":
         return "LLM.int8 has a product of its own"
     return f"a {cls.__name__}"
@@ -128,12 +130,24 @@ def _active_update(module: Any) -> Lora | str | None:
     return Lora(weight_a, weight_b, float(module.scaling[name]), probability)
 
 
+def _base_layer(module: nn.Module) -> nn.Module | None:
+    """The layer that an adapter's layer wraps, which PEFT keeps under this name in all of them; or None."""
+    return module._modules.get("base_layer")
+
+
+def _adapter(module: nn.Module) -> str:
+    """PEFT's name of the adapter that wraps a layer: ``lora``, ``ia3``, ``vera``; else the name of its class."""
+    cls = type(module)
+    package = cls.__module__.split(".")
+    return package[2] if package[:2] == ["peft", "tuners"] else cls.__name__
+
+
 def describe_projection(module: nn.Module) -> str | None:
-    """``linear``, ``4-bit``, ``8-bit``, each perhaps ``+ lora``; None for what is not a projection."""
-    base = getattr(module, "base_layer", None)
-    if base is not None and hasattr(module, "lora_A"):
+    """``linear``, ``4-bit``, ``8-bit``, each perhaps ``+ lora``, ``+ ia3``, ...; None for what is not a projection."""
+    base = _base_layer(module)
+    if base is not None:
         inner = describe_projection(base)
-        return None if inner is None else f"{inner} + lora"
+        return None if inner is None else f"{inner} + {_adapter(module)}"
     names = {cls.__name__ for cls in type(module).__mro__}
     if "Linear4bit" in names:
         return "4-bit"
@@ -143,11 +157,11 @@ def describe_projection(module: nn.Module) -> str | None:
 
 
 def projections_of(model: nn.Module) -> list[nn.Module]:
-    """Every projection of a model. LoRA's own A and B, and the base layers that it wraps, don't count."""
+    """Every projection of a model. An adapter's own parts (LoRA's A and B), and the layer it wraps, don't count."""
     inside = {
         id(child)
         for module in model.modules()
-        if hasattr(module, "lora_A")
+        if _base_layer(module) is not None
         for child in module.modules()
         if child is not module
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _one_thread() -> None:
     """Tensors are small here, and there are many calls: a second thread only waits for the first."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def compile_anew() -> Iterator[None]:
+    """No test finds what another one compiled."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from tiny import VOCAB, tiny_model
 from torch import nn
 
@@ -30,6 +30,18 @@ def with_lora(model: nn.Module, **settings: Any) -> Any:
         for name, parameter in wrapped.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.3)
+    return wrapped.train()
+
+
+def with_ia3(model: nn.Module, **settings: Any) -> Any:
+    """IA3 whose scales are not one, so that it takes part: before down_proj, behind the others."""
+    torch.manual_seed(1)
+    settings = {"target_modules": TARGETS, "feedforward_modules": ["down_proj"], **settings}
+    wrapped = get_peft_model(model, IA3Config(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "ia3_l" in name:
+                parameter.normal_(mean=1, std=0.3)
     return wrapped.train()
 
 
@@ -153,6 +165,54 @@ def test_8_bit_is_reported_as_not_isolated(tmp_path: Path) -> None:
     assert any("not isolated" in note for note in report.notes)
     logits = model(input_ids=torch.cat(make_sequences(VOCAB))[None], packed_seq_lens=[7, 1, 19, 19, 33]).logits
     assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize("order", ["patched, then wrapped", "wrapped, then patched"])
+@pytest.mark.parametrize("base", ["linear", "4-bit"])
+def test_an_adapter_that_is_not_read_is_called_and_reported(
+    base: str, order: str, tmp_path: Path, calls: dict[str, int]
+) -> None:
+    """IA3, whose layer around a 4-bit one has the same class name as bitsandbytes' own."""
+
+    def build() -> nn.Module:
+        return nf4(tmp_path) if base == "4-bit" else tiny_model("llama")
+
+    alone = run_alone(with_ia3(build()), make_sequences(VOCAB))
+    if order == "patched, then wrapped":
+        wrapped = with_ia3(fastpack.patch(build()))
+    else:
+        wrapped = fastpack.patch(with_ia3(build()))
+    check(wrapped, alone)
+    assert calls == {"project": 0, "gated_mlp": 0, "add_updates": 0}
+    report = fastpack.report(wrapped)
+    assert report.projections == {f"{base} + ia3": 14}
+    ((why, count),) = report.as_modules.items()
+    name = "Linear4bit" if base == "4-bit" else "Linear"
+    assert (count, why.split(",")[0]) == (
+        14,
+        f"wrapped by peft.tuners.ia3.{'bnb' if base == '4-bit' else 'layer'}.{name}",
+    )
+    for line in (f"14 {base} + ia3", "called as modules", f"14: {why.split(',')[0]}"):
+        assert line in str(report)
+    scales = wrapped.get_base_model().model.layers[1].mlp.down_proj.ia3_l["default"]
+    with torch.no_grad():
+        scales.mul_(2)
+    error = compare(run_batch(wrapped, make_sequences(VOCAB), KINDS[0]), alone)
+    assert error.worst > 1e-2, "the negative control: IA3 takes part"
+
+
+def test_an_adapter_that_is_not_read_leaves_the_others_fused(calls: dict[str, int]) -> None:
+    """PEFT's own choice for a Llama: k_proj, v_proj and down_proj."""
+    settings = {"target_modules": None, "feedforward_modules": None}
+    alone = run_alone(with_ia3(tiny_model("llama"), **settings), make_sequences(VOCAB))
+    wrapped = fastpack.patch(with_ia3(tiny_model("llama"), **settings))
+    check(wrapped, alone)
+    assert calls == {"project": 2 * 2 * len(KINDS), "gated_mlp": 0, "add_updates": 0}, "o; gate and up; of two layers"
+    report = fastpack.report(wrapped)
+    assert report.projections == {"linear": 8, "linear + ia3": 6}
+    assert list(report.as_modules.values()) == [6]
+    merged = fastpack.report(wrapped.merge_and_unload())
+    assert (merged.projections, merged.as_modules) == ({"linear": 14}, {})
 
 
 @pytest.mark.gpu

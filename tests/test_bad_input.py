@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import flat, make_sequences, padded, positions, run_alone, trl_keywords
-from test_patching import fingerprint
+from patch_checks import fingerprint
 from tiny import VOCAB, tiny_model
 from torch import nn
 from transformers import AutoModel, AutoModelForSeq2SeqLM

@@ -1,11 +1,12 @@
-"""Patched models under ``torch.compile``: whole graphs, as few as there are buckets, and the results of eager."""
+"""Patched models under ``torch.compile``: whole graphs, as few as there are buckets, and the results of eager.
+
+What the compiler meets on the way (operators, facts, kernels) is in ``test_compile_parts.py``.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import math
-from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,28 +15,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, padded, relative
-from tiny import VOCAB, WINDOW, tiny_model
+from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastpack
 from fastpack import PackedSeqLens
 from fastpack.attention_dispatch import BACKENDS
-from fastpack.backends import limits, opaque, segments, torch_varlen
-from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.compiling import known_once
-from fastpack.ops.norm import rms_norm
+from fastpack.backends import torch_varlen
+from fastpack.backends.call import AttentionCall
+
+pytestmark = pytest.mark.usefixtures("compile_anew")
 
 LENGTHS = (7, 1, 19, 19, 33)
 SAME_SIZES = (33, 19, 1, 7, 19)
 """Another batch of the same shapes."""
-
-
-@pytest.fixture(autouse=True)
-def _compile_anew() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def collate(lengths: tuple[int, ...], *, bucketed: bool = True, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
@@ -143,8 +137,8 @@ def test_under_autocast() -> None:
     batch = collate(LENGTHS)
     with torch.autocast("cpu", torch.bfloat16):
         found, wanted = step(compiled, batch, model), step(model, batch, model)
-    assert error(found, wanted) <= 3e-2  # the compiler rounds elsewhere
     exact = step(model, batch, model)
+    assert 1e-4 < error(found, exact) <= 1.5 * error(wanted, exact)
     assert relative(wanted.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
 
 
@@ -324,78 +318,6 @@ def test_activation_memory_budget() -> None:
 def test_a_budget_that_is_no_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match="from 0 to 1"), fastpack.activation_memory_budget(fraction):
         raise AssertionError("not reached")
-
-
-@pytest.mark.parametrize(("backend", "more"), [("segments", {"window": WINDOW}), ("reference", {"softcap": 2.0})])
-def test_the_operator(backend: str, more: dict[str, Any]) -> None:
-    """Torch's own checks (schema, fake results, gradients under the compiler), and the results of the backend."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((68, 4, 8), (68, 2, 8), (68, 2, 8))
-    q, k, v = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
-    sinks = torch.randn(4, generator=generator, requires_grad=True) if backend == "reference" else None
-    packed = PackedSeqLens.from_lengths([31, 1, 36])
-    call = AttentionCall(q, k, v, packed, 0.3, sinks=sinks, **more)
-    inputs = [x for x in (q, k, v, sinks) if x is not None]
-    wanted = BACKENDS[backend].run(call)
-    grad = torch.randn(wanted.shape, generator=generator)
-    with torch.autocast("cpu", torch.bfloat16):  # does not reach into it
-        found = opaque.run(backend, call)
-        grads = torch.autograd.grad(found, inputs, grad)
-    assert relative(found, wanted) <= FLOAT32_BOUND
-    for ours, theirs in zip(grads, torch.autograd.grad(wanted, inputs, grad), strict=True):
-        assert relative(ours, theirs) <= FLOAT32_BOUND
-    offsets = (packed.cu_seqlens, packed.position_ids)
-    arguments = (q, k, v, sinks, *offsets, 36, 0.3, call.window, call.softcap, backend)
-    torch.library.opcheck(torch.ops.fastpack.packed_attention.default, arguments)
-
-
-def test_the_operator_refuses_dropout() -> None:
-    q = torch.randn(5, 2, 8)
-    call = AttentionCall(q, q, q, PackedSeqLens.from_lengths([5]), 1.0, dropout=0.1)
-    assert segments.run(call).shape == q.shape
-    with pytest.raises(fastpack.BackendUnavailableError, match=r"attention_dropout=0"):
-        opaque.run("segments", call)
-
-
-@pytest.mark.parametrize("value", [None, True, "why", (9, 0), ("a", "b")])
-def test_facts_known_once_are_constants(value: Any) -> None:
-    asked = []
-
-    @known_once
-    def fact(name: str) -> Any:
-        asked.append(inspect.currentframe())  # which the compiler could not trace
-        return value
-
-    def use(x: Tensor) -> Tensor:
-        return x + (1 if fact("a") == value else 2)
-
-    assert float(torch.compile(use, fullgraph=True, backend="eager")(torch.zeros(1))) == 1
-    assert fact("a") == value
-    assert len(asked) == 1
-
-
-def test_kernels_by_name_are_not_traced() -> None:
-    """Where the compiler gives way, they run outside of what it compiles."""
-    x, weight = torch.randn(3, 8), torch.ones(8)
-
-    def norm(x: Tensor) -> Tensor:
-        return rms_norm(x, weight, 1e-6, implementation="triton")
-
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass 'auto'"):
-        torch.compile(norm, fullgraph=True, backend="eager")(x)
-
-
-def test_what_a_gpu_is_asked_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device.index))
-    # the compiler itself asks whether there is a GPU
-    monkeypatch.setattr(limits, "cuda_capability", lambda shape: limits._capability(shape.device))
-
-    def choose(x: Tensor) -> Tensor:
-        shape = AttentionShape(torch.device("cuda", 0), torch.bfloat16, 4, 2, 16, 16, total_tokens=x.shape[0])
-        return x + (1 if torch_varlen.rejects(shape) is None else 2)
-
-    compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=True)
-    assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FLOAT32_BOUND, compare, make_sequences, run_batch
+from oracle import FLOAT32_BOUND, compare, make_sequences, relative, run_batch
 from recording import LARGE, SMALL, Varlen, check, graphed, hidden, reason, runner, step
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
@@ -146,7 +146,7 @@ def test_two_forwards_before_a_backward() -> None:
         (first * second).sum().backward()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         if b.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+            assert relative(a.grad, b.grad) <= FLOAT32_BOUND
     stats = runner(model).stats
     assert (stats.replays, dict(stats.eager)) == (1, {WAITING: 1})
     hidden(model).sum().backward()
@@ -184,7 +184,7 @@ def test_evaluation_is_eager() -> None:
     model = graphed(tiny_model("llama"))
     want = hidden(fastpack.patch(tiny_model("llama")))
     with torch.no_grad():
-        torch.testing.assert_close(hidden(model), want)
+        assert relative(hidden(model), want) <= FLOAT32_BOUND
     assert reason(model) == "no gradient is wanted"
     model.eval()
     hidden(model).sum().backward()
@@ -209,7 +209,7 @@ def test_lora_with_its_adapter_disabled_in_between() -> None:
             else:
                 results.append(run_batch(m, sequences, "padded left"))
         if disabled:
-            torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+            assert relative(results[1], results[0]) <= FLOAT32_BOUND
         else:
             check(results[1], results[0])
         gc.collect()
@@ -239,7 +239,7 @@ def test_switching_adapters_and_scales() -> None:
         plain.enable_input_require_grads()
         ids = torch.cat(make_sequences(VOCAB))[None]
         a, b = (m(input_ids=ids, packed_seq_lens=list(SMALL)) for m in (model, plain))
-        torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-4)
+        assert relative(a.logits, b.logits) <= FLOAT32_BOUND
         del a, b
         gc.collect()
     assert runner(model).stats.recordings == 4, "unmerged again is as before"
@@ -279,7 +279,7 @@ def test_checkpointing_around_the_model(reentrant: bool) -> None:
         checkpoint(run, embeddings, use_reentrant=reentrant).square().sum().backward()
         results.append({name: p.grad for name, p in m.named_parameters() if p.grad is not None})
     for name, gradient in results[0].items():
-        torch.testing.assert_close(results[1][name], gradient, rtol=1e-4, atol=1e-3)
+        assert relative(results[1][name], gradient) <= FLOAT32_BOUND, name
     assert runner(model).stats.replays == 0
     assert sum(runner(model).stats.eager.values()) == 2
 
@@ -305,7 +305,8 @@ def test_autocast_over_float32_weights() -> None:
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             want, ours = (step(m) for m in models)
-        assert compare(ours, want).worst <= 3e-2
+        wide = step(models[0])
+        assert 1e-4 < compare(ours, wide).worst <= 1.5 * compare(want, wide).worst
         with torch.no_grad():
             for m in models:
                 for p in m.parameters():
@@ -340,7 +341,7 @@ def test_neftune_and_given_embeddings() -> None:
         out.loss.backward()
         results.append((out.logits, given.grad, m.model.layers[0].mlp.up_proj.weight.grad))
     for want, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, want, rtol=1e-4, atol=1e-5)
+        assert relative(ours, want) <= FLOAT32_BOUND
     assert runner(models[1]).stats.replays == 1
 
 
@@ -362,7 +363,7 @@ def test_a_batch_that_comes_in_a_bucket() -> None:
     packed = pack_inputs(tuple(ids.shape), ids.device, attention_mask=(ids != 0).long())
     want = plain.model(input_ids=ids, packed_seq_lens=packed).last_hidden_state
     ours = model.model(input_ids=ids, packed_seq_lens=packed.bucketed()).last_hidden_state
-    torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
+    assert relative(ours, want) <= FLOAT32_BOUND
     assert runner(model).stats.replays == 1
 
 

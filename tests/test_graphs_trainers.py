@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import make_sequences
+from oracle import FLOAT32_BOUND, make_sequences, relative
 from recording import LARGE, SMALL, Varlen, graphed, runner
 from tiny import VOCAB, tiny_model
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +38,7 @@ def test_ddp_gets_its_gradients(tmp_path: Path) -> None:
                 m.zero_grad()
                 m(input_ids=ids, labels=ids, packed_seq_lens=list(lengths)).loss.backward()
             for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+                assert relative(a.grad, b.grad) <= FLOAT32_BOUND
         assert runner(model).stats.replays == 3
         assert len(seen) >= 3, "gradients went through the reducer"
     finally:

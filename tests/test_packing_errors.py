@@ -8,18 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packing_cases import read
 from torch import Tensor
 
 from fastpack import FastpackError, PackedSeqLens, PackingError
-from fastpack.packing_inputs import pack_inputs
 
 T = torch.tensor
 LOWEST = torch.finfo(torch.float32).min
-
-
-def read(shape: tuple[int, int], mask: Any = None, positions: Tensor | None = None, **packing: Any) -> PackedSeqLens:
-    return pack_inputs(shape, torch.device("cpu"), attention_mask=mask, position_ids=positions, packing=packing)
-
 
 FIVE = (1, 5)
 RESTART_AT_3 = T([[0, 1, 2, 0, 1]])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastpack.adapters import read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
+from fastpack.ops.dequantize import dequantize
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
@@ -165,14 +167,7 @@ def _weight(projection: Projection) -> Weight:
     """The dense weight, or what makes it of a 4-bit one."""
     if projection.quant_state is None:
         return projection.weight
-
-    def dequantised() -> Tensor:
-        from bitsandbytes.functional import dequantize_4bit
-
-        dense: Tensor = dequantize_4bit(projection.weight, projection.quant_state)
-        return dense.to(projection.dtype)
-
-    return dequantised
+    return partial(dequantize, projection.weight, projection.quant_state, projection.dtype)
 
 
 def _begin_count(labels: Tensor, ignore_index: int) -> Callable[[], int | None]:

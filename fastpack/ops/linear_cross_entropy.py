@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from fastpack.ops.cross_entropy import cross_entropy_
 from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.packing import IGNORE_INDEX
 
@@ -276,7 +277,17 @@ def _by_chunks(
                 low = torch.mm(h, a.t())
                 logits.addmm_(low, b.t())
             factor = scale if scale is None or scale.ndim == 0 else scale[start:stop]
-            _cross_entropy_(settings, logits, labels[start:stop], losses[start:stop], factor, gradient)
+            cross_entropy_(
+                logits,
+                labels[start:stop],
+                losses[start:stop],
+                factor,
+                ignore_index=settings.ignore_index,
+                logit_scale=settings.logit_scale,
+                softcap=settings.softcap,
+                gradient=gradient,
+                triton=settings.triton,
+            )
             if not gradient:
                 continue
             # from here on, logits holds its own gradient
@@ -352,57 +363,3 @@ def _add_product(total: Tensor | None, x: Tensor, y: Tensor, wide: torch.dtype) 
     if total is None:
         return torch.mm(x, y, out_dtype=wide)
     return torch.addmm(total, x, y, out_dtype=wide, out=total)
-
-
-def _cross_entropy_(
-    settings: _Settings, logits: Tensor, labels: Tensor, losses: Tensor, scale: Tensor | None, gradient: bool
-) -> None:
-    """Losses of a chunk ``[C]``, written; where ``gradient``, that of the products over ``logits [C, V]``, in place.
-
-    Args:
-        scale: on the gradient, 0-d or ``[C]``.
-    """
-    if settings.triton:
-        from fastpack.ops.kernels.cross_entropy import cross_entropy_
-
-        cross_entropy_(
-            logits,
-            labels,
-            losses,
-            scale,
-            ignore_index=settings.ignore_index,
-            logit_scale=settings.logit_scale,
-            softcap=settings.softcap,
-            gradient=gradient,
-        )
-        return
-    # every step in place: a chunk of float32 logits is as large as all else together
-    ignored = labels == settings.ignore_index
-    label = labels.masked_fill(ignored, 0).long()[:, None]
-    x = logits if logits.dtype == losses.dtype else logits.to(losses.dtype)
-    if settings.logit_scale != 1.0:
-        x.mul_(settings.logit_scale)
-    slope: Tensor | None = None
-    if settings.softcap is not None:
-        x.div_(settings.softcap).tanh_()
-        if gradient:
-            slope = 1 - x * x
-        x.mul_(settings.softcap)
-    x.sub_(x.amax(1, keepdim=True))
-    wanted = x.gather(1, label)
-    x.exp_()
-    sums = x.sum(1, keepdim=True)
-    losses.copy_((sums.log() - wanted)[:, 0].masked_fill(ignored, 0))
-    if not gradient:
-        return
-    x.div_(sums)
-    x.scatter_add_(1, label, torch.full_like(sums, -1))
-    if slope is not None:
-        x.mul_(slope)
-    if settings.logit_scale != 1.0:
-        x.mul_(settings.logit_scale)
-    if scale is not None:
-        x.mul_(scale if scale.ndim == 0 else scale[:, None])
-    x.masked_fill_(ignored[:, None], 0)
-    if x is not logits:
-        logits.copy_(x)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
@@ -44,7 +45,7 @@ def project(
         projections: all of one dtype; a LoRA's A and B may have another.
         norm: applied to x first.
         residual: ``[T, O]`` in the projection's dtype, added to the output; for a single projection.
-        implementation: of the norm.
+        implementation: of the norm, the casts and what makes 4-bit weights dense.
 
     Returns:
         The outputs ``[T, O_i]``, and x again: use this one for what else reads x (the residual stream), so that its
@@ -276,7 +277,5 @@ def _dense(weight: Tensor, settings: Settings, i: int) -> Tensor:
     state = settings.quant_states[i]
     if state is None:
         return weight.to(settings.dtype)
-    from bitsandbytes.functional import dequantize_4bit
-
     # the allocator gives every layer the same memory again; a buffer of our own would be held through the loss too
-    return dequantize_4bit(weight, state).to(settings.dtype)
+    return dequantize(weight, state, settings.dtype, settings.implementation)

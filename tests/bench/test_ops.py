@@ -72,6 +72,8 @@ def test_bytes_and_operations_by_hand() -> None:
     assert CASES["swiglu"].backward(make).bytes == 1000 * 2 * 5 * 14336
     assert CASES["linear_cross_entropy"].forward(make).flops == 2 * 1000 * 128256 * 4096
     assert CASES["linear_cross_entropy_trained"].backward(make).flops == 2 * 2 * 1000 * 128256 * 4096
+    # half a byte and two bytes a weight, one byte for each 64 of them
+    assert CASES["dequantize"].forward(make).bytes == 1000 * 4096 * 2 + 1000 * 2048 + 1000 * 64
     assert CASES["lora_qkv"].forward(make).flops == 2 * 1000 * (4096 * 6144 + 16 * (3 * 4096 + 6144))
 
 
@@ -99,6 +101,23 @@ def test_an_op_that_works_in_place_is_timed_on_what_it_may_overwrite() -> None:
         assert row.both is not None
         assert row.both.seconds == row.forward.seconds + row.backward.seconds
         assert row.both.share == pytest.approx(row.both.bandwidth / CEILING.bandwidth)
+
+
+def test_an_op_without_gradients_is_timed_forward_only(tmp_path: Path) -> None:
+    from fastpack.bench.ops.plot import save_plot
+    from fastpack.bench.ops.table import print_ops
+
+    rows = measured(CASES["dequantize"])
+    assert [row.implementation for row in rows] == ["torch", "fastpack"]
+    for row in rows:
+        assert row.forward is not None
+        assert row.both is row.forward
+        assert row.backward is None
+        assert row.error is None
+    outcome = OpsOutcome(CEILING, {"device": "this"}, rows)
+    print_ops(outcome, CASES)
+    save_plot(outcome, tmp_path / "ops.png")
+    assert measured(CASES["swiglu"])[0].backward is not None
 
 
 def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,16 +1,17 @@
-"""``patch(model, loss="fused")``: the head's own loss and every gradient, without logits, in training only."""
+"""``patch(model, loss="fused")``: the head's own loss and every gradient, without logits.
+
+Heads of other kinds are in ``test_loss_heads.py``; when it runs, and trainers, in ``test_loss_choice.py``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from loss_cases import NAIVE_BOUND, TRAITS, Calls, check, grads_of, run_fused
 from oracle import (
     FLOAT32_BOUND,
     GPU_FLOAT32_BOUND,
@@ -23,80 +24,19 @@ from oracle import (
     padded,
     relative,
     run_alone,
-    run_batch,
-    to_device,
     trained_tokens,
 )
-from test_adapters import nf4, with_lora
-from test_trainers import check_equal, config, losses, rows, tokenizer
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Trainer, TrainingArguments
-from trl import SFTTrainer
 
 import fastpack
-from fastpack.errors import FastpackWarning
 from fastpack.families import FAST_FAMILIES
 from fastpack.layers import loss as module
 from fastpack.ops import linear_cross_entropy as op
 from fastpack.packing import PackedSeqLens
 
-NAIVE_BOUND = 1e-2
-TRAITS: dict[str, dict[str, Any]] = {
-    "cohere": {"logit_scale": 0.4},
-    "gemma2": {"final_logit_softcapping": 2.0},
-    "gemma3_text": {"final_logit_softcapping": 2.0},
-    "granite": {"logits_scaling": 3.0},
-    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
-}
-"""What a head does beside its product, set so that it shows."""
 FAST = [family.model_type for family in FAST_FAMILIES]
-
-
-class Calls:
-    """The calls of the op: how many rows each saw, and how many labels it was told are kept."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rows: list[int] = []
-        self.options: list[dict[str, Any]] = []
-        original = module.linear_cross_entropy
-
-        def counted(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            self.rows.append(len(hidden))
-            self.options.append(kwargs)
-            return original(hidden, *args, **kwargs)
-
-        monkeypatch.setattr(module, "linear_cross_entropy", counted)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    return Calls(monkeypatch)
-
-
-def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.detach().clone().float() for n, p in model.named_parameters() if p.grad is not None}
-
-
-def run_fused(model: nn.Module, sequences: list[Tensor], kind: str, reference: Result, **kwargs: Any) -> Result:
-    """As :func:`oracle.run_batch`, but there are no logits to compare."""
-    batch = to_device(INPUT_KINDS[kind](sequences), next(model.parameters()).device)
-    model.zero_grad(set_to_none=True)
-    out = model(**batch, **{"num_items_in_batch": trained_tokens(sequences), **kwargs})
-    assert out.logits is None
-    out.loss.backward()
-    return Result(reference.logits, out.loss.detach(), grads_of(model))
-
-
-def check(model: nn.Module, alone: Result, calls: Calls, bound: float = FLOAT32_BOUND) -> None:
-    sequences = make_sequences(VOCAB)
-    for kind in ("padded left", "TRL's keywords"):
-        calls.rows.clear()
-        error = compare(run_fused(model, sequences, kind, alone), alone)
-        assert error.worst <= bound, f"{kind}: {error}"
-        assert calls.rows == [sum(LENGTHS)], "the op ran once, on the real tokens alone"
 
 
 def alone_with_experts(model: Any, sequences: list[Tensor]) -> Result:
@@ -116,22 +56,15 @@ def alone_with_experts(model: Any, sequences: list[Tensor]) -> Result:
     return Result(counted.logits, loss, both)
 
 
-# --- equal to the stock loss ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("model_type", FAST)
-def test_every_fast_family(model_type: str, calls: Calls) -> None:
+def test_every_fast_family(model_type: str, op_calls: Calls) -> None:
     traits = TRAITS.get(model_type, {})
     model = tiny_model(model_type, **traits)
     sequences = make_sequences(VOCAB)
     alone = (alone_with_experts if "output_router_logits" in traits else run_alone)(model, sequences)
     fastpack.patch(model, loss="fused")
     assert not fastpack.report(model).skipped
-    for kind in INPUT_KINDS:
-        calls.rows.clear()
-        error = compare(run_fused(model, sequences, kind, alone), alone)
-        assert error.worst <= FLOAT32_BOUND, f"{kind}: {error}"
-        assert calls.rows == [sum(LENGTHS)], "the op ran once, on the real tokens alone"
+    check(model, alone, op_calls, kinds=INPUT_KINDS)
 
 
 @pytest.mark.parametrize("model_type", [name for name in TRAITS if "output_router_logits" not in TRAITS[name]])
@@ -167,7 +100,7 @@ def test_negative_control(kind: str, what: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_items_in_batch": torch.tensor(91)}, {"num_items_in_batch": None}])
-def test_what_the_mean_divides_by(settings: dict[str, Any], calls: Calls) -> None:
+def test_what_the_mean_divides_by(settings: dict[str, Any], op_calls: Calls) -> None:
     model = tiny_model("llama")
     sequences = make_sequences(VOCAB)
     alone = run_alone(model, sequences)
@@ -179,7 +112,7 @@ def test_what_the_mean_divides_by(settings: dict[str, Any], calls: Calls) -> Non
         assert compare(run_fused(model, sequences, kind, scaled, **settings), scaled).worst <= FLOAT32_BOUND
 
 
-def test_ignored_labels_are_left_out(calls: Calls) -> None:
+def test_ignored_labels_are_left_out(op_calls: Calls) -> None:
     """Completion-only training: four labels of five are ignored."""
     results = []
     for fused in (None, "fused"):
@@ -223,7 +156,7 @@ def test_no_logits_are_made(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("side", ["left", "both"])
-def test_shift_labels_keep_their_meaning(side: str, calls: Calls) -> None:
+def test_shift_labels_keep_their_meaning(side: str, op_calls: Calls) -> None:
     results = []
     for fused in (None, "fused"):
         model = fastpack.patch(tiny_model("llama"), loss=fused)
@@ -232,8 +165,10 @@ def test_shift_labels_keep_their_meaning(side: str, calls: Calls) -> None:
         loss = model(**batch, shift_labels=shifted.roll(1, 0)).loss
         loss.backward()
         results.append((loss.detach(), grads_of(model)["lm_head.weight"]))
-    assert calls.options[0]["shift"] is False
-    assert calls.rows == [batch["labels"].numel()], "labels that stand on padding count, as they do in the stock loss"
+    assert op_calls.options[0]["shift"] is False
+    assert op_calls.rows == [batch["labels"].numel()], (
+        "labels that stand on padding count, as they do in the stock loss"
+    )
     assert relative(results[1][0], results[0][0]) <= FLOAT32_BOUND
     assert relative(results[1][1], results[0][1]) <= FLOAT32_BOUND
 
@@ -268,7 +203,7 @@ def test_everything_else_is_put_back(side: str) -> None:
     assert len(as_tuple) == len(ours.to_tuple())
 
 
-def test_noise_on_embeddings(calls: Calls) -> None:
+def test_noise_on_embeddings(op_calls: Calls) -> None:
     """NEFTune's batch is not un-padded before the embedding; the loss runs on real tokens all the same."""
     results = []
     for fused in (None, "fused"):
@@ -282,295 +217,16 @@ def test_noise_on_embeddings(calls: Calls) -> None:
 
         embedding.register_forward_hook(add_noise)
         results.append(model(**padded(make_sequences(VOCAB), "left")).loss)
-    assert calls.rows == [sum(LENGTHS)]
+    assert op_calls.rows == [sum(LENGTHS)]
     assert relative(results[1], results[0]) <= FLOAT32_BOUND
-
-
-# --- heads ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere"])
-def test_a_tied_head(model_type: str, calls: Calls) -> None:
-    model = tiny_model(model_type, tie_word_embeddings=True, **TRAITS.get(model_type, {}))
-    assert model.lm_head.weight is model.get_input_embeddings().weight
-    alone = run_alone(model, make_sequences(VOCAB))
-    check(fastpack.patch(model, loss="fused"), alone, calls)
-
-
-@pytest.mark.parametrize("order", ["patched, then wrapped", "wrapped, then patched"])
-@pytest.mark.parametrize("settings", [{}, {"use_rslora": True, "r": 3}])
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
-def test_lora_on_the_head(model_type: str, settings: dict[str, Any], order: str, calls: Calls) -> None:
-    targets = {"target_modules": ["q_proj", "down_proj", "lm_head"], **settings}
-    traits = {"tie_word_embeddings": False, **TRAITS.get(model_type, {})}
-    alone = run_alone(with_lora(tiny_model(model_type, **traits), **targets), make_sequences(VOCAB))
-    assert any("lm_head" in name for name in alone.grads)
-    model = tiny_model(model_type, **traits)
-    if order == "patched, then wrapped":
-        wrapped = with_lora(fastpack.patch(model, loss="fused"), **targets)
-    else:
-        wrapped = fastpack.patch(with_lora(model, **targets), loss="fused")
-    check(wrapped, alone, calls)
-    wrapped.get_base_model().lm_head.scaling["default"] *= 2
-    error = compare(run_fused(wrapped, make_sequences(VOCAB), "padded left", alone), alone)
-    assert error.worst > NAIVE_BOUND, "the negative control: the adapter takes part"
-
-
-def test_a_head_that_peft_keeps_a_copy_of(calls: Calls) -> None:
-    targets = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
-
-    def build() -> Any:
-        wrapped = with_lora(tiny_model("llama"), **targets)
-        with torch.no_grad():
-            wrapped.get_base_model().lm_head.modules_to_save["default"].weight.mul_(1.5)
-        return wrapped
-
-    wrapped = build()
-    alone = run_alone(wrapped, make_sequences(VOCAB))
-    assert any("lm_head" in name for name in alone.grads)
-    check(fastpack.patch(wrapped, loss="fused"), alone, calls)
-    with wrapped.disable_adapter():
-        base = run_alone(tiny_model("llama"), make_sequences(VOCAB))
-        loss = wrapped(**padded(make_sequences(VOCAB), "left")).loss
-    assert relative(loss, base.loss) <= FLOAT32_BOUND
-    assert calls.rows == [sum(LENGTHS)] * 2
-
-
-def test_a_frozen_head_gets_no_gradient(calls: Calls) -> None:
-    model = fastpack.patch(with_lora(tiny_model("llama")), loss="fused")
-    model(**padded(make_sequences(VOCAB), "left")).loss.backward()
-    assert calls.rows == [sum(LENGTHS)]
-    assert model.get_base_model().lm_head.weight.grad is None
-
-
-@pytest.mark.parametrize("adapter", [False, True])
-def test_an_nf4_head(adapter: bool, tmp_path: Path, calls: Calls) -> None:
-    def build() -> Any:
-        from bitsandbytes.nn import Linear4bit
-
-        model: Any = nf4(tmp_path)
-        head = Linear4bit(64, VOCAB, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-        head.weight = type(head.weight)(model.lm_head.weight.data.clone(), requires_grad=False, quant_type="nf4")
-        model.lm_head = head.to("cpu").train()
-        return with_lora(model, target_modules=["q_proj", *(["lm_head"] if adapter else [])])
-
-    alone = run_alone(build(), make_sequences(VOCAB))
-    model = fastpack.patch(build(), loss="fused")
-    assert not [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    check(model, alone, calls)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(use_reentrant: bool, calls: Calls) -> None:
-    model = tiny_model("gemma2", **TRAITS["gemma2"])
-    alone = run_alone(model, make_sequences(VOCAB))
-    fastpack.patch(model, loss="fused")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    if use_reentrant:
-        model.enable_input_require_grads()
-    check(model, alone, calls)
-
-
-def test_autocast(calls: Calls) -> None:
-    """bf16 over float32 weights: no farther from float32 than the stock loss is."""
-    sequences = make_sequences(VOCAB)
-    results = []
-    exact = run_alone(tiny_model("llama"), sequences)
-    for fused in (None, "fused"):
-        model = fastpack.patch(tiny_model("llama"), loss=fused)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**padded(sequences, "left"), num_items_in_batch=trained_tokens(sequences)).loss
-        loss.backward()
-        results.append(compare(Result(exact.logits, loss.detach(), grads_of(model)), exact))
-    stock, ours = results
-    assert calls.rows == [sum(LENGTHS)]
-    assert 1e-4 < ours.grads <= 1.5 * stock.grads
-
-
-# --- when it runs, and when not ---------------------------------------------------------------------------------------
-
-
-def test_in_training_only(calls: Calls) -> None:
-    model = fastpack.patch(tiny_model("llama"), loss="fused")
-    batch = padded(make_sequences(VOCAB), "left")
-    trained = model(**batch)
-    assert trained.logits is None
-    with torch.no_grad():
-        assert model(**batch).logits is None, "still in training"
-    assert calls.rows == [sum(LENGTHS)] * 2
-    without = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    with pytest.raises(ValueError, match="batch_size"):  # the stock loss's, which gets fewer logits than labels
-        model(**batch, logits_to_keep=3)
-    model.eval()
-    evaluated = model(**batch)
-    assert calls.rows == [sum(LENGTHS)] * 2
-    assert without.logits.shape == (*batch["input_ids"].shape, VOCAB)
-    assert relative(evaluated.logits, without.logits) <= FLOAT32_BOUND
-    assert relative(trained.loss, evaluated.loss) <= FLOAT32_BOUND
-
-
-def test_unpatched_it_is_stock_again(calls: Calls) -> None:
-    model = tiny_model("llama")
-    sequences = make_sequences(VOCAB)
-    before = run_batch(model, sequences, "padded right")
-    fastpack.unpatch(fastpack.patch(model, loss="fused"))
-    after = run_batch(model, sequences, "padded right")
-    assert not calls.rows
-    assert torch.equal(after.loss, before.loss)
-    fastpack.patch(model)
-    assert model(**padded(sequences, "right")).logits is not None, "by choice only"
-
-
-def replaced(model: Any) -> Any:
-    original = model.forward
-    model.forward = lambda *args, **kwargs: original(*args, **kwargs)
-    return model
-
-
-def with_loss(model: Any) -> Any:
-    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.sum()
-    return model
-
-
-def with_hook(model: Any) -> Any:
-    model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
-    return model
-
-
-def with_dropout(model: Any) -> Any:
-    return with_lora(model, target_modules=["lm_head"], lora_dropout=0.1)
-
-
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (lambda: replaced(tiny_model("llama")), "already replaced"),
-        (lambda: with_loss(tiny_model("llama")), "loss_function"),
-        (lambda: with_hook(tiny_model("llama")), "hooks"),
-        (lambda: with_dropout(tiny_model("llama")), "dropout"),
-        (lambda: tiny_model("gpt_oss"), "not one that the fused loss was proved on"),
-    ],
-)
-def test_a_head_that_keeps_its_stock_loss(build: Callable[[], Any], reason: str, calls: Calls) -> None:
-    model = fastpack.patch(build(), loss="fused")
-    (found,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    assert reason in found
-    out = model(**padded(make_sequences(VOCAB), "left"))
-    assert out.logits is not None
-    assert out.loss is not None
-    assert not calls.rows
-
-
-def test_a_classifier_keeps_its_stock_loss() -> None:
-    from transformers import AutoModelForSequenceClassification
-
-    model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=3), loss="fused")
-    (found,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    assert "no causal LM" in found
-
-
-def test_an_unknown_source_keeps_its_stock_loss(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
-    from fastpack.families import FAMILIES
-
-    family = FAMILIES["llama"]
-    monkeypatch.setitem(family.proved, "LlamaForCausalLM", ("another",))
-    model = fastpack.patch(tiny_model("llama"), loss="fused")
-    assert "loss" in dict(fastpack.report(model).skipped)
-    assert model(**padded(make_sequences(VOCAB), "left")).logits is not None
-    assert not calls.rows
-
-
-@pytest.mark.parametrize("change", [with_loss, with_hook])
-def test_a_head_that_changed_since_warns(change: Callable[[Any], Any], calls: Calls) -> None:
-    batch = padded(make_sequences(VOCAB), "left")
-    stock = fastpack.patch(change(tiny_model("llama")))(**batch)
-    model = change(fastpack.patch(tiny_model("llama"), loss="fused"))
-    with pytest.warns(FastpackWarning, match="can't serve this batch"):
-        out = model(**batch)
-    assert torch.equal(out.loss, stock.loss)
-    assert not calls.rows
-
-
-# --- trainers ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def accelerate_afresh() -> Iterator[None]:
-    """A trainer leaves its precision in a state that the next one, or the next test, would find."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    width = max(len(e["input_ids"]) for e in examples)
-    ids = torch.tensor([e["input_ids"] + [0] * (width - len(e["input_ids"])) for e in examples])
-    mask = (ids != 0).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-@pytest.mark.usefixtures("accelerate_afresh")
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
-def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, calls: Calls) -> None:
-    """Loss by loss, with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
-    steps = 8 // settings.get("gradient_accumulation_steps", 1)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        max_steps=steps,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        **settings,
-    )
-    found, evaluated = [], []
-    for fused in (None, "fused"):
-        model = tiny_model("llama", attn_implementation="sdpa")
-        if fused:
-            fastpack.patch(model, loss="fused")
-        trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows(), eval_dataset=rows(6, seed=1))
-        found.append(losses(trainer))
-        prediction = trainer.predict(trainer.eval_dataset)
-        evaluated.append(prediction.metrics["test_loss"])
-        assert prediction.predictions.shape[-1] == VOCAB
-    assert len(calls.rows) == 8
-    bound = 2e-2 if settings.get("bf16") else FLOAT32_BOUND
-    assert len(found[0]) == steps
-    assert len(set(found[1])) > steps // 2
-    for a, b in zip(found[1], found[0], strict=True):
-        assert abs(a - b) <= bound * abs(b)
-    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-4 if bound < 1e-2 else 2e-2)
-
-
-@pytest.mark.usefixtures("accelerate_afresh")
-@pytest.mark.parametrize("target", ["model", "trainer"])
-def test_a_trainer_that_brings_its_own_loss_keeps_it(target: str, tmp_path: Path, calls: Calls) -> None:
-    """TRL replaces the head's forward; patched before or after, that one is in force."""
-    results = []
-    for fused in (None, "fused"):
-        model = tiny_model("llama", attn_implementation="sdpa")
-        if fused and target == "model":
-            fastpack.patch(model, loss="fused")
-        trainer = SFTTrainer(model, args=config(tmp_path), train_dataset=rows(), processing_class=tokenizer())
-        if fused and target == "trainer":
-            fastpack.patch(trainer, loss="fused")
-            assert "already replaced" in dict(fastpack.report(trainer).skipped)["loss"]
-        results.append(losses(trainer))
-    check_equal(results[1], results[0])
-    assert not calls.rows
-
-
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "cohere", "mixtral"])
-def test_on_a_gpu(model_type: str, calls: Calls) -> None:
+def test_on_a_gpu(model_type: str, op_calls: Calls) -> None:
     traits = {} if model_type == "mixtral" else TRAITS.get(model_type, {})
     model = tiny_model(model_type, **traits).cuda()
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model, loss="fused")
-    check(model, alone, calls, GPU_FLOAT32_BOUND)
-    assert calls.options[-1]["num_kept"] == trained_tokens(make_sequences(VOCAB)), "counted without waiting"
+    check(model, alone, op_calls, GPU_FLOAT32_BOUND)
+    assert op_calls.options[-1]["num_kept"] == trained_tokens(make_sequences(VOCAB)), "counted without waiting"

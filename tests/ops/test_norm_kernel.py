@@ -169,16 +169,16 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
         assert relative(frozen, dx) <= torch.finfo(dx.dtype).eps
         assert none is None
         without, _ = rms_norm_backward(grad, summed, weight, rstd, **how)
-        assert relative(without + direct, dx) < 3e-3
+        assert relative(without + direct, dx) <= 1.5 * torch.finfo(dx.dtype).eps, "each of three is rounded"
         assert relative(without, dx) > 0.1
     leaf = summed.clone().requires_grad_()
     outputs = rms_norm(leaf, weight, EPS, **{**how, "implementation": "torch"}), leaf * 1
-    expected = gradients(outputs, [leaf, weight], (grad, direct))
-    assert relative(normed, expected[0]) < 2e-3
-    assert relative(dx, expected[2]) < 3e-3
+    plain = gradients(outputs, [leaf, weight], (grad, direct))
+    wide = [tensor.detach().double().requires_grad_() for tensor in (summed, weight)]
+    truth = gradients((defined(wide[0], 1 + wide[1], centred=False), wide[0] * 1), wide, (grad, direct))
     assert dweight is not None
-    assert dweight.dtype == weight.dtype
-    assert relative(dweight, expected[3]) < 3e-3
+    for at, value in ((0, normed), (2, dx), (3, dweight)):
+        assert_no_worse(value, plain[at], truth[at])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -198,9 +198,8 @@ def test_gradients_that_nobody_needs_are_not_computed(device: str, monkeypatch: 
         if not full:
             full = [grad for grad in grads if grad is not None]
         for grad, right, needed in zip(grads, full, mask, strict=True):
-            assert (
-                torch.allclose(grad, right, atol=1e-6) if needed and grad is not None else grad is None and not needed
-            )
+            assert (grad is not None) == bool(needed)
+            assert grad is None or relative(grad, right) <= 1e-6
     _, summed = add_layer_norm(*(t.clone().requires_grad_() for t in tensors[:3]), EPS, implementation="triton")
     before = len(calls)
     summed.sum().backward()
@@ -224,7 +223,8 @@ def test_layer_norm_kernel_with_bias_and_a_weight_for_each_head(device: str) -> 
             if right.any():
                 assert_no_worse(value, torch_s, right)
             else:
-                assert value.abs().max() <= 1e-4, "the gradient of a row of one"
+                # a row of one: the gradient is what float32 leaves of terms of about 200 that cancel
+                assert value.abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -236,9 +236,12 @@ def test_no_tokens_and_rows_of_any_size(device: str) -> None:
             gradients((rms_norm(x, weight, EPS, implementation=which),), [x, weight], (x.detach() + 1,))
             for which in ("triton", "torch")
         )
-        for mine, theirs in zip(found, expected, strict=True):
+        rstd = (x.detach().square().mean(-1, keepdim=True) + EPS).rsqrt()
+        # the gradient of a row of one is what is left of terms that cancel: it is measured by those
+        terms = (x.detach() + 1) * weight.detach() * rstd if width == 1 else found[1]
+        for mine, theirs, size in zip(found, expected, (found[0], terms, found[2]), strict=True):
             assert mine.shape == theirs.shape
-            assert torch.allclose(mine, theirs, atol=1e-5)
+            assert rows == 0 or (mine - theirs).abs().max() <= 1e-5 * size.abs().max()
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])

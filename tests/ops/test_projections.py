@@ -236,8 +236,9 @@ def test_float32_weights_under_autocast() -> None:
         mine, _ = project(x, half)
         assert all(y.dtype == torch.bfloat16 for y in mine)
         sum(y.float().sum() for y in mine).backward()
-    for ours, stock in zip(mine, theirs, strict=True):
-        assert relative(ours, stock) <= 2e-2
+    for ours, stock, p in zip(mine, theirs, group, strict=True):
+        wide = defined(x, p)
+        assert 1e-4 < relative(ours, wide) <= 1.5 * relative(stock, wide)
     assert all(t.grad is not None and t.grad.dtype == torch.float32 for t in leaves(x, *group))
 
 

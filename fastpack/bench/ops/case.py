@@ -67,7 +67,7 @@ class Case:
         name: what the user calls it; what: one line about it.
         inputs: makes them; tensors that require grad get a gradient.
         runs: the implementations by name for such inputs, plain torch first; all but it and Liger's are ours.
-        forward, backward: what a pass has to do, for T tokens.
+        forward, backward: what a pass has to do, for T tokens; an op whose inputs have no gradient has no backward.
         reference: computes the same from the inputs in a wider dtype; None for the plain one.
         avoided: bytes of what the op is there not to hold, for comparison with the memory that it takes.
     """

@@ -37,10 +37,15 @@ def check(case: Case, make: Maker) -> dict[str, float]:
 
 
 def results(run: Run, inputs: Sequence[Any], seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """What ``run`` returns for copies of the inputs, and their gradients for random gradients of what it returns."""
+    """What ``run`` returns for copies of the inputs, and their gradients for random gradients of what it returns.
+
+    Where none of them has a gradient, what it returns alone.
+    """
     given = leaves(inputs, dtype)
     outputs = outputs_of(run(*given_up(given)))
     trained = [value for value in given if isinstance(value, Tensor) and value.requires_grad]
+    if not trained:
+        return [out.detach() for out in outputs]
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
     of_outputs = random_gradients(outputs, generator)
     kept = [out.detach().clone() for out in outputs]

@@ -56,7 +56,8 @@ class OpFigures:
     """One implementation at one T.
 
     Attributes:
-        forward, backward, both: None where memory did not suffice, which ``error`` then says.
+        forward, backward, both: None where memory did not suffice, which ``error`` then says. Without gradients there
+            is no backward, and both is the forward.
         peak_memory: bytes beyond inputs and gradients, for forward and backward.
         avoided: bytes of what the op is there not to hold, or None.
         deviation: the error, as a share of what is allowed; None where it was not looked at.
@@ -199,6 +200,10 @@ def _measure(
     def outputs(given: list[Any]) -> tuple[Tensor, ...]:
         return outputs_of(run(*given_up(given) if in_place else given))
 
+    if not _trained(inputs):
+        row.peak_memory = peak_extra_memory(lambda: outputs(sets[0]), device)
+        row.forward = row.both = _pass(forward.seconds, forward.host_seconds, work[0], ceiling)
+        return
     generator = torch.Generator(device).manual_seed(1)
     of_outputs = random_gradients(outputs(sets[0]), generator)
 

@@ -1,0 +1,114 @@
+"""bitsandbytes' 4-bit weights made dense (Dettmers et al., "QLoRA", arXiv:2305.14314, section 3 and eq. 6).
+
+Definition, for weight i of a tensor in row-major order, all in float32:
+
+    w_i      = code[nibble_i] absmax_b,  b = i // blocksize             rounded once, to the dtype it was quantised from
+    absmax_b = code2[level_b] absmax2_c + offset,  c = b // blocksize2  where scales are quantised too ("nested")
+
+The upper half of a byte comes before the lower one. ``code`` is NormalFloat (NF4) or, with a sign bit, FP4; each
+product and each sum is rounded by itself. On a GPU every implementation gives the same bits (but for what is smaller
+than 2^-126, which bitsandbytes makes zero there).
+
+Shape suffixes: O size of an output, H of the input, N = O H.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.implementation import Implementation, use_triton
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+KERNEL_CODES = ("nf4", "fp4")
+SMALLEST_BLOCK = 32
+
+
+def dequantize(weight: Tensor, quant_state: Any, dtype: torch.dtype, implementation: Implementation = "auto") -> Tensor:
+    """The dense weight, as ``bitsandbytes.functional.dequantize_4bit(weight, quant_state).to(dtype)`` gives it.
+
+    Args:
+        weight: packed, ``[N / 2, 1]`` of uint8 or as many bytes of another ``quant_storage``.
+        quant_state: bitsandbytes' ``QuantState`` of it, on the same device.
+        dtype: of the result; the values are those of the state's dtype.
+        implementation: ``auto`` takes the kernel, one launch, where :func:`use_triton` says so and it can serve; it
+            and ``torch`` call bitsandbytes otherwise, which launches two kernels more where scales are nested.
+
+    Returns:
+        ``[O, H]``, new and contiguous.
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernel can't serve.
+    """
+    if use_triton(implementation, weight):
+        packed = weight.detach()  # a plain tensor: each look at an attribute of bitsandbytes' own class runs Python
+        reason = kernel_rejects(packed, quant_state, dtype)
+        if reason is None:
+            from fastpack.ops.kernels import dequantize as kernels
+
+            return kernels.dequantize(packed, quant_state, dtype)
+        if implementation == "triton":
+            raise ValueError(f"The kernel that dequantises was given {reason}. Pass implementation='auto' or 'torch'.")
+    from bitsandbytes.functional import dequantize_4bit
+
+    dense: Tensor = dequantize_4bit(weight, quant_state)
+    return dense.to(dtype)
+
+
+def definition(weight: Tensor, quant_state: Any) -> Tensor:
+    """The definition above, ``[O, H]`` in the state's dtype; slow, and several times the result's memory."""
+    state = quant_state
+    absmax = state.absmax
+    if state.nested:
+        outer = state.state2.absmax.repeat_interleave(state.state2.blocksize)[: absmax.numel()]
+        absmax = state.state2.code[absmax.int()] * outer + state.offset.float()
+    code = torch.cat([state.code[:8], -state.code[:8]]) if state.quant_type == "fp4" else state.code
+    packed = weight.detach().flatten().view(torch.uint8)
+    nibbles = torch.stack([packed >> 4, packed & 15], 1).flatten()[: math.prod(state.shape)]
+    values = code[nibbles.int()] * absmax.repeat_interleave(state.blocksize)[: nibbles.numel()]
+    return values.to(state.dtype).view(state.shape)
+
+
+def kernel_rejects(packed: Tensor, quant_state: Any, dtype: torch.dtype) -> str | None:
+    """Why the kernel can't make this weight dense, or None."""
+    state = quant_state
+    if state.quant_type not in KERNEL_CODES:
+        return f"a quant_type of {state.quant_type!r}, and serves {' and '.join(KERNEL_CODES)}"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "a weight packed for a CPU"
+    if dtype not in KERNEL_DTYPES or state.dtype not in KERNEL_DTYPES:
+        return f"{dtype} of {state.dtype}, and serves float32, bfloat16 and float16"
+    count, size = math.prod(state.shape), state.blocksize
+    if not _power_of_two(size) or size < SMALLEST_BLOCK:
+        return f"blocks of {size}, and serves powers of two from {SMALLEST_BLOCK} on"
+    if packed.nbytes < (count + 1) // 2:
+        return f"{packed.nbytes} bytes for {count} weights"
+    blocks = -(-count // size)
+    tables = [(state.code, torch.float32, 16)]
+    if state.nested:
+        outer = state.state2
+        if outer.nested or outer.dtype != torch.float32 or not _power_of_two(outer.blocksize):
+            return f"scales quantised to {outer.dtype} in blocks of {outer.blocksize}"
+        tables += [
+            (state.absmax, torch.uint8, blocks),
+            (outer.code, torch.float32, 256),
+            (outer.absmax, torch.float32, -(-blocks // outer.blocksize)),
+            (state.offset, state.offset.dtype, 1),  # float32, or what the default was when it was loaded
+        ]
+    else:
+        tables.append((state.absmax, torch.float32, blocks))
+    for table, of, least in tables:
+        if table.dtype != of or table.numel() < least:
+            return f"a table of {table.numel()} {table.dtype} in its quant_state, where {least} {of} are read"
+        if table.device != packed.device:
+            return f"a weight on {packed.device} and a quant_state on {table.device}"
+        if not table.is_contiguous():
+            return "a quant_state whose tensors are not contiguous"
+    return None if packed.is_contiguous() else f"a weight of strides {packed.stride()}, which is not contiguous"
+
+
+def _power_of_two(size: int) -> bool:
+    return size > 0 and size & (size - 1) == 0

@@ -1,0 +1,70 @@
+"""Shared by the tests of the fused loss: what heads do, how it is run without logits, and how often the op ran."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from oracle import FLOAT32_BOUND, INPUT_KINDS, LENGTHS, Result, compare, make_sequences, to_device, trained_tokens
+from tiny import VOCAB
+from torch import Tensor, nn
+
+from fastpack.layers import loss as module
+
+NAIVE_BOUND = 1e-2
+TRAITS: dict[str, dict[str, Any]] = {
+    "cohere": {"logit_scale": 0.4},
+    "gemma2": {"final_logit_softcapping": 2.0},
+    "gemma3_text": {"final_logit_softcapping": 2.0},
+    "granite": {"logits_scaling": 3.0},
+    "mixtral": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    "qwen3_moe": {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+}
+"""What a head does beside its product, set so that it shows."""
+
+
+class Calls:
+    """The calls of the op: how many rows each saw, and how many labels it was told are kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self.options: list[dict[str, Any]] = []
+        original = module.linear_cross_entropy
+
+        def counted(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self.rows.append(len(hidden))
+            self.options.append(kwargs)
+            return original(hidden, *args, **kwargs)
+
+        monkeypatch.setattr(module, "linear_cross_entropy", counted)
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.detach().clone().float() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def run_fused(model: nn.Module, sequences: list[Tensor], kind: str, reference: Result, **kwargs: Any) -> Result:
+    """As :func:`oracle.run_batch`, but there are no logits to compare."""
+    batch = to_device(INPUT_KINDS[kind](sequences), next(model.parameters()).device)
+    model.zero_grad(set_to_none=True)
+    out = model(**batch, **{"num_items_in_batch": trained_tokens(sequences), **kwargs})
+    assert out.logits is None
+    out.loss.backward()
+    return Result(reference.logits, out.loss.detach(), grads_of(model))
+
+
+def check(
+    model: nn.Module,
+    alone: Result,
+    calls: Calls,
+    bound: float = FLOAT32_BOUND,
+    kinds: Iterable[str] = ("padded left", "TRL's keywords"),
+) -> None:
+    """The loss and every gradient are those of each sequence alone, and the op ran, once a batch."""
+    sequences = make_sequences(VOCAB)
+    for kind in kinds:
+        calls.rows.clear()
+        error = compare(run_fused(model, sequences, kind, alone), alone)
+        assert error.worst <= bound, f"{kind}: {error}"
+        assert calls.rows == [sum(LENGTHS)], "the op ran once, on the real tokens alone"

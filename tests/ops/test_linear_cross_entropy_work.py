@@ -1,0 +1,248 @@
+"""What linear cross-entropy costs (memory, products, waiting), and how it goes with autograd and the compiler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import relative
+from cross_entropy_cases import (
+    CASES,
+    CHUNK,
+    FLOAT32_BOUND,
+    HALF_BOUND,
+    HALF_DTYPES,
+    IMPLEMENTATIONS,
+    NAMES,
+    REDUCTIONS,
+    Case,
+    T,
+    computed,
+    defined,
+    draw,
+    log_probs,
+    on_gpu,
+    recorded,
+    run,
+)
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastpack.ops import linear_cross_entropy as module
+from fastpack.ops.implementation import Implementation
+from fastpack.ops.linear_cross_entropy import Reduction, linear_cross_entropy
+
+# --- work and memory --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_more_than_a_chunk_of_logits_exists(reduction: Reduction) -> None:
+    case = Case(lora=True, shape=(10 * CHUNK, 8, 200))
+    inputs, labels = draw(case)
+    with recorded() as recorder:
+        run(computed, inputs, labels, reduction=reduction)
+    assert recorder.largest == CHUNK * 256, "rows of 200 are laid out in whole vectors"
+    with recorded() as recorder:
+        run(defined, inputs, labels)
+    assert recorder.largest == 10 * CHUNK * 200
+
+
+def test_the_chunk_is_below_a_twentieth() -> None:
+    tokens, vocab = 16_384, 128_256
+    assert 20 * module._chunk_rows(tokens, module.CHUNK) * vocab < tokens * vocab
+    assert 512 <= module._chunk_rows(tokens, module.CHUNK) <= 1024
+    for tokens in (1, 500, 768, 769, 3000, 16_384):
+        rows = module._chunk_rows(tokens, module.CHUNK)
+        chunks = -(-tokens // rows)
+        assert rows <= module.CHUNK
+        assert tokens - (chunks - 1) * rows > rows - 128 * chunks, "about even"
+
+
+def test_only_what_is_needed_is_computed() -> None:
+    inputs, labels = draw(Case(bias=True, lora=True))
+    kept = int((labels != -100).sum())
+    chunks = -(-kept // CHUNK)
+    with recorded() as recorder, torch.no_grad():
+        computed({name: x.clone().requires_grad_() for name, x in inputs.items()}, labels)
+    forward = 3 * chunks  # base, A and B
+    assert len(recorder.product_shapes) == forward
+    for trained, products in (("hidden", 3), ("weight", 1), ("bias", 0), ("a", 2), ("b", 1)):
+        with recorded() as recorder:
+            run(computed, inputs, labels, frozen=tuple({*NAMES} - {trained}))
+        assert len(recorder.product_shapes) == forward + products * chunks, trained
+
+
+def test_nothing_waits_for_the_device() -> None:
+    inputs, labels = draw(Case(bias=True, lora=True))
+    offsets = torch.tensor([0, 11, 11, 30, T], dtype=torch.int32)
+    for reduction in REDUCTIONS:
+        with recorded() as recorder:
+            run(computed, inputs, labels, reduction=reduction, num_kept=30)
+        assert not recorder.waits
+    with recorded() as recorder:
+        run(log_probs, inputs, labels, offsets=offsets, shift=True, num_kept=T)
+    assert not recorder.waits
+    with recorded() as recorder:
+        run(computed, inputs, labels)
+    assert recorder.waits, "on a CPU, where it costs nothing, the labels are counted"
+
+
+def test_a_dequantised_weight_is_made_once_each_way() -> None:
+    inputs, labels = draw(Case())
+    made: list[Tensor] = []
+
+    def weight() -> Tensor:
+        made.append(inputs["weight"])
+        return inputs["weight"]
+
+    for reduction, times in (("sum", 1), ("mean", 1), ("none", 2)):
+        made.clear()
+        hidden = inputs["hidden"].clone().requires_grad_()
+        linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=CHUNK).sum().backward()
+        assert len(made) == times
+        reference = inputs["hidden"].clone().requires_grad_()
+        defined({**inputs, "hidden": reference}, labels, reduction=reduction).sum().backward()
+        assert hidden.grad is not None
+        assert reference.grad is not None
+        assert relative(hidden.grad, reference.grad) <= FLOAT32_BOUND
+
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_a_retained_graph(reduction: Reduction) -> None:
+    inputs, labels = draw(CASES["everything"])
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    out = computed(leaves, labels, reduction=reduction)
+    ones = torch.ones_like(out)
+    first = torch.autograd.grad(out, list(leaves.values()), 3 * ones, retain_graph=True)
+    second = torch.autograd.grad(out, list(leaves.values()), 3 * ones, retain_graph=True)
+    third = torch.autograd.grad(out, list(leaves.values()), 1.5 * ones)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, 2 * c)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_checkpointing(use_reentrant: bool, reduction: Reduction) -> None:
+    inputs, labels = draw(CASES["everything"])
+
+    def function(leaves: dict[str, Tensor], labels: Tensor) -> Tensor:
+        def inner(*values: Tensor) -> Tensor:
+            return computed(dict(zip(inputs, values, strict=True)), labels, reduction=reduction)
+
+        return checkpoint(inner, *leaves.values(), use_reentrant=use_reentrant)
+
+    truth = run(computed, inputs, labels, reduction=reduction)
+    found = run(function, inputs, labels)
+    assert all(torch.equal(found[key], value) for key, value in truth.items())
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_under_autocast(implementation: Implementation, dtype: torch.dtype, reduction: Reduction) -> None:
+    """Float32 weights, and the loss scaled as for fp16; the backward runs outside, as a trainer's does."""
+    case = Case(bias=True, lora=True, shape=(100, 40, 130))
+    inputs, labels = draw(case)
+
+    def within(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run_within(*args: Any, **kwargs: Any) -> Tensor:
+            with torch.autocast("cpu", dtype=dtype):
+                return function(*args, **kwargs)
+
+        return run_within
+
+    settings: dict[str, Any] = {"reduction": reduction, "factor": 1024.0}
+    truth = run(defined, inputs, labels, dtype=torch.float64, **settings)
+    stock = run(within(defined), inputs, labels, **settings)
+    found = run(within(computed), inputs, labels, implementation=implementation, **settings)
+    for key in ("hidden", "weight", "a", "b", "bias"):
+        error = relative(found[key], truth[key])
+        assert 1e-5 < error < 0.1, key
+        assert error <= HALF_BOUND * relative(stock[key], truth[key]), key
+
+
+def test_tied_embeddings() -> None:
+    ids = torch.arange(12) % 9
+    labels = ids.roll(-1)
+    grads = []
+    for function in (defined, computed):
+        weight = torch.randn(11, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        function({"hidden": torch.tanh(F.embedding(ids, weight)), "weight": weight}, labels).backward()
+        assert weight.grad is not None
+        grads.append(weight.grad)
+    assert relative(grads[1], grads[0]) <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_compiles_whole(reduction: Reduction) -> None:
+    torch.compiler.reset()
+    inputs, labels = draw(CASES["everything"])
+
+    def function(leaves: dict[str, Tensor], labels: Tensor) -> Tensor:
+        return computed(leaves, labels, softcap=3.0, reduction=reduction)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    truth = run(function, inputs, labels)
+    found = run(compiled, inputs, labels)
+    for key, value in truth.items():
+        assert relative(found[key], value) <= FLOAT32_BOUND, key
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu() -> None:
+    tokens, size, vocab = 16_384, 4096, 128_256
+    hidden = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, size, device="cuda", dtype=torch.bfloat16) * 0.02
+    labels = torch.randint(0, vocab, (tokens,), device="cuda")
+    linear_cross_entropy(hidden, weight, labels, reduction="mean").backward()  # cuBLAS makes its workspace
+    hidden.grad = None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, labels, reduction="mean").backward()
+    gradient = hidden.numel() * 2
+    extra = torch.cuda.max_memory_allocated() - before - gradient
+    assert extra < tokens * vocab * 2 / 20
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph_without_waiting() -> None:
+    inputs, labels = draw(Case(bias=True, lora=True, shape=(300, 64, 1000)))
+    gpu, labels = on_gpu(inputs), labels.cuda()
+    offsets = torch.tensor([0, 100, 260, 300], dtype=torch.int32, device="cuda")
+
+    def step() -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in gpu.values()]
+        named = dict(zip(gpu, leaves, strict=True))
+        loss = computed(named, labels, reduction="mean", chunk=128)
+        loss = loss + log_probs(named, labels, offsets=offsets, shift=True, chunk=128).sum()
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    mode = torch.cuda.get_sync_debug_mode()
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = step()
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    graph.replay()
+    for a, b in zip(captured, expected, strict=True):
+        assert relative(a, b) <= FLOAT32_BOUND
+    assert math.isfinite(float(captured[0]))

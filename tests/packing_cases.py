@@ -1,0 +1,54 @@
+"""Shared by the tests of packing: how a batch is read, and everything that follows from its lengths."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.packing import PackedSeqLens
+from fastpack.packing_inputs import pack_inputs
+
+CPU = torch.device("cpu")
+LENGTHS = (3, 1, 1, 4, 4, 2)
+
+
+def read(shape: tuple[int, int], mask: Any = None, positions: Tensor | None = None, **packing: Any) -> PackedSeqLens:
+    return pack_inputs(shape, CPU, attention_mask=mask, position_ids=positions, packing=packing)
+
+
+def check(packed: PackedSeqLens, lengths: Sequence[int]) -> None:
+    """Everything that follows from the lengths, against loops over Python ints."""
+    offsets = [0, *itertools.accumulate(lengths)]
+    assert packed.lengths == tuple(lengths)
+    assert all(type(n) is int for n in packed.lengths)
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.cu_seqlens.tolist() == offsets
+    assert packed.position_ids.dtype == torch.int64
+    assert packed.position_ids.tolist() == [[i for n in lengths for i in range(n)]]
+    assert packed.seq_idx.dtype == torch.int32
+    assert packed.seq_idx.tolist() == [[which for which, n in enumerate(lengths) for _ in range(n)]]
+    assert (packed.num_sequences, packed.total_tokens, packed.max_seqlen) == (len(lengths), sum(lengths), max(lengths))
+    assert type(packed.max_seqlen) is int
+
+
+def positions_of(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([[i for n in lengths for i in range(n)]])
+
+
+def trl(lengths: Sequence[int]) -> dict[str, Any]:
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    numbers = torch.tensor([[which for which, n in enumerate(lengths) for _ in range(n)]], dtype=torch.int32)
+    longest = max(lengths)
+    return {
+        "positions": positions_of(lengths),
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets.clone(),
+        "seq_idx": numbers,
+        "packed_seq_lens": list(lengths),
+        "max_length_q": longest,
+        "max_length_k": torch.tensor(longest),
+    }

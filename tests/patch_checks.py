@@ -1,0 +1,26 @@
+"""Shared by the tests of patching: what a patch may touch, and whether a patched model is exact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from oracle import FLOAT32_BOUND, compare, make_sequences, run_batch
+from tiny import VOCAB
+from torch import nn
+
+
+def fingerprint(model: nn.Module) -> dict[str, Any]:
+    """Everything of each module but its parameters and sub-modules: what a patch may touch."""
+    kept = ("_parameters", "_modules", "_buffers")
+    return {
+        f"{name}.{key}": (dict(value) if isinstance(value, dict) else value)
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if key not in kept
+    }
+
+
+def check_exact(model: nn.Module, alone: Any) -> None:
+    for kind in ("padded left", "TRL's keywords"):
+        error = compare(run_batch(model, make_sequences(VOCAB), kind), alone)
+        assert error.worst <= FLOAT32_BOUND, error

@@ -1,0 +1,100 @@
+"""Patched models inside what other libraries wrap around them: accelerate, ``torch.compile``, FSDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from oracle import FLOAT32_BOUND, compare, make_sequences, padded, relative, run_alone, run_batch
+from patch_checks import check_exact
+from tiny import VOCAB, tiny_model
+from torch import nn
+
+import fastpack
+
+
+def test_accelerate_hooks_before_and_after() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Count(ModelHook):
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            self.calls += 1
+            return args, kwargs
+
+    for order in ("hooks first", "patch first"):
+        model = tiny_model("llama")
+        alone = run_alone(model, make_sequences(VOCAB))
+        if order == "patch first":
+            fastpack.patch(model)
+        hooks = {module: Count() for module in model.modules() if module is not model}
+        for module, hook in hooks.items():
+            add_hook_to_module(module, hook)
+        if order == "hooks first":
+            fastpack.patch(model)
+        check_exact(model, alone)
+        assert all(hook.calls for module, hook in hooks.items() if not isinstance(module, nn.ModuleList))
+        if order == "hooks first":
+            fastpack.unpatch(model)
+        for module in hooks:
+            remove_hook_from_module(module)
+        fastpack.unpatch(model)
+        assert compare(run_alone(model, make_sequences(VOCAB)), alone).worst == 0
+
+
+def test_accelerate_bf16_wrapper() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test leaves its precision behind
+    model = fastpack.patch(tiny_model("llama"))
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    out = prepared(**padded(make_sequences(VOCAB), "right"))
+    assert out.logits.dtype == torch.float32
+    out.loss.backward()
+
+
+def test_torch_compile_after_patching() -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    alone = run_alone(model, make_sequences(VOCAB))
+    compiled = torch.compile(fastpack.patch(model), backend="eager")
+    for kind in ("padded left", "TRL's keywords"):
+        assert compare(run_batch(compiled, make_sequences(VOCAB), kind), _renamed(alone)).worst <= FLOAT32_BOUND
+
+
+def _renamed(alone: Any) -> Any:
+    alone.grads = {f"_orig_mod.{name.removeprefix('_orig_mod.')}": grad for name, grad in alone.grads.items()}
+    return alone
+
+
+def test_fsdp2_after_patching(tmp_path: Path) -> None:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    model = tiny_model("llama")
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        batch = padded(make_sequences(VOCAB), "left")
+        out = model(**batch)
+        out.loss.backward()
+        logits = out.logits[batch["attention_mask"].bool()]
+        assert relative(logits, torch.cat(alone.logits)) <= FLOAT32_BOUND
+        assert all(p.grad is not None for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp_wraps_by_layer_class_name() -> None:
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    model = fastpack.patch(tiny_model("llama"))
+    layer = type(model.model.layers[0])
+    assert transformer_auto_wrap_policy(model.model.layers[0], False, 0, transformer_layer_cls={layer})
