@@ -249,7 +249,7 @@ class PackedSeqLens:
         tail = bucket.tail(self.lengths)
         ends = list(accumulate(tail, initial=self.total_tokens))[1:]
         ends += [bucket.tokens] * (bucket.sequences - len(self.lengths) - len(tail))
-        offsets = _sent(torch.tensor(ends, dtype=torch.int32), device)
+        offsets = sent(torch.tensor(ends, dtype=torch.int32), device)
         torch.cat([self.cu_seqlens[: len(self.lengths) + 1], offsets], out=cu_seqlens)
         positions = torch.arange(sum(tail), device=device) % bucket.max_seqlen
         torch.cat([self.position_ids, positions[None]], 1, out=position_ids)
@@ -311,7 +311,7 @@ class PackedSeqLens:
         return labels_BS.reshape(-1).index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
 
 
-def _sent(made: Tensor, device: torch.device) -> Tensor:
+def sent(made: Tensor, device: torch.device) -> Tensor:
     """A tensor made on the host, on ``device``; from pinned memory, since a copy from other memory waits for a GPU."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
@@ -364,9 +364,9 @@ def build_lengths(
         positions = torch.arange(total) - offsets[:-1].repeat_interleave(sizes, output_size=total)
     return PackedSeqLens(
         lengths=tuple(lengths),
-        cu_seqlens=_sent(offsets.to(torch.int32), device),
-        position_ids=_sent(positions[None], device),
-        indices=None if indices is None else _sent(indices, device),
+        cu_seqlens=sent(offsets.to(torch.int32), device),
+        position_ids=sent(positions[None], device),
+        indices=None if indices is None else sent(indices, device),
         batch_shape=batch_shape,
         is_empty=is_empty,
     )

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fastpack.adapters import count_opaque, count_projections
 from fastpack.graphs import runner_of
 from fastpack.layers.attention import interface_name, register_interface
+from fastpack.layers.scope import PackingScope
 from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
 from fastpack.options import Graphs, Loss, Offload, PatchKeywords, PatchOptions
@@ -67,7 +68,7 @@ def patch(
         target: a causal LM, sequence or token classifier of a family that is covered, its bare backbone, one of
             these wrapped by PEFT or with 4-bit or 8-bit weights, or a trainer that holds one.
         attention: ``auto`` for the first attention backend that can serve each call, or one of ``flash_attn``,
-            ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``segments``, ``reference``.
+            ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``, ``segments``, ``reference``.
         kernels: what computes norms, RoPE, gated units, LoRA's casts and the fused loss: ``auto`` for Triton kernels
             on a CUDA device and plain torch elsewhere, ``torch`` for the definitions, ``triton`` for kernels alone.
         graphs: ``auto`` replays the whole decoder stack as CUDA graphs, a pair for each bucket of batch sizes,
@@ -179,10 +180,13 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
         stock = swap.module.__dict__.get(swap.attribute, _ABSENT)
         state.undo.append((swap.module, swap.attribute, stock))
         setattr(swap.module, swap.attribute, swap.bind(None if isinstance(stock, str) else stock))
+    for module, name, method in plan.methods:
+        state.undo.append((module, name, _ABSENT))
+        setattr(module, name, method)
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
-            configs[id(original)] = _private_config(original, options.attention)
+            configs[id(original)] = _private_config(original, options.attention, plan.scope)
         state.undo.append((module, "config", original))
         module.config = configs[id(original)]
     for module, hook in plan.pre_hooks:
@@ -205,9 +209,10 @@ def _restore(model: nn.Module) -> None:
     del backbone.__dict__[STATE]
 
 
-def _private_config(config: Any, attention: str) -> Any:
-    """A copy of a config that names our attention and remembers the one it replaces."""
+def _private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
+    """A copy of a config that names our attention, remembers the one it replaces, and knows where the packing is."""
     private = copy.copy(config)
     private._fastpack_stock_attention = config._attn_implementation
+    private._fastpack_scope = scope
     private._attn_implementation_internal = interface_name(attention)
     return private

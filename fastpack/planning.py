@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -16,6 +16,7 @@ from fastpack.adapters import count_opaque, count_projections
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.families import (
+    REFUSED,
     AttentionSpec,
     DecoderSpec,
     Family,
@@ -37,9 +38,11 @@ from fastpack.layers.causal_lm import (
 )
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.loss import fused_loss_rejects
+from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
+from fastpack.layers.scope import PackingScope
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
@@ -69,6 +72,8 @@ class Plan:
     forwards: list[ForwardSwap] = field(default_factory=list)
     interface_modules: list[Any] = field(default_factory=list)
     pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
+    methods: list[tuple[nn.Module, str, Callable[..., Any]]] = field(default_factory=list)
+    scope: PackingScope | None = None
 
 
 def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
@@ -81,22 +86,27 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     notes: list[str] = []
 
     specs = _trusted_specs(backbone, family, skipped)
-    fast = all(name in specs for name in family.attention)
+    fast = family.rung == "fast" and all(name in specs for name in family.attention)
+    rung = "varlen" if family.rung == "fast" and not fast else family.rung
     if options.strict and (not fast or skipped):
         why = "; ".join(f"{what}: {reason}" for what, reason in skipped) or (
-            f"family {family.model_type} has no fast forwards; its attention would run on the varlen rung"
+            f"family {family.model_type} has no fast forwards; it would run on the {rung} rung"
         )
         raise PatchError(f"strict=True, but not every layer is on the fast rung: {why}.")
 
-    plan = Plan(backbone, PatchReport.stock(backbone))
+    plan = Plan(backbone, PatchReport.stock(backbone), scope=PackingScope() if family.needs_scope else None)
     _plan_backbone(plan, parts, options, family, skipped, notes)
     attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
-    if not attentions:
-        raise PatchError(f"no {' or '.join(family.attention)} found in {type(backbone).__name__}: nothing to patch.")
+    wanted = (*family.attention, *family.mixers)
+    if not any(type(m).__name__ in wanted and _own(m, family) for m in backbone.modules()) and not family.repadded:
+        raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
     if not fast:
         plan.interface_modules = list(attentions)
+    if family.alibi is not None and plan.scope is not None:
+        method = functools.partial(packed_alibi, backbone, family.alibi, plan.scope)
+        plan.methods.append((backbone, family.alibi, method))
     _plan_rotary(plan, backbone, notes)
 
     shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(type(m).__name__)) for m in attentions))
@@ -110,10 +120,10 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     plan.report = PatchReport(
         model=type(parts.head or backbone).__name__,
         family=family.model_type,
-        rung="fast" if fast else "varlen",
+        rung=rung,
         attention=attention,
-        backend=backend,
-        backends=explain(shapes[0]),
+        backend=backend or None,
+        backends=explain(shapes[0]) if shapes else {},
         swapped=dict(swapped),
         projections=projections,
         as_modules=count_opaque(backbone) if fast else {},
@@ -130,8 +140,14 @@ def _covered_family(parts: Parts) -> Family:
     family = family_of(backbone)
     if family is None:
         raise UnsupportedModelError(f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed.")
-    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None)
-    if bidirectional or getattr(config, "is_causal", True) is False:
+    if family.by_choice and not config.is_decoder:
+        raise UnsupportedModelError(
+            f"{name} can't be patched: {family.model_type} is an encoder (bidirectional attention) unless its config "
+            "says is_decoder=True, and packing is for decoders. Nothing was changed."
+        )
+    # "vision" means that of images, which don't come with a patched model
+    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision")
+    if not family.repadded and (bidirectional or getattr(config, "is_causal", True) is False):
         raise UnsupportedModelError(
             f"{name} is set to attend in both directions (its config says so); only causal attention is covered."
         )
@@ -142,12 +158,16 @@ def _covered_family(parts: Parts) -> Family:
             f"{name} has rotary frequencies that depend on the length, chosen for each kind of layer "
             f"({[p.get('rope_type') for p in nested]}); that combination is not covered."
         )
+    if family.repadded_if is not None and getattr(config, family.repadded_if, False):
+        return replace(family, attention=(), mixers={}, repadded=True)
     return family
 
 
 def _why_not_covered(backbone: Any) -> str:
     config = backbone.config
     model_type = getattr(config, "model_type", "?")
+    if model_type in REFUSED:
+        return f"family {model_type!r} is refused: {REFUSED[model_type]}"
     if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
         return f"{model_type} is an encoder-decoder, and packing is for decoders"
     if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
@@ -193,19 +213,22 @@ def _plan_backbone(
     notes: list[str],
 ) -> None:
     backbone, head = parts.backbone, parts.head
-    graphs = GraphRunner() if options.graphs == "auto" else None
+    graphs = GraphRunner() if options.graphs == "auto" and plan.scope is None else None
+    if options.graphs == "auto" and graphs is None:
+        notes.append(f"graphs: off, the {family.rung} rung plans each batch on the host")
     if graphs is not None:
         notes.append(graphs.describe(next(backbone.parameters()).device))
     offload = CheckpointOffload() if options.offload == "checkpoints" else None
-    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload))
+    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, plan.scope, family))
     plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))
         return
     kind = _head_kind(head)
     loss = _head_loss(head, kind, options, family, skipped)
-    plan.forwards.append(ForwardSwap(head, functools.partial(_bind, head_forward, head, (kind, loss)), "head"))
-    plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind)))
+    bind = functools.partial(_bind, head_forward, head, (kind, loss, plan.scope))
+    plan.forwards.append(ForwardSwap(head, bind, "head"))
+    plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind, plan.scope)))
 
 
 def _head_loss(
@@ -247,6 +270,10 @@ def _plan_module(
     skipped: list[tuple[str, str]],
 ) -> None:
     name = type(module).__name__
+    mixer = family.mixers.get(name)
+    if mixer is not None and _own(module, family):
+        bind = functools.partial(_bind, mixer_forward, module, (mixer, plan.scope))
+        plan.forwards.append(ForwardSwap(module, bind, "re-padded mixer"))
     spec = specs.get(name)
     if spec is None or not _own(module, family):
         return
@@ -299,7 +326,7 @@ def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, opt
 
 def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:
     """What one attention module will ask of a backend, as far as it is known before a batch comes."""
-    config = backbone.config
+    config = backbone.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
     fast = spec if isinstance(spec, AttentionSpec) else AttentionSpec(window="sliding_window")
@@ -310,7 +337,7 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
         device=next(backbone.parameters()).device,
         dtype=backbone.dtype,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_kv_heads=heads // getattr(module, "num_key_value_groups", 1) or heads,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         window=window if isinstance(window, int) else None,

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+_RUNGS = {
+    "fast": "fast",
+    "varlen": "varlen (attention packed, the rest stock)",
+    "re-padded mixer": "re-padded mixer (one row a sequence where tokens mix; the rest without padding)",
+    "re-padded model": "re-padded model (the stock model on rows of equal length: exact, no faster)",
+}
+
+
 @dataclass(frozen=True)
 class PatchReport:
     """What was swapped, which backend serves, and what was left alone.
@@ -17,7 +25,9 @@ class PatchReport:
     Attributes:
         model: class name of the head, or of a bare backbone.
         family: transformers' model_type.
-        rung: ``fast`` (the family's own forwards), ``varlen`` (attention alone), or ``stock`` (not patched).
+        rung: ``fast`` (the family's own forwards), ``varlen`` (attention alone), ``re-padded mixer`` (modules that
+            know no boundaries run on one row a sequence, attention is packed, the rest runs without padding),
+            ``re-padded model`` (the stock model on rows of equal length), or ``stock`` (not patched).
         attention: the backend asked for.
         backend: the one that serves a batch of this model's dtype on its device.
         backends: for each backend, why it can't serve, or None.
@@ -68,9 +78,10 @@ class PatchReport:
         if self.rung == "stock":
             table.add_row("rung", "stock: not patched")
             return table
-        table.add_row("rung", {"fast": "fast", "varlen": "varlen (attention packed, the rest stock)"}[self.rung])
-        asked = "" if self.attention == "auto" else " (asked for by name)"
-        table.add_row("attention", f"{self.backend}{asked}")
+        table.add_row("rung", _RUNGS[self.rung])
+        if self.backend is not None:
+            asked = "" if self.attention == "auto" else " (asked for by name)"
+            table.add_row("attention", f"{self.backend}{asked}")
         for kind, count in self.swapped.items():
             table.add_row(f"  {kind}", f"{count} swapped")
         table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError, UnsupportedModelError
+from fastpack.families import family_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +55,12 @@ def find_parts(model: nn.Module) -> Parts:
             "transformers, or one that PEFT has wrapped."
         )
     backbone = inner.base_model
+    if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
+        backbone = inner.model  # Llama 4 and Mllama name it wrongly
     if backbone is inner:
         return Parts(None, inner)
+    if not hasattr(backbone, "encoder") and family_of(getattr(backbone, "decoder", backbone)) is not None:
+        backbone = backbone.decoder if hasattr(backbone, "decoder") else backbone  # which is what such heads call
     _refuse_wrapped(backbone)
     return Parts(inner, backbone)
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 import fastpack
+from fastpack.smoke.tiny import build_tiny
 
 SEQUENCES = make_sequences(VOCAB)
 LENGTHS = [len(s) for s in SEQUENCES]
@@ -58,8 +59,16 @@ def test_images_in_the_batch_of_a_text_model() -> None:
         model(**padded(SEQUENCES, "right"), pixel_values=torch.zeros(1, 3, 8, 8))
 
 
-def test_a_family_not_yet_covered() -> None:
-    refuses(tiny_model("bloom", n_layer=1, n_head=2), "'bloom'.*not covered")
+def test_families_that_are_not_covered() -> None:
+    refuses(build_tiny("prophetnet"), "'prophetnet' is refused: it predicts several tokens at once")
+    model = tiny_model("llama")
+    model.model.__class__ = type("LlamaModel", (type(model.model),), {"__module__": "elsewhere"})
+    refuses(model, "'llama'.*not covered")
+
+
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "rembert"])
+def test_an_encoder_by_choice(model_type: str) -> None:
+    refuses(build_tiny(model_type, is_decoder=False), "encoder.*is_decoder=True")
 
 
 def test_not_a_model() -> None:
@@ -71,7 +80,9 @@ def test_a_bidirectional_config() -> None:
     refuses(tiny_model("gemma3_text", use_bidirectional_attention=True), "both directions")
 
 
-@pytest.mark.parametrize("attention", ["flash_attn", "torch_varlen", "xformers", "flex", "mem_efficient"])
+@pytest.mark.parametrize(
+    "attention", ["flash_attn", "torch_varlen", "xformers", "flex", "mem_efficient", "triton_packed"]
+)
 def test_a_backend_that_is_not_here(attention: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("asks for GPU backends without a GPU")

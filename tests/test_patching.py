@@ -25,6 +25,7 @@ from transformers import AutoModelForTokenClassification as AutoTokenClassifier
 
 import fastpack
 from fastpack.families import FAST_FAMILIES
+from fastpack.smoke.tiny import build_tiny
 
 VARLEN = "starcoder2"
 
@@ -132,7 +133,7 @@ class Holder:
 def test_a_refused_reference_leaves_the_policy_as_it_was() -> None:
     policy = fastpack.patch(tiny_model("llama"))
     with pytest.raises(fastpack.UnsupportedModelError):
-        fastpack.patch(Holder(policy, tiny_model("bloom", n_layer=1, n_head=2)), attention="reference")
+        fastpack.patch(Holder(policy, build_tiny("prophetnet")), attention="reference")
     assert fastpack.report(policy).backend == "segments", "the patch in force stays"
 
 

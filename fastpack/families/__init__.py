@@ -33,12 +33,20 @@ from fastpack.families import (
     qwen3_moe,
     smollm3,
 )
+from fastpack.families.mixers import MIXER_FAMILIES
+from fastpack.families.refused import REFUSED
+from fastpack.families.repadded import REPADDED_FAMILIES
+from fastpack.families.scoped import SCOPED_FAMILIES
 from fastpack.families.spec import AttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.families.varlen import VARLEN_FAMILIES
 
 __all__ = [
     "FAMILIES",
     "FAST_FAMILIES",
+    "MIXER_FAMILIES",
+    "REFUSED",
+    "REPADDED_FAMILIES",
+    "SCOPED_FAMILIES",
     "VARLEN_FAMILIES",
     "AttentionSpec",
     "DecoderSpec",
@@ -68,7 +76,8 @@ FAST_FAMILIES: tuple[Family, ...] = (
     smollm3.FAMILY,
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*FAST_FAMILIES, *VARLEN_FAMILIES)}
+ALL_FAMILIES = (*FAST_FAMILIES, *VARLEN_FAMILIES, *SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL_FAMILIES}
 
 
 def family_of(backbone: nn.Module) -> Family | None:

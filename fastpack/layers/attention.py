@@ -16,6 +16,7 @@ from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.projections import project_modules, read_norm
+from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
 from fastpack.ops.rope import apply_rope, norm_rope
 from fastpack.options import PatchOptions
@@ -157,6 +158,9 @@ def packed_interface(
     Returns:
         ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
     """
+    scope: PackingScope | None = module.config._fastpack_scope
+    if packed_seq_lens is None and scope is not None:
+        packed_seq_lens = scope.required(module)
     require_packing(module, packed_seq_lens, attention_mask)
     if packed_seq_lens is None:
         stock = stock_interface(module)

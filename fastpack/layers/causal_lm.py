@@ -6,7 +6,6 @@ Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastpack.compiling import known_once
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
-from fastpack.families.spec import HeadSpec
+from fastpack.families.spec import Family, HeadSpec
 from fastpack.graphs import GraphRunner, runner_of
+from fastpack.layers.arguments import accepted, bind, parameters, shape_of, wants_tuple
 from fastpack.layers.loss import fused_head, fused_loss_serves
+from fastpack.layers.repadded import repadded_forward
+from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
@@ -48,6 +49,8 @@ def backbone_forward(
     backbone: Any,
     graphs: GraphRunner | None,
     offload: CheckpointOffload | None,
+    scope: PackingScope | None,
+    family: Family,
     stock: Forward | None,
     *args: Any,
     **kwargs: Any,
@@ -56,14 +59,17 @@ def backbone_forward(
 
     Takes what the stock forward takes, and the packing keywords. Returns what it returns, with everything per token
     back in the slot that it came from, zeros in the slots of padding. Where there are ``graphs``, they run the stock
-    forward; where there is an ``offload``, it sees what the forward saves.
+    forward; where there is an ``offload``, it sees what the forward saves; where there is a ``scope``, modules that no
+    keyword reaches find the packing there. A re-padded ``family`` runs the stock forward on rows of equal length.
 
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
     """
-    arguments = _bind(type(backbone), args, kwargs)
+    arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
+    if scope is not None:
+        packing = _from_head(scope, arguments) or packing
     if takes_stock_path(backbone, arguments):
         _refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments)
@@ -71,12 +77,12 @@ def backbone_forward(
 
     packed = _pack(arguments, packing)
     ids, embeddings = _embedded(backbone, arguments, packed)
-    as_tuple = _wants_tuple(backbone, arguments)
+    as_tuple = wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
     arguments.update(
         input_ids=ids,
         inputs_embeds=embeddings,
-        attention_mask=mask_stand_in(packed),
+        attention_mask=None if family.unmasked else mask_stand_in(packed),
         position_ids=packed.position_ids,
         packed_seq_lens=packed,
         use_cache=False,
@@ -86,6 +92,11 @@ def backbone_forward(
         graphs = offload = None
     if graphs is not None:
         outputs = graphs.run(backbone, stock, arguments)
+    elif family.repadded:
+        outputs = repadded_forward(backbone, stock, accepted(type(backbone).forward, arguments), packed)
+    elif scope is not None:
+        with scope.around(backbone, packed):
+            outputs = call_stock(backbone, stock, **accepted(type(backbone).forward, arguments))
     else:
         with nullcontext() if offload is None else offload.around(backbone, packed.cu_seqlens.device):
             outputs = call_stock(backbone, stock, **arguments)
@@ -93,8 +104,22 @@ def backbone_forward(
     return outputs.to_tuple() if as_tuple else outputs
 
 
+def _from_head(scope: PackingScope, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What the head has read of this batch and could not hand on."""
+    ids = arguments.get("input_ids")
+    source = arguments.get("inputs_embeds") if ids is None else ids
+    found = None if source is None else scope.take(source)
+    return {} if found is None else {"packed_seq_lens": found}
+
+
 def head_forward(
-    head: Any, kind: HeadKind, loss: HeadSpec | None, stock: Forward | None, *args: Any, **kwargs: Any
+    head: Any,
+    kind: HeadKind,
+    loss: HeadSpec | None,
+    scope: PackingScope | None,
+    stock: Forward | None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """A head's forward, its labels seen to (:func:`prepare_head`).
 
@@ -103,23 +128,29 @@ def head_forward(
     """
     graphs = None if torch.compiler.is_compiling() else runner_of(head.base_model)
     with nullcontext() if graphs is None else graphs.looking_ahead(head.base_model):
-        return _run_head(head, kind, loss, stock, args, kwargs)
+        return _run_head(head, kind, loss, scope, stock, args, kwargs)
 
 
 def _run_head(
-    head: Any, kind: HeadKind, loss: HeadSpec | None, stock: Forward | None, args: tuple[Any, ...], kwargs: Any
+    head: Any,
+    kind: HeadKind,
+    loss: HeadSpec | None,
+    scope: PackingScope | None,
+    stock: Forward | None,
+    args: tuple[Any, ...],
+    kwargs: Any,
 ) -> Any:
-    args, kwargs = prepare_head(head, kind, args, kwargs)
+    args, kwargs = prepare_head(head, kind, scope, args, kwargs)
     kwargs = _without_first_labels(kind, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
-        return call_stock(head, stock, *args, **kwargs)
+        return _call_head(head, scope, stock, *args, **kwargs)
     flatten = _loss_on_real_tokens(head, packed, kwargs)
     fused = loss is not None and fused_loss_serves(head, kwargs)
     if not (flatten or fused):
-        return call_stock(head, stock, *args, **kwargs)
-    as_tuple = _wants_tuple(head, kwargs)
-    run: Forward = functools.partial(call_stock, head, stock)
+        return _call_head(head, scope, stock, *args, **kwargs)
+    as_tuple = wants_tuple(head, kwargs)
+    run: Forward = functools.partial(_call_head, head, scope, stock)
     if loss is not None and fused:
         run = functools.partial(fused_head, head, loss)
     if flatten:
@@ -130,6 +161,19 @@ def _run_head(
     if flatten:
         outputs = _put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
+
+
+def _call_head(head: Any, scope: PackingScope | None, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+    """The stock head; where it would drop the packing on its way to the backbone, the scope keeps it."""
+    packed = kwargs.get("packed_seq_lens")
+    if scope is None or not isinstance(packed, PackedSeqLens):
+        return call_stock(head, stock, *args, **kwargs)
+    ids = kwargs.get("input_ids")
+    scope.offer(kwargs["inputs_embeds"] if ids is None else ids, packed)
+    if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
+        kwargs["use_cache"] = False
+    kept = accepted(type(head).forward, kwargs) if stock is None else kwargs
+    return call_stock(head, stock, *args, **kept)
 
 
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
@@ -145,14 +189,8 @@ def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[st
     return own_head and not _adds_noise(head.base_model, packed)
 
 
-def _wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
-    """Take ``return_dict`` out of the arguments; PEFT passes None for "as the config says"."""
-    return_dict = arguments.pop("return_dict", None)
-    return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
-
-
 def head_pre_hook(
-    kind: HeadKind, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kind: HeadKind, scope: PackingScope | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The same before a head whose ``forward`` someone replaced after us, as TRL does; None where ours is in place.
 
@@ -163,7 +201,10 @@ def head_pre_hook(
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.func is head_forward:
         return None  # it does so itself
-    args, kwargs = prepare_head(module, kind, args, kwargs)
+    args, kwargs = prepare_head(module, kind, scope, args, kwargs)
+    packed = kwargs.get("packed_seq_lens")
+    if scope is not None and isinstance(packed, PackedSeqLens):
+        scope.offer(kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"], packed)
     return args, _without_first_labels(kind, kwargs)
 
 
@@ -182,7 +223,7 @@ def refuse_replica(module: nn.Module) -> None:
 
 
 def prepare_head(
-    head: Any, kind: HeadKind, args: tuple[Any, ...], kwargs: dict[str, Any]
+    head: Any, kind: HeadKind, scope: PackingScope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Read the packing where the head needs it: hand it on, and ignore the first label of each sequence, on a copy.
 
@@ -190,13 +231,14 @@ def prepare_head(
         PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
     """
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
-    if not (needs_packing or torch.compiler.is_compiling()):  # one break is enough: at the first door
+    # one break is enough, at the first door; and a head with a scope would lose what it does not read
+    if not (needs_packing or scope is not None or torch.compiler.is_compiling()):
         return args, kwargs
-    arguments = _bind(type(head), args, kwargs)
+    arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
         return args, kwargs
     packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments))
-    rows = _shape(arguments)[0]
+    rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
             f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
@@ -226,7 +268,7 @@ def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
 def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("labels") is not None:
         return True
-    names = _parameters(type(head).forward)
+    names = parameters(type(head).forward)
     return "labels" in names[: len(args)] and args[names.index("labels")] is not None
 
 
@@ -234,25 +276,12 @@ def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> PackedSeq
     source = arguments.get("input_ids")
     device = (arguments["inputs_embeds"] if source is None else source).device
     return pack_inputs(
-        _shape(arguments),
+        shape_of(arguments),
         device,
         attention_mask=arguments.get("attention_mask"),
         position_ids=arguments.get("position_ids"),
         packing=packing,
     )
-
-
-def _shape(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if (ids is None) == (embeddings is None):
-        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    source = embeddings if ids is None else ids
-    assert source is not None
-    if source.ndim != (3 if ids is None else 2):
-        raise PackingError(
-            f"inputs have shape {tuple(source.shape)}; pass input_ids [B, S] or inputs_embeds [B, S, H]."
-        )
-    return source.shape[0], source.shape[1]
 
 
 def _embedded(
@@ -295,7 +324,7 @@ def _refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any
     cached = any(arguments.get(name) is not None for name in CACHES)
     if cached or positions is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return
-    shape = _shape(arguments)
+    shape = shape_of(arguments)
     if pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
         raise PackingError(
             f"position_ids restart inside a row (several sequences packed), and {why} was asked for. Those run the "
@@ -342,19 +371,3 @@ def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
     for key in list(outputs.keys()):
         outputs[key] = put_back(outputs[key])
     return outputs
-
-
-@known_once
-def _parameters(forward: Any) -> tuple[str, ...]:
-    """Names of the positional parameters of a class's forward, without self."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    found = [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
-    return tuple(found[1:])
-
-
-def _bind(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
-    names = _parameters(cls.forward)
-    if len(args) > len(names):
-        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
-    return {**dict(zip(names, args, strict=False)), **kwargs}

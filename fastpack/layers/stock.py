@@ -43,6 +43,11 @@ def mask_stand_in(packed: PackedSeqLens) -> Tensor:
     return mask
 
 
+def is_stand_in(mask: Any) -> bool:
+    """True for what :func:`mask_stand_in` makes."""
+    return isinstance(mask, Tensor) and mask.ndim == 4 and mask.numel() == 0
+
+
 def require_packing(module: nn.Module, packed: PackedSeqLens | None, attention_mask: Any) -> None:
     """Check that a packed forward's lengths, and nothing else, say what an attention module may see.
 
@@ -50,7 +55,7 @@ def require_packing(module: nn.Module, packed: PackedSeqLens | None, attention_m
         PatchError: the stand-in mask came, but ``packed_seq_lens`` got lost on the way; or lengths came with a mask
             of the family's own, which would be dropped.
     """
-    stand_in = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.numel() == 0
+    stand_in = is_stand_in(attention_mask)
     if packed is None and stand_in:
         raise PatchError(
             f"{type(module).__name__} was reached by a packed batch without packed_seq_lens: a module between it and "

@@ -1,0 +1,201 @@
+"""Sequences as rows, and back; and the packing that reaches modules which no keyword does."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fastpack
+from fastpack import PackedSeqLens, PatchError
+from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixer import mixer_forward
+from fastpack.layers.rows import RATIO, put_back, row_groups, take
+from fastpack.layers.scope import PackingScope
+from fastpack.layers.stock import mask_stand_in
+from fastpack.smoke.tiny import build_tiny, plain_tokens
+
+lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
+
+
+@given(lists_of_lengths, st.booleans())
+@settings(deadline=None)
+def test_there_and_back(lengths: list[int], equal: bool) -> None:
+    packed = PackedSeqLens.from_lengths(lengths)
+    groups = row_groups(packed, equal=equal)
+    x = torch.arange(packed.total_tokens)[None, :, None].expand(-1, -1, 2)
+    results = [take(x, rows, packed.total_tokens) for rows in groups.groups]
+    assert torch.equal(put_back(results, groups, "it"), x)
+    assert torch.equal(put_back([r.flatten(0, 1) for r in results], groups, "it"), x[0])
+    for rows, result in zip(groups.groups, results, strict=True):
+        steps = result[..., 0].diff(dim=1)
+        assert bool(((steps == 1) | (steps == 0)).all()), "a row is one sequence, then copies of its last token"
+        assert (rows.slots is None) == bool((steps == 1).all())
+        if equal:
+            assert rows.slots is None
+        elif rows.slots is not None:
+            assert len(rows.slots) >= RATIO * rows.count * rows.length
+    assert sum(rows.count for rows in groups.groups) == len(lengths)
+
+
+def test_what_is_taken() -> None:
+    packed = PackedSeqLens.from_lengths([3, 2, 2])
+    (rows,) = row_groups(PackedSeqLens.from_lengths([3, 3]), equal=True).groups
+    x = torch.arange(6.0)
+    shapes = {
+        "tokens": (x[None], (2, 3)),
+        "hidden": (x[None, :, None].expand(1, 6, 5), (2, 3, 5)),
+        "heads": (x[None, None, :, None].expand(1, 4, 6, 5), (2, 4, 3, 5)),
+        "axes": (x[None, None].expand(3, 1, 6), (3, 2, 3)),
+        "positions": (torch.arange(6), (3,)),
+        "a weight": (torch.zeros(7, 6), (7, 6)),
+    }
+    for what, (given_, shape) in shapes.items():
+        assert take(given_, rows, 6).shape == shape, what
+    assert take(torch.Size((1, 6, 8)), rows, 6) == torch.Size((2, 3, 8))
+    nested = take({"a": (x[None], [None, x[None]])}, rows, 6)
+    assert nested["a"][0].shape == nested["a"][1][1].shape == (2, 3)
+    assert len(row_groups(packed, equal=True).groups) == 2
+    assert row_groups(packed, equal=True) is row_groups(packed, equal=True), "planned once a batch"
+
+
+def test_what_cannot_be_put_back() -> None:
+    groups = row_groups(PackedSeqLens.from_lengths([3, 3]), equal=True)
+    with pytest.raises(PatchError, match=r"shape \(5, 5\)"):
+        put_back([torch.zeros(5, 5)], groups, "Some")
+    weight = nn.Parameter(torch.zeros(5))
+    assert put_back([weight], groups, "Some") is weight
+    assert put_back([torch.zeros(2, 4, 3, 3)], groups, "Some") is None, "attention weights"
+    alike = put_back([torch.arange(3.0)[None, :, None]], groups, "Some")
+    assert alike[0, :, 0].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+class Sum(nn.Module):
+    """Mixes tokens: each becomes the sum of those before it in its row, weighted by a mask if one comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.config: Any = type("Config", (), {"layer_types": ["full_attention"], "window": 2})()
+        self.layer_idx = 0
+        self.masks: list[Tensor | None] = []
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.masks.append(mask)
+        return x.cumsum(1) * self.weight
+
+
+def ones(packed: PackedSeqLens) -> Tensor:
+    return torch.ones(1, packed.total_tokens, 1, requires_grad=True)
+
+
+def test_a_mixer_sees_one_sequence_a_row() -> None:
+    packed, scope, module = PackedSeqLens.from_lengths([2, 3]), PackingScope(), Sum()
+    assert mixer_forward(module, MixerSpec(), scope, None, ones(packed)).flatten().tolist() == [1, 2, 3, 4, 5]
+    with scope.around(module, packed):
+        out = mixer_forward(module, MixerSpec(), scope, None, ones(packed))
+    assert out.flatten().tolist() == [1, 2, 1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["added", "seen", "hidden", None])
+@pytest.mark.parametrize("windowed", [True, False])
+def test_masks(kind: Any, windowed: bool) -> None:
+    packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingScope(), Sum()
+    module.config.layer_types = ["sliding_attention" if windowed else "full_attention"]
+    spec = MixerSpec(kind, window="config.window")
+    with scope.around(module, packed):
+        mixer_forward(module, spec, scope, None, ones(packed), mask=mask_stand_in(packed))
+    (mask,) = module.masks
+    if kind is None:
+        assert mask is None
+        return
+    assert mask is not None
+    assert mask.shape == (2, 1, 3, 3)
+    seen = {"added": mask == 0, "seen": mask, "hidden": mask == 0}[kind]
+    assert seen[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0 if windowed else 1, 1, 1]]
+
+
+def test_chunks() -> None:
+    packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingScope(), Sum()
+    module.config.layer_types = ["chunked_attention"]
+    with scope.around(module, packed):
+        mixer_forward(
+            module, MixerSpec("seen", chunk="config.window"), scope, None, ones(packed), mask_stand_in(packed)
+        )
+    assert module.masks[0][0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]  # type: ignore[index]
+
+
+def test_a_wrapper_that_checkpoints_layers_is_refused() -> None:
+    """In its backward pass nobody knows the packing any more: loud, not a leak."""
+    model = fastpack.patch(build_tiny("mamba").train())
+    layer = model.backbone.layers[0]
+    plain = layer.forward
+    layer.forward = lambda *args, **kwargs: checkpoint(plain, *args, use_reentrant=False, **kwargs)
+    ids = plain_tokens(1, 8, seed=0)
+    loss = model(input_ids=ids, packed_seq_lens=[3, 5]).logits.sum()
+    with pytest.raises(PatchError, match="its packing is not known any more"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_forwards_before_their_backwards(reentrant: bool) -> None:
+    """Each checkpointed layer runs again with the packing of its own forward."""
+    results = []
+    for enabled in (False, True):
+        model = fastpack.patch(build_tiny("bamba").train())
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        ids = plain_tokens(1, 12, seed=0)
+        losses = [model(input_ids=ids, packed_seq_lens=n).logits.square().sum() for n in ([5, 7], [1, 11])]
+        sum(losses).backward()  # type: ignore[union-attr]
+        results.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for name, gradient in results[0].items():
+        assert float((results[1][name] - gradient).abs().max()) <= 1e-5 * max(1e-3, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bloom", "nemotron", "zaya"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_come_back_patched(model_type: str, how: str) -> None:
+    model = fastpack.patch(build_tiny(model_type).eval())
+    twin = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    ids = plain_tokens(1, 12, seed=0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        fresh = fastpack.patch(build_tiny(model_type).eval())
+        want = fresh(input_ids=ids, packed_seq_lens=[5, 7]).logits
+        assert torch.equal(twin(input_ids=ids, packed_seq_lens=[5, 7]).logits, want)
+    assert fastpack.is_patched(twin)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "bamba", "bloom", "opt", "roberta", "zaya", "rwkv"])
+def test_unpatch_restores_everything(model_type: str) -> None:
+    model = build_tiny(model_type).eval()
+    before = {name: sorted(m.__dict__) for name, m in model.named_modules()}
+    ids = plain_tokens(1, 12, seed=0)
+    with torch.no_grad():
+        want = model(input_ids=ids).logits
+        with fastpack.patched(model):
+            assert not torch.equal(model(input_ids=ids, packed_seq_lens=[5, 7]).logits, want)
+        assert torch.equal(model(input_ids=ids).logits, want)
+    assert {name: sorted(m.__dict__) for name, m in model.named_modules()} == before
+
+
+def test_falcon_with_alibi_runs_on_rows() -> None:
+    """Its biases are in a mask that the backbone builds."""
+    model = fastpack.patch(build_tiny("falcon", alibi=True).eval())
+    assert fastpack.report(model).rung == "re-padded model"
+    first, second = plain_tokens(1, 5, seed=0), plain_tokens(1, 7, seed=1)
+    with torch.no_grad():
+        logits = model(input_ids=torch.cat([first, second], 1), packed_seq_lens=[5, 7]).logits
+        fastpack.unpatch(model)
+        alone = torch.cat([model(input_ids=x, use_cache=False).logits for x in (first, second)], 1)
+    assert float((logits - alone).abs().max()) <= 1e-5 * float(alone.abs().max())
