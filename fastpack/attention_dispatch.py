@@ -21,6 +21,7 @@ from fastpack.backends import (
     reference,
     segments,
     torch_varlen,
+    triton_packed,
     xformers,
 )
 from fastpack.backends.call import AttentionCall, AttentionShape
@@ -48,6 +49,7 @@ BACKENDS: dict[str, Backend] = {
     "xformers": xformers,
     "mem_efficient": mem_efficient,
     "flex": flex,
+    "triton_packed": triton_packed,
     "segments": segments,
     "reference": reference,
 }
@@ -56,9 +58,21 @@ TRACED = ("torch_varlen",)
 """Backends that are operators of torch's own, which ``torch.compile`` knows: there ``auto`` prefers them."""
 
 
+def in_order(shape: AttentionShape) -> list[str]:
+    """Names in the order in which ``auto`` tries them: the table's, our own kernel ahead of torch's where it is faster.
+
+    What the user has installed for the purpose (flash-attn) comes first in any case.
+    """
+    names = list(BACKENDS)
+    if triton_packed.wins(shape):
+        names.remove("triton_packed")
+        names.insert(names.index("torch_varlen"), "triton_packed")
+    return names
+
+
 def explain(shape: AttentionShape) -> dict[str, str | None]:
     """For each backend, in order of preference, why it can't serve this shape, or None if it can."""
-    return {name: backend.rejects(shape) for name, backend in BACKENDS.items()}
+    return {name: BACKENDS[name].rejects(shape) for name in in_order(shape)}
 
 
 def check_name(attention: str) -> None:
@@ -89,8 +103,8 @@ def choose(shape: AttentionShape, attention: str = "auto") -> str:
             f"attention={attention!r} can't serve {shape.describe()}: {reason}. "
             f"Here these can: {', '.join(others) or 'none'}; or pass attention='auto'."
         )
-    for name, backend in BACKENDS.items():
-        if backend.rejects(shape) is None:
+    for name in in_order(shape):
+        if BACKENDS[name].rejects(shape) is None:
             return name
     reasons = "; ".join(f"{name}: {why}" for name, why in explain(shape).items())
     raise BackendUnavailableError(f"no attention backend can serve {shape.describe()}: {reasons}")

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[tuple[torch.dtype, ...], list[Case]]] = {
     "xformers": ((BF16, HALF), SAME_SIZES),
     "mem_efficient": ((BF16, HALF, FLOAT), [*PLAIN, Case(head_dim=320), Case(head_dim=192, value_dim="other")]),
     "flex": ((BF16, FLOAT), COMPILED),
+    "triton_packed": ((BF16, HALF), pairwise({**FACTORS, "head_dim": (16, 64), "groups": (1, 2, 4, 7)})),
     "segments": ((BF16, HALF, FLOAT), PLAIN),
     "reference": ((BF16, HALF, FLOAT), pairwise(FACTORS)),
 }
@@ -49,6 +50,14 @@ EXTRA: list[tuple[str, torch.dtype, Case]] = [
     ("flex", BF16, Case(lengths="ones", sinks=True)),
     ("flex", BF16, Case(head_dim=96)),
     ("flex", BF16, Case(head_dim=20)),
+    *(("triton_packed", FLOAT, case) for case in (Case(), Case(head_dim=128, window=7), Case(softcap=1.5, sinks=True))),
+    *(("triton_packed", BF16, Case(head_dim=n, window=7, groups=1)) for n in (20, 40, 80, 96)),
+    ("triton_packed", BF16, Case(head_dim=192, value_dim="other", lengths="long")),
+    ("triton_packed", BF16, Case(head_dim=256, lengths="long")),
+    ("triton_packed", FLOAT, Case(head_dim=256)),
+    ("triton_packed", BF16, Case(groups=17, sinks=True)),
+    ("triton_packed", BF16, Case(groups=32, lengths="blocks", head_dim=128)),
+    ("triton_packed", BF16, Case(groups=7, lengths="long", window=129)),
 ]
 EVERY = [(name, dtype, case) for name, (dtypes, cases) in CASES.items() for dtype in dtypes for case in cases] + EXTRA
 
@@ -151,7 +160,7 @@ def test_memory_grows_with_tokens_not_with_their_square(name: str, window: int |
     assert torch.cuda.max_memory_allocated() - before < total * total // 4
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen", "mem_efficient", "flex"])
+@pytest.mark.parametrize("name", ["flash_attn", "torch_varlen", "mem_efficient", "flex", "triton_packed"])
 def test_autocast(name: str) -> None:
     """Float32 heads reach the kernel in autocast's dtype, and their gradients come back in float32."""
     call = Case().make(FLOAT, "cuda")

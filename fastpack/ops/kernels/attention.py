@@ -1,0 +1,402 @@
+"""Packed causal attention, forward, for short sequences: kernels of :mod:`fastpack.backends.triton_packed`.
+
+Shape suffixes: T tokens of all sequences, N sequences, H query heads, K key/value heads, D head size, V value size.
+
+A program takes a few tokens of one sequence with all the query heads that share a key/value head: its rows are tokens
+times heads, so keys and values are read once for the group, and a tile on the diagonal is a few tokens wide, not 128.
+A group that is no power of two leaves the last rows of a tile unused (64 rows are 9 tokens of 7 heads).
+
+Where sequences begin, only the device knows. Tile j of sequence i sits in slot ``offset_i // tokens + i + j``, of which
+there are ``T // tokens + N``: a tile's sequence is the number of sequences whose first slot is no later, less one, and
+slots behind a sequence's last tile are empty. So a launch depends on T and N alone, and can be recorded.
+
+Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao, "FlashAttention-2",
+arXiv:2307.08691 (one division at the end, log-sum-exp kept for the backward). Exponents are of base 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.kernels.launch import on_device
+
+LOG2E = math.log2(math.e)
+MAX_PART = 16  # heads of a group that a program takes at once
+MAX_TILE = 256  # no tile has more rows or keys
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut up.
+
+    Attributes:
+        rows: tokens times query heads of a program (of a step, in the kernel that walks over queries).
+        keys: tokens of a step (of a program there).
+        warps, stages: Triton's.
+        split: the tiles that every row sees in full have a loop of their own, without masks. A window has one loop.
+        registers: at most so many a thread, or None to leave it to the compiler, which likes to take all.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    split: bool = False
+    registers: int | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of a launch."""
+        names = ("ROWS", "KEYS", "SPLIT", "num_warps", "num_stages", "maxnreg")
+        values = (self.rows, self.keys, self.split, self.warps, self.stages, self.registers)
+        return dict(zip(names, values, strict=True))
+
+
+FORWARD: dict[int, Tile] = {
+    # the larger of head and value size, rounded up to a power of two
+    64: Tile(rows=64, keys=64, warps=4, stages=2, split=True),
+    128: Tile(rows=64, keys=32, warps=4, stages=2, registers=128),
+    256: Tile(rows=64, keys=32, warps=8, stages=2),
+}
+FLOAT32: dict[int, Tile] = {
+    # of every kernel: without matrix units, so what counts is that no register is spilled
+    64: Tile(rows=32, keys=32, warps=8, stages=1),
+    128: Tile(rows=16, keys=32, warps=8, stages=1),
+    256: Tile(rows=16, keys=16, warps=8, stages=1),
+}
+
+
+# --- parts of kernels -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
+    """First token and end of the sequence that a slot of tiles of ``BLOCK`` tokens belongs to, and which of its tiles.
+
+    The tile may be behind the sequence's last one: that slot is empty.
+    """
+    CHUNK: tl.constexpr = 256
+    found = 0
+    for at in range(0, sequences, CHUNK):
+        index = at + tl.arange(0, CHUNK)
+        exists = index < sequences
+        begin = tl.load(cu_seqlens + index, mask=exists, other=0)
+        found += tl.sum((exists & (begin // BLOCK + index <= slot)).to(tl.int32), 0)
+    sequence = found - 1
+    begin = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + sequence + 1)
+    return begin, end, slot - (begin // BLOCK + sequence)
+
+
+@triton.jit
+def rows_of(first, end, part, ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
+    """Token and head within its group of each row ``[ROWS]`` of the tile at ``first``, and which rows there are."""
+    row = tl.arange(0, ROWS)
+    token = first + row // PART
+    head = part * PART + row % PART
+    kept = token < end
+    if ROWS % PART != 0:
+        kept = kept & (row < ROWS // PART * PART)
+    if GROUP % PART != 0:
+        kept = kept & (head < GROUP)
+    return token, head, kept
+
+
+@triton.jit
+def load_rows(
+    pointer, first, end, part, token_stride, head_stride,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``[ROWS, BLOCK]`` of the group whose first head ``pointer`` is, zeros where there is no row or column."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    _, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    start = pointer + tl.cast(first, tl.int64) * token_stride + tl.cast(part * PART, tl.int64) * head_stride
+    offset = row // PART * token_stride + row % PART * head_stride
+    mask = kept[:, None]
+    if SIZE < BLOCK:
+        mask = mask & (column < SIZE)[None, :]
+    return tl.load(start + offset[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def per_row(pointer, first, part, HEADS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr):
+    """Pointers ``[ROWS]`` into a contiguous ``[T, HEADS]``, at whose first head of the group ``pointer`` is."""
+    row = tl.arange(0, ROWS)
+    start = pointer + tl.cast(first, tl.int64) * HEADS + part * PART
+    return start + (row // PART * HEADS + row % PART)
+
+
+@triton.jit
+def store_rows(
+    pointer, value, first, end, part,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write ``[ROWS, BLOCK]`` into a contiguous ``[T, HEADS, SIZE]``, as :func:`load_rows` reads."""
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    _, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    start = pointer + tl.cast(first, tl.int64) * (HEADS * SIZE) + part * (PART * SIZE)
+    offset = row // PART * (HEADS * SIZE) + row % PART * SIZE
+    mask = kept[:, None]
+    if SIZE < BLOCK:
+        mask = mask & (column < SIZE)[None, :]
+    tl.store(start + offset[:, None] + column[None, :], value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_keys(
+    pointer, first, end, stride, KEYS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):
+    """``[KEYS, BLOCK]`` of one head from token ``first`` on; zeros from ``end`` on, if there may be any (MASKED)."""
+    key = tl.arange(0, KEYS)
+    column = tl.arange(0, BLOCK)
+    pointers = pointer + tl.cast(first, tl.int64) * stride + key[:, None] * stride + column[None, :]
+    if MASKED:
+        mask = (first + key < end)[:, None]
+        if SIZE < BLOCK:
+            mask = mask & (column < SIZE)[None, :]
+        loaded = tl.load(pointers, mask=mask, other=0.0)
+    elif SIZE < BLOCK:
+        loaded = tl.load(pointers, mask=(column < SIZE)[None, :], other=0.0)
+    else:
+        loaded = tl.load(pointers)
+    return loaded
+
+
+@triton.jit
+def bounded(score, inner, CAPPED: tl.constexpr):
+    """tanh of what a softcap bounds, else the product of q and k itself; times ``outer`` it is a score of base 2."""
+    if CAPPED:
+        score = 1.0 - 2.0 / (1.0 + tl.exp2(score * inner))
+    return score
+
+
+@triton.jit
+def visible(token, key, window, WINDOWED: tl.constexpr):
+    """Whether a token sees a key of its sequence."""
+    seen = key <= token
+    if WINDOWED:
+        seen = seen & (token - key < window)
+    return seen
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _walk(
+    q, result, largest, total, token, K, V, low, high, end, k_token, v_token, window, inner, outer,
+    D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Take in the keys from ``low`` to ``high``: the weighted values, the largest score and the sum of all so far."""
+    for first in tl.range(low, high, KEYS):
+        k = load_keys(K, first, end, k_token, KEYS, D, BLOCK_D, MASKED)
+        score = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, CAPPED)
+        if MASKED:
+            key = first + tl.arange(0, KEYS)
+            score = tl.where(visible(token[:, None], key[None, :], window, WINDOWED), score, float("-inf"))
+        larger = tl.maximum(largest, tl.max(score, 1) * outer)  # which is positive
+        shrink = tl.exp2(largest - larger)
+        weight = tl.exp2(score * outer - larger[:, None])
+        total = total * shrink + tl.sum(weight, 1)
+        v = load_keys(V, first, end, v_token, KEYS, VALUES, BLOCK_V, MASKED)
+        result = tl.dot(weight.to(v.dtype), v, result * shrink[:, None], input_precision="ieee")
+        largest = larger
+    return result, largest, total
+
+
+@triton.jit(do_not_specialize=["sequences", "window"])
+def forward_kernel(
+    Q, K, V, SINKS, OUT, LSE, cu_seqlens, sequences, window, inner, outer,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
+    D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Grid: slots times key/value heads times parts of a group, heads first. LSE is ``[T, H]``, of base 2."""
+    BLOCK_T: tl.constexpr = ROWS // PART
+    slot = tl.program_id(0) // (KV_HEADS * PARTS)
+    kv_head = tl.program_id(0) // PARTS % KV_HEADS
+    part = tl.program_id(0) % PARTS
+    begin, end, tile = locate(cu_seqlens, slot, sequences, BLOCK_T)
+    tiles = tl.cdiv(end - begin, BLOCK_T)
+    if tile >= tiles:
+        return
+    first = begin + (tiles - 1 - tile) * BLOCK_T  # a sequence's last tile sees most keys: it starts first
+    token, head, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+
+    q = load_rows(
+        Q + kv_head.to(tl.int64) * GROUP * q_head, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D
+    )
+    K += kv_head.to(tl.int64) * k_head
+    V += kv_head.to(tl.int64) * v_head
+    result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
+    # finite, lest a row that sees no key of a first tile subtract infinities
+    largest = tl.full((ROWS,), -1.0e30, dtype=tl.float32)
+    total = tl.zeros((ROWS,), dtype=tl.float32)
+    if SINKS is not None:
+        sink = tl.load(SINKS + kv_head * GROUP + head, mask=kept, other=0.0).to(tl.float32) * 1.4426950408889634
+        largest = tl.maximum(largest, sink)
+        total = tl.exp2(sink - largest)
+
+    low = begin
+    if WINDOWED:
+        low = tl.maximum(begin, first - window + 1)
+    high = tl.minimum(first + BLOCK_T, end)
+    # fmt: off
+    if SPLIT and not WINDOWED:
+        full = low + (first + 1 - low) // KEYS * KEYS
+        result, largest, total = _walk(
+            q, result, largest, total, token, K, V, low, full, high, k_token, v_token, window, inner, outer,
+            D, VALUES, BLOCK_D, BLOCK_V, KEYS, False, WINDOWED, CAPPED,
+        )
+        low = full
+    result, largest, total = _walk(
+        q, result, largest, total, token, K, V, low, high, high, k_token, v_token, window, inner, outer,
+        D, VALUES, BLOCK_D, BLOCK_V, KEYS, True, WINDOWED, CAPPED,
+    )
+    # fmt: on
+    lse = largest + tl.log2(total)
+    tl.store(per_row(LSE + kv_head * GROUP, first, part, KV_HEADS * GROUP, ROWS, PART), lse, mask=kept)
+    store_rows(
+        OUT + kv_head * (GROUP * VALUES), result / total[:, None], first, end, part,
+        KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V,
+    )  # fmt: skip
+
+
+# --- launcher ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What is done to the product of a query and a key: ``scale``, then a softcap; and who sees whom.
+
+    Attributes:
+        scale: multiplies it; positive.
+        window: how many tokens a query sees, itself included, or None.
+        softcap: c in ``c * tanh(score / c)``, or None.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+    @property
+    def arguments(self) -> tuple[int, float, float]:
+        """``window``, ``inner`` and ``outer`` of the kernels: scores of base 2 are ``outer`` times what
+        :func:`bounded` makes with ``inner``, where tanh(x) is ``1 - 2 / (1 + 2 ** (2 x log2(e)))``."""
+        if self.softcap is None:
+            return self.window or 0, 0.0, self.scale * LOG2E
+        return self.window or 0, 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E
+
+    @property
+    def flags(self) -> dict[str, bool]:
+        """The constants that go with them."""
+        return {"WINDOWED": self.window is not None, "CAPPED": self.softcap is not None}
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor,
+    scores: Scores,
+    tile: Tile | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of each token over its own sequence.
+
+    Args:
+        q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; of one dtype, contiguous in the last dimension.
+        sinks: ``[H]`` or None.
+        cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
+        tile: for measuring.
+        dtype: of the result; that of q where it is None.
+
+    Returns:
+        ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks among it.
+    """
+    tokens, heads, _ = q.shape
+    out = torch.empty(tokens, heads, v.shape[2], dtype=dtype or q.dtype, device=q.device)
+    lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
+    if tile is None:
+        tile = chosen(FORWARD, q, v, streams_keys=True)
+    part, parts = parts_of(heads // k.shape[1])
+    with on_device(q):
+        forward_kernel[(slots(cu_seqlens, tokens, tile.rows // part) * k.shape[1] * parts,)](
+            q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            **sizes(q, k, v), **scores.flags, **tile.arguments,
+        )  # fmt: skip
+    return out, lse
+
+
+def readable(x: Tensor) -> Tensor:
+    """``[T, heads, size]`` itself, or a copy of what the kernels can't read: its last dimension has a step, or a tile
+    of it reaches further than 2^31 elements."""
+    furthest = max(x.stride(0), x.stride(1)) * MAX_TILE
+    return x if x.stride(2) == 1 and furthest < 2**31 else x.contiguous()
+
+
+def slots(cu_seqlens: Tensor, tokens: int, block: int) -> int:
+    """At most how many tiles of ``block`` tokens there are, whatever the lengths; see :func:`locate`."""
+    return tokens // block + cu_seqlens.numel() - 1
+
+
+def parts_of(group: int) -> tuple[int, int]:
+    """How many heads of a group a program takes at once, and in how many parts the group is taken."""
+    parts = triton.cdiv(group, MAX_PART)
+    return triton.cdiv(group, parts), parts
+
+
+def sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Constants of the kernels that follow from the shapes."""
+    return _sizes(q.shape[1] // k.shape[1], k.shape[1], q.shape[2], v.shape[2])
+
+
+@functools.cache
+def _sizes(group: int, kv_heads: int, head_dim: int, values: int) -> dict[str, int]:
+    names = ("KV_HEADS", "GROUP", "PART", "PARTS", "D", "VALUES", "BLOCK_D", "BLOCK_V")
+    found = (kv_heads, group, *parts_of(group), head_dim, values, _block(head_dim), _block(values))
+    return dict(zip(names, found, strict=True))
+
+
+def _block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))  # matrix units want no less
+
+
+def chosen(table: dict[int, Tile], q: Tensor, v: Tensor, *, streams_keys: bool) -> Tile:
+    """The tile for these sizes, with as many stages as this device has shared memory for.
+
+    Args:
+        table: of the kernel, for half precision.
+        streams_keys: whether the kernel holds rows and walks over keys, or the other way round.
+    """
+    blocks = _block(q.shape[2]), _block(v.shape[2])
+    tile = (FLOAT32 if q.dtype == torch.float32 else table)[max(64, *blocks)]
+    held, streamed = (tile.rows, tile.keys) if streams_keys else (tile.keys, tile.rows)
+    width = sum(blocks) * q.element_size()
+    room = (_shared_memory(q.device) - held * width) // (streamed * width)
+    return tile if tile.stages <= room else replace(tile, stages=max(1, room))
+
+
+def _shared_memory(device: torch.device) -> int:
+    return _shared_memory_of(device.index) if device.type == "cuda" else 2**20
+
+
+@functools.cache
+def _shared_memory_of(index: int) -> int:
+    properties: Any = torch.cuda.get_device_properties(index)
+    return int(properties.shared_memory_per_block_optin)
