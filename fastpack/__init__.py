@@ -11,6 +11,7 @@ from fastpack.batching import with_packed_seq_lens
 from fastpack.compiling import activation_memory_budget
 from fastpack.errors import (
     BackendUnavailableError,
+    ContaminationError,
     FastpackError,
     FastpackWarning,
     PackingError,
@@ -20,11 +21,14 @@ from fastpack.errors import (
 from fastpack.packing import PackedSeqLens
 from fastpack.patching import is_patched, patch, patched, report, unpatch
 from fastpack.report import PatchReport
+from fastpack.verification import Verification
+from fastpack.verify import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailableError",
+    "ContaminationError",
     "FastpackError",
     "FastpackWarning",
     "PackedSeqLens",
@@ -32,6 +36,7 @@ __all__ = [
     "PatchError",
     "PatchReport",
     "UnsupportedModelError",
+    "Verification",
     "__version__",
     "activation_memory_budget",
     "is_patched",
@@ -39,5 +44,6 @@ __all__ = [
     "patched",
     "report",
     "unpatch",
+    "verify",
     "with_packed_seq_lens",
 ]

@@ -16,6 +16,7 @@ COMMANDS = {
     "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
     "demo": "train a tiny model stock and patched, side by side, without network",
     "bench": "stock padded, stock padding_free and fastpack: time, memory and losses, in one run",
+    "verify": "prove on a model that sequences don't see each other",
     "doctor": "what is installed, and what this machine can use",
     "families": "the families of models that are covered",
 }

@@ -5,6 +5,7 @@
     FastpackError                   anything fastpack itself raises
     ├── PackingError (ValueError)   a batch whose lengths, masks or positions contradict each other
     ├── UnsupportedModelError       a model that no rung of the ladder covers (TypeError)
+    ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
     ├── BackendUnavailableError     an attention backend, asked for by name, that can't serve (RuntimeError)
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
@@ -13,6 +14,11 @@ Each message says what came, what is allowed and how to mend it.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fastpack.verification import Verification
 
 
 class FastpackError(Exception):
@@ -25,6 +31,21 @@ class PackingError(FastpackError, ValueError):
 
 class UnsupportedModelError(FastpackError, TypeError):
     """No rung of the ladder is known to be exact for this model."""
+
+
+class ContaminationError(FastpackError):
+    """:func:`fastpack.verify` found a patched model that does not give what each sequence gives alone.
+
+    Attributes:
+        verification: every figure.
+    """
+
+    def __init__(self, verification: Verification) -> None:
+        super().__init__(
+            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; please report "
+            f"the family with this table:\n{verification}"
+        )
+        self.verification = verification
 
 
 class BackendUnavailableError(FastpackError, RuntimeError):

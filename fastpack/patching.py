@@ -57,6 +57,7 @@ def patch(
     loss: Loss = None,
     offload: Offload = None,
     strict: bool = False,
+    verify: bool = False,
 ) -> T:
     """Make a model train without padding. Changes this instance alone, and nothing about its results.
 
@@ -82,6 +83,7 @@ def patch(
             does nothing, and the report says why, without gradient checkpointing or on another device than CUDA. Not
             together with ``graphs``.
         strict: raise unless every layer lands on the fast rung.
+        verify: run :func:`fastpack.verify` on the patched model, and leave it unpatched where that fails.
 
     Returns:
         ``target`` itself. A second call with the same options does nothing; with others it patches anew.
@@ -91,12 +93,29 @@ def patch(
         BackendUnavailableError: the backend asked for by name can't serve this model here.
         PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met; or an
             option has a value that it does not take. Nothing has been changed when any of these is raised.
+        ContaminationError: with ``verify``: the patched model was not exact, and is unpatched again.
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, strict)
     options.check()
     for plan in _plan_all(models_of(target), options):
         _apply(plan, options)
+    if verify:
+        from fastpack.verify import verify as check
+
+        exact = False
+        try:
+            check(target)
+            exact = True
+        finally:
+            if not exact:
+                unpatch(target)
     return target
+
+
+def options_of(model: nn.Module) -> PatchOptions | None:
+    """Those of the patch in force on a model, None where there is none."""
+    state = _state(find_parts(model).backbone)
+    return None if state is None else state.options
 
 
 def unpatch(target: T) -> T:

@@ -191,7 +191,7 @@ def packed_interface(
         ),
         attention,
     )
-    return out[None], None
+    return out.contiguous()[None], None  # as stock implementations return it: AFMoE takes a view of it
 
 
 def stock_interface(module: Any) -> Forward:

@@ -1,0 +1,63 @@
+"""``fastpack verify MODEL``: patch a model, and prove on it that sequences don't see each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fastpack.commands import UsageError, quiet
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; the exit code is 1 where a check failed."""
+    parser = argparse.ArgumentParser(
+        prog="fastpack verify", description="Patch a model, and compare it with itself on each sequence alone."
+    )
+    parser.add_argument("model", help="a folder or a name on the hub; with --random, also a config.json")
+    parser.add_argument("--random", action="store_true", help="random weights of the model's config")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: the checkpoint's)")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--attention", default="auto", help="attention backend")
+    parser.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
+    parser.add_argument("--json", action="store_true", help="the figures for programs")
+    given = parser.parse_args(arguments)
+    import fastpack
+
+    quiet()
+    model = _load(given)
+    fastpack.patch(model, attention=given.attention, kernels=given.kernels)
+    try:
+        found = fastpack.verify(model)
+    except fastpack.ContaminationError as error:
+        found = error.verification
+    if given.json:
+        print(json.dumps({**found.to_dict(), "rung": fastpack.report(model).rung}, indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(fastpack.report(model), found)
+    return 0 if found.passed else 1
+
+
+def _load(given: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype: Any = given.dtype
+    if dtype != "auto":
+        dtype = getattr(torch, dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise UsageError(f"--dtype {given.dtype}: no such dtype; float32, bfloat16 or float16")
+    if given.model.endswith(".json") and not (given.random and Path(given.model).is_file()):
+        raise UsageError(f"{given.model}: pass --random with a config.json that exists, or a model's folder or name")
+    try:
+        if given.random:
+            settings = {} if dtype == "auto" else {"dtype": dtype}
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model), **settings).to(device)
+        return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device)  # type: ignore[arg-type]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{given.model} can't be loaded: {error}") from error

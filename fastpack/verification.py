@@ -1,0 +1,75 @@
+"""What :func:`fastpack.verify` found: a table for people, plain data for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: how far off, relative, and what is allowed.
+
+    ``at_least`` is True for the control, which must be further off than its bound.
+    """
+
+    what: str
+    error: float
+    bound: float
+    at_least: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """NaN never passes."""
+        return self.error >= self.bound if self.at_least else self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` found."""
+
+    model: str
+    dtype: str
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True where every check did."""
+        return all(check.passed for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        found = [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks]
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "passed": self.passed,
+            "checks": found,
+        }
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get().rstrip("\n")
+
+    def __rich__(self) -> RenderableType:
+        from rich import box
+        from rich.table import Table
+
+        verdict = "[green]exact[/green]" if self.passed else "[bold red]NOT exact[/bold red]"
+        title = f"fastpack verify: {self.model}, {self.dtype} on {self.device}: {verdict}"
+        table = Table(title=title, title_justify="left", box=box.ROUNDED)
+        for name in ("check", "off by", "bound", ""):
+            table.add_column(name, justify="left" if name in ("check", "") else "right")
+        for check in self.checks:
+            bound = f"{'>=' if check.at_least else '<='} {check.bound:.0e}"
+            table.add_row(check.what, f"{check.error:.1e}", bound, "ok" if check.passed else "FAILED")
+        return table

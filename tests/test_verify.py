@@ -1,0 +1,163 @@
+"""``verify``: it finds what is exact exact, and what leaks leaking; and leaves the model as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny import tiny_model
+from torch import Tensor
+
+import fastpack
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.backends.call import AttentionCall
+from fastpack.cli import main
+from fastpack.families import REFUSED
+from fastpack.packing import PackedSeqLens
+from fastpack.smoke.special import NOT_BUILT
+from fastpack.smoke.tiny import build_tiny, model_types
+
+UNTELLABLE = {
+    "cpmant": "embeds others beside",
+    "musicgen": "ModuleList",
+    "musicgen_melody": "ModuleList",
+}
+"""Families whose tokens can't be told by their ids in one embedding, and what verify says."""
+
+
+@pytest.mark.parametrize("model_type", [n for n in model_types() if n not in {*NOT_BUILT, *REFUSED, *UNTELLABLE}])
+def test_families(model_type: str) -> None:
+    model = fastpack.patch(build_tiny(model_type).train())
+    found = fastpack.verify(model)
+    assert found.passed
+    assert len(found.checks) == 7
+    assert model.training
+
+
+@pytest.mark.parametrize("model_type", UNTELLABLE)
+def test_where_tokens_cannot_be_told(model_type: str) -> None:
+    model = fastpack.patch(build_tiny(model_type))
+    with pytest.raises(fastpack.PatchError, match=UNTELLABLE[model_type]):
+        fastpack.verify(model)
+    assert fastpack.is_patched(model)
+
+
+def leak(monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> None:
+    """Attention that forgets every second boundary, in a share of its heads' size."""
+    run = BACKENDS["segments"].run
+
+    def leaky(call: AttentionCall) -> Tensor:
+        lengths = call.packed.lengths
+        joined = [sum(lengths[i : i + 2]) for i in range(0, len(lengths), 2)]
+        packed = PackedSeqLens.from_lengths(joined)
+        other = run(AttentionCall(call.q, call.k, call.v, packed, call.scale))
+        return run(call).lerp(other, share)
+
+    monkeypatch.setattr(BACKENDS["segments"], "run", leaky)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.01])
+def test_a_leak_is_found(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    leak(monkeypatch, share)
+    with pytest.raises(fastpack.ContaminationError, match="FAILED") as caught:
+        fastpack.verify(model)
+    failed = {check.what for check in caught.value.verification.checks if not check.passed}
+    assert "packed, as each sequence alone: logits" in failed
+    assert any("other tokens: gradients" in what for what in failed)
+    assert fastpack.is_patched(model)
+
+
+def test_a_wrong_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits are right, gradients are not."""
+    run = BACKENDS["segments"].run
+
+    def half(call: AttentionCall) -> Tensor:
+        out = run(call)
+        return out.detach() + 0.5 * (out - out.detach())
+
+    monkeypatch.setattr(BACKENDS["segments"], "run", half)
+    model = fastpack.patch(tiny_model("llama"))
+    with pytest.raises(fastpack.ContaminationError) as caught:
+        fastpack.verify(model)
+    failed = [check.what for check in caught.value.verification.checks if not check.passed]
+    assert failed
+    assert all("gradients" in what for what in failed)
+
+
+def test_a_check_that_could_not_fail_fails() -> None:
+    """A model in which no token sees another would pass whatever happens: the control says so."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+    with pytest.raises(fastpack.ContaminationError, match="control"):
+        fastpack.verify(fastpack.patch(model))
+
+
+def test_nothing_is_left_behind() -> None:
+    model = fastpack.patch(tiny_model("llama"), attention="reference", kernels="torch")
+    model.model.layers[0].eval()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    modes = [m.training for m in model.modules()]
+    fastpack.verify(model)
+    assert all(p.grad is None and torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert [m.training for m in model.modules()] == modes
+    assert fastpack.report(model).backend == "reference"
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    found = fastpack.verify(fastpack.patch(tiny_model("llama").to(dtype)))
+    assert found.dtype == str(dtype).removeprefix("torch.")
+    assert {check.bound for check in found.checks[:-1]} == {5e-2 if dtype == torch.bfloat16 else 1e-5}
+
+
+def test_half_precision_does_not_hide_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fastpack.patch(tiny_model("llama").bfloat16())
+    leak(monkeypatch, 0.5)
+    with pytest.raises(fastpack.ContaminationError):
+        fastpack.verify(model)
+
+
+def test_lora_and_a_bare_backbone() -> None:
+    wrapped = get_peft_model(build_tiny("bamba"), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2))
+    assert fastpack.verify(fastpack.patch(wrapped)).passed
+    with pytest.raises(fastpack.PatchError, match="patch\\(model\\) first"):
+        fastpack.verify(tiny_model("llama"))
+
+
+def test_patch_that_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fastpack.is_patched(fastpack.patch(tiny_model("llama"), verify=True))
+    leak(monkeypatch)
+    model = tiny_model("llama")
+    with pytest.raises(fastpack.ContaminationError):
+        fastpack.patch(model, verify=True)
+    assert not fastpack.is_patched(model)
+
+
+def test_the_table() -> None:
+    found = fastpack.verify(fastpack.patch(tiny_model("llama")))
+    text = str(found)
+    for words in ("exact", "packed, as each sequence alone: gradients", "control", "<= 1e-04", "ok"):
+        assert words in text
+    assert json.loads(json.dumps(found.to_dict()))["passed"] is True
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    assert main(["verify", str(tmp_path / "model"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "fastpack verify: LlamaForCausalLM" in printed
+    config = tmp_path / "model" / "config.json"
+    assert main(["verify", str(config), "--random", "--device", "cpu", "--dtype", "float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rung"] == "fast"
+    for wrong in (["nowhere.json"], [str(tmp_path / "model"), "--dtype", "int3"], [str(tmp_path)]):
+        assert main(["verify", *wrong, "--device", "cpu"]) == 2
+    leak(monkeypatch)
+    assert main(["verify", str(tmp_path / "model"), "--device", "cpu"]) == 1
+    assert "FAILED" in capsys.readouterr().out
