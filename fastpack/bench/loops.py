@@ -65,7 +65,7 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
             model,
             args=arguments,
             train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
-            processing_class=_tokenizer(),
+            processing_class=tokenizer_of_ids(),
             callbacks=[Callback()],
         )
         if contestant.packed:
@@ -141,7 +141,7 @@ def add_boundaries(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def _tokenizer() -> Any:
+def tokenizer_of_ids() -> Any:
     """Trainers want one; rows are token ids already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
