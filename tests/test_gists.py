@@ -21,7 +21,9 @@ def bash(*arguments: str, path: str | None = None) -> subprocess.CompletedProces
     return subprocess.run([BASH, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("script", ["gists/setup.sh", "gists/quickstart.sh", "gists/smoke.sh", "gists/test.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["gists/setup.sh", "gists/quickstart.sh", "gists/smoke.sh", "gists/test.sh", ".ci/run"]
+)
 def test_scripts_parse(script: str) -> None:
     done = bash("-n", script)
     assert (done.returncode, done.stderr) == (0, "")
