@@ -109,3 +109,16 @@ def test_the_whole_mapping_is_accounted_for() -> None:
         for name in (family.backbone, *family.attention, *family.mixers):
             assert hasattr(module, name), (family.model_type, name)
     assert len(FAMILIES) == len(set(FAMILIES))
+
+
+GENERATED = ("mamba", "bamba", "bloom", "falcon", "opt", "qwen3_next", "recurrent_gemma", "roberta", "rwkv", "zaya")
+
+
+@pytest.mark.parametrize("model_type", GENERATED)
+def test_generate_is_stock(model_type: str) -> None:
+    model = ladder.build(model_type).eval()
+    prompt = ladder.make_sequences()[2][None]
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    stock = model.generate(prompt, **settings)
+    fastpack.patch(model)
+    assert torch.equal(model.generate(prompt, **settings), stock)
