@@ -199,9 +199,6 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
         stock = swap.module.__dict__.get(swap.attribute, _ABSENT)
         state.undo.append((swap.module, swap.attribute, stock))
         setattr(swap.module, swap.attribute, swap.bind(None if isinstance(stock, str) else stock))
-    for module, name, method in plan.methods:
-        state.undo.append((module, name, _ABSENT))
-        setattr(module, name, method)
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:

@@ -51,14 +51,17 @@ from fastpack.targets import Parts, find_parts
 
 @dataclass(frozen=True, eq=False)
 class ForwardSwap:
-    """One forward to replace: which, and how to bind ours over the one that is there."""
+    """One forward, or another method, to replace: which, and how to bind ours over the one that is there."""
 
     module: nn.Module
     bind: Callable[[Any], Any]
     kind: str
+    method: str = "forward"
 
     @property
     def attribute(self) -> str:
+        if self.method != "forward":
+            return self.method
         # accelerate keeps the forward that its hooks wrap under this name
         return "_old_forward" if hasattr(self.module, "_hf_hook") else "forward"
 
@@ -72,7 +75,6 @@ class Plan:
     forwards: list[ForwardSwap] = field(default_factory=list)
     interface_modules: list[Any] = field(default_factory=list)
     pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
-    methods: list[tuple[nn.Module, str, Callable[..., Any]]] = field(default_factory=list)
     scope: PackingScope | None = None
 
 
@@ -105,8 +107,8 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     if not fast:
         plan.interface_modules = list(attentions)
     if family.alibi is not None and plan.scope is not None:
-        method = functools.partial(packed_alibi, backbone, family.alibi, plan.scope)
-        plan.methods.append((backbone, family.alibi, method))
+        bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
+        plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
 
     shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(type(m).__name__)) for m in attentions))
@@ -322,6 +324,10 @@ def _bind(function: Callable[..., Any], module: nn.Module, settings: tuple[Any, 
 
 def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, options: PatchOptions, stock: Any) -> Any:
     return functools.partial(function, module, spec, options)
+
+
+def _bind_alibi(backbone: nn.Module, name: str, scope: PackingScope, stock: Any) -> Any:
+    return functools.partial(packed_alibi, backbone, name, scope)
 
 
 def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:

@@ -59,8 +59,9 @@ def find_parts(model: nn.Module) -> Parts:
         backbone = inner.model  # Llama 4 and Mllama name it wrongly
     if backbone is inner:
         return Parts(None, inner)
-    if not hasattr(backbone, "encoder") and family_of(getattr(backbone, "decoder", backbone)) is not None:
-        backbone = backbone.decoder if hasattr(backbone, "decoder") else backbone  # which is what such heads call
+    decoder = getattr(backbone, "decoder", None)
+    if isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder") and family_of(decoder) is not None:
+        backbone = decoder  # which is what such heads call
     _refuse_wrapped(backbone)
     return Parts(inner, backbone)
 

@@ -41,6 +41,11 @@ class Verification:
         """True where every check did."""
         return all(check.passed for check in self.checks)
 
+    @property
+    def worst(self) -> float:
+        """The largest error of what must be equal."""
+        return max(check.error for check in self.checks if not check.at_least)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
         found = [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks]

@@ -113,8 +113,7 @@ class _Probe:
             )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(weight.shape[0], generator=generator)
-        special = {value for name, value in vars(backbone.config).items() if name.endswith("_token_id")}
-        plain = order[[int(i) > 2 and int(i) not in special for i in order]] if len(order) < 4096 else order[order > 2]
+        plain = order[(order > 2) & ~torch.isin(order, torch.tensor(_special_tokens(backbone.config)))]
         count = sum(lengths) + max(lengths)
         if len(plain) < count:
             raise PatchError(
@@ -186,6 +185,13 @@ class _Probe:
                     )
                 total.index_add_(0, at, gradient.float().reshape(-1, width))
         return total
+
+
+def _special_tokens(config: Any) -> list[int]:
+    """Ids of padding, ends of texts (a list of them in Llama 3), images and the like."""
+    named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
+    flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
+    return [i for i in flat if isinstance(i, int)]
 
 
 def _packed(sequences: Sequence[Tensor]) -> dict[str, Any]:

@@ -124,6 +124,13 @@ def test_half_precision_does_not_hide_a_leak(monkeypatch: pytest.MonkeyPatch) ->
         fastpack.verify(model)
 
 
+def test_several_ends_of_a_text() -> None:
+    """As Llama 3's config has them."""
+    model = tiny_model("llama")
+    model.config.eos_token_id = [2, 90]
+    assert fastpack.verify(fastpack.patch(model)).passed
+
+
 def test_lora_and_a_bare_backbone() -> None:
     wrapped = get_peft_model(build_tiny("bamba"), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2))
     assert fastpack.verify(fastpack.patch(wrapped)).passed

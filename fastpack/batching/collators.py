@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.errors import PackingError
+from fastpack.layers.arguments import source_of
 from fastpack.packing_inputs import PACKING_KEYWORDS, pack_inputs
 
 Collator = Callable[[Any], Any]
@@ -22,7 +23,7 @@ class _WithPackedSeqLens:
 
     def __call__(self, examples: Any) -> Any:
         batch = self.collator(examples)
-        source = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
+        source = source_of(batch)
         if not isinstance(source, Tensor):
             raise PackingError(
                 f"the collator made a batch of {', '.join(batch)}: no tensor of input_ids or inputs_embeds, whose "

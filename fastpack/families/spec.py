@@ -105,7 +105,6 @@ class MixerSpec:
         kept: names of arguments that are handed on as they are.
         left_out: names of keywords that it is not given, such as positions that it makes itself.
         states: how many states for a cache it returns behind its result, which are dropped.
-        equal: whether rows must be equally long, since the row's length, or what stands to the right, matters.
     """
 
     mask: Literal["added", "seen", "hidden"] | None = None
@@ -115,7 +114,6 @@ class MixerSpec:
     kept: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     states: int = 0
-    equal: bool = False
 
 
 Rung = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]

@@ -45,12 +45,23 @@ def wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
     return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
 
 
+def source_of(arguments: Mapping[str, Any]) -> Any:
+    """The ids of a batch, or its embeddings where it has none; None where it has neither."""
+    ids = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
+
+
 def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """``(B, S)`` of a batch.
+
+    Raises:
+        ValueError: it has ids and embeddings, or neither.
+        PackingError: they are not ``[B, S]`` or ``[B, S, H]``.
+    """
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
         raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-    source = embeddings if ids is None else ids
-    assert source is not None
+    source = source_of(arguments)
     if source.ndim != (3 if ids is None else 2):
         raise PackingError(
             f"inputs have shape {tuple(source.shape)}; pass input_ids [B, S] or inputs_embeds [B, S, H]."

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import Family, HeadSpec
 from fastpack.graphs import GraphRunner, runner_of
-from fastpack.layers.arguments import accepted, bind, parameters, shape_of, wants_tuple
+from fastpack.layers.arguments import accepted, bind, parameters, shape_of, source_of, wants_tuple
 from fastpack.layers.loss import fused_head, fused_loss_serves
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
@@ -92,22 +92,24 @@ def backbone_forward(
         graphs = offload = None
     if graphs is not None:
         outputs = graphs.run(backbone, stock, arguments)
-    elif family.repadded:
-        outputs = repadded_forward(backbone, stock, accepted(type(backbone).forward, arguments), packed)
-    elif scope is not None:
-        with scope.around(backbone, packed):
-            outputs = call_stock(backbone, stock, **accepted(type(backbone).forward, arguments))
     else:
-        with nullcontext() if offload is None else offload.around(backbone, packed.cu_seqlens.device):
-            outputs = call_stock(backbone, stock, **arguments)
+        if scope is not None:
+            arguments = accepted(type(backbone).forward, arguments)
+        with (
+            nullcontext() if offload is None else offload.around(backbone, packed.cu_seqlens.device),
+            nullcontext() if scope is None else scope.around(backbone, packed),
+        ):
+            if family.repadded:
+                outputs = repadded_forward(backbone, stock, arguments, packed)
+            else:
+                outputs = call_stock(backbone, stock, **arguments)
     outputs = _put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
 def _from_head(scope: PackingScope, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the head has read of this batch and could not hand on."""
-    ids = arguments.get("input_ids")
-    source = arguments.get("inputs_embeds") if ids is None else ids
+    source = source_of(arguments)
     found = None if source is None else scope.take(source)
     return {} if found is None else {"packed_seq_lens": found}
 
@@ -168,8 +170,7 @@ def _call_head(head: Any, scope: PackingScope | None, stock: Forward | None, *ar
     packed = kwargs.get("packed_seq_lens")
     if scope is None or not isinstance(packed, PackedSeqLens):
         return call_stock(head, stock, *args, **kwargs)
-    ids = kwargs.get("input_ids")
-    scope.offer(kwargs["inputs_embeds"] if ids is None else ids, packed)
+    scope.offer(source_of(kwargs), packed)
     if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
         kwargs["use_cache"] = False
     kept = accepted(type(head).forward, kwargs) if stock is None else kwargs
@@ -204,7 +205,7 @@ def head_pre_hook(
     args, kwargs = prepare_head(module, kind, scope, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if scope is not None and isinstance(packed, PackedSeqLens):
-        scope.offer(kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"], packed)
+        scope.offer(source_of(kwargs), packed)
     return args, _without_first_labels(kind, kwargs)
 
 
@@ -273,11 +274,10 @@ def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> PackedSeqLens:
-    source = arguments.get("input_ids")
-    device = (arguments["inputs_embeds"] if source is None else source).device
+    shape = shape_of(arguments)
     return pack_inputs(
-        shape_of(arguments),
-        device,
+        shape,
+        source_of(arguments).device,
         attention_mask=arguments.get("attention_mask"),
         position_ids=arguments.get("position_ids"),
         packing=packing,

@@ -1,7 +1,6 @@
 """A module that mixes tokens and knows no boundaries, run on one row a sequence.
 
-Its result for a token must not depend on what stands to the right of it in the row, nor on how long the row is; where
-it does, rows are equally long (``MixerSpec.equal``).
+Its result for a token must not depend on what stands to the right of it in the row, nor on how long the row is.
 
 Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 """
@@ -33,7 +32,7 @@ def mixer_forward(
     if packed is None:
         return call_stock(module, stock, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
-    groups = row_groups(packed, equal=spec.equal)
+    groups = row_groups(packed, equal=False)
     results = []
     for rows in groups.groups:
         mask = _Mask(module, spec, rows)

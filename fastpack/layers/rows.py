@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -80,9 +81,7 @@ def row_groups(packed: PackedSeqLens, *, equal: bool) -> RowGroups:
 
 def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
     device = packed.cu_seqlens.device
-    starts = [0]
-    for length in packed.lengths:
-        starts.append(starts[-1] + length)
+    starts = list(accumulate(packed.lengths, initial=0))
     groups: list[Rows] = []
     placed: list[Tensor] = []
     for members in _similar(packed.lengths, equal):
@@ -103,10 +102,10 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
 def _similar(lengths: Sequence[int], equal: bool) -> Iterator[list[int]]:
     """Indices of sequences of similar lengths, those of the longest first; in order inside a group."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    ratio = 1.0 if equal else RATIO
     group: list[int] = []
     for i in order:
-        shortest = lengths[group[0]] if equal and group else RATIO * lengths[group[0]] if group else 0
-        if group and lengths[i] < shortest:
+        if group and lengths[i] < ratio * lengths[group[0]]:
             yield sorted(group)
             group = []
         group.append(i)

@@ -20,7 +20,9 @@ from fastpack.layers.mixer import mixer_forward
 from fastpack.layers.rows import RATIO, put_back, row_groups, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import mask_stand_in
+from fastpack.offload import offload_of
 from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.targets import find_parts
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -187,6 +189,16 @@ def test_unpatch_restores_everything(model_type: str) -> None:
             assert not torch.equal(model(input_ids=ids, packed_seq_lens=[5, 7]).logits, want)
         assert torch.equal(model(input_ids=ids).logits, want)
     assert {name: sorted(m.__dict__) for name, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "nemotron", "zaya"])
+def test_offloading_is_asked_on_every_rung(model_type: str) -> None:
+    """On a CPU it can't be done, and says so; it was not asked at all where a scope is."""
+    model = fastpack.patch(build_tiny(model_type).train(), offload="checkpoints")
+    model(input_ids=plain_tokens(1, 8, seed=0), packed_seq_lens=[3, 5])
+    offload = offload_of(find_parts(model).backbone)
+    assert offload is not None
+    assert sum(offload.stats.idle.values()) == 1
 
 
 def test_falcon_with_alibi_runs_on_rows() -> None:
