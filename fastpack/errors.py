@@ -9,6 +9,7 @@
     ├── BackendUnavailableError     an attention backend, asked for by name, that can't serve (RuntimeError)
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
+    └── NoFasterWarning             a patched model that is exact, and no faster than padded
 
 Each message says what came, what is allowed and how to mend it.
 """
@@ -58,3 +59,7 @@ class PatchError(FastpackError, RuntimeError):
 
 class FastpackWarning(UserWarning):
     """Base of every warning that fastpack raises."""
+
+
+class NoFasterWarning(FastpackWarning):
+    """The whole model runs on padded rows: every sequence is exact, and nothing is saved."""

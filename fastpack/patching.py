@@ -8,6 +8,7 @@ model through ``copy.deepcopy``, pickling and PEFT.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastpack.adapters import count_opaque, count_projections
+from fastpack.errors import NoFasterWarning
 from fastpack.graphs import runner_of
-from fastpack.layers.attention import interface_name, register_interface
+from fastpack.layers.interface import interface_name, register_interface
 from fastpack.layers.scope import PackingScope
 from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
@@ -94,11 +96,21 @@ def patch(
         PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met; or an
             option has a value that it does not take. Nothing has been changed when any of these is raised.
         ContaminationError: with ``verify``: the patched model was not exact, and is unpatched again.
+
+    Warns:
+        NoFasterWarning: the whole model runs on padded rows (the re-padded model's rung).
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, strict)
     options.check()
     for plan in _plan_all(models_of(target), options):
         _apply(plan, options)
+        if plan.report.rung == "re-padded model":
+            warnings.warn(
+                f"{plan.report.model} runs as a re-padded model: sequences are exact and apart, but on padded rows, so "
+                "that nothing gets faster.",
+                NoFasterWarning,
+                stacklevel=2,
+            )
     if verify:
         from fastpack.verify import verify as check
 

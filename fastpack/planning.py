@@ -14,17 +14,20 @@ from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections
 from fastpack.attention_dispatch import AttentionShape, choose, explain
+from fastpack.coverage import covered_family
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.families import (
-    REFUSED,
+    FORMS,
+    RUNGS,
+    AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
     Family,
     HeadSpec,
     MlpSpec,
     NormSpec,
+    Rung,
     Spec,
-    family_of,
     source_hash,
 )
 from fastpack.graphs import GraphRunner
@@ -38,7 +41,7 @@ from fastpack.layers.causal_lm import (
 )
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.loss import fused_loss_rejects
-from fastpack.layers.mixer import mixer_forward, packed_alibi
+from fastpack.layers.mixer import mixer_forward, mixer_notes, mixer_rung, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
@@ -46,6 +49,7 @@ from fastpack.layers.scope import PackingScope
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
+from fastpack.rungs import layer_rungs, unpadded_share
 from fastpack.targets import Parts, find_parts
 
 
@@ -82,7 +86,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     """Plan a patch; see :func:`fastpack.patch` for arguments and errors."""
     attention = options.attention
     parts = find_parts(model)
-    family = _covered_family(parts)
+    family = covered_family(parts)
     backbone = parts.backbone
     skipped: list[tuple[str, str]] = []
     notes: list[str] = []
@@ -104,13 +108,17 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
-    if not fast:
-        plan.interface_modules = list(attentions)
+        mixer = family.mixers.get(type(module).__name__)
+        notes += [] if mixer is None or not _own(module, family) else mixer_notes(module, mixer)
+    plan.interface_modules = [m for m in attentions if type(m).__name__ not in specs]
     if family.alibi is not None and plan.scope is not None:
         bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
         plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
 
+    rungs = _module_rungs(plan, family)
+    layers = layer_rungs(backbone, rungs)
+    on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]
     shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(type(m).__name__)) for m in attentions))
     backend = ", ".join(dict.fromkeys(_serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
@@ -122,7 +130,9 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     plan.report = PatchReport(
         model=type(parts.head or backbone).__name__,
         family=family.model_type,
-        rung=rung,
+        rung=next(rung for rung in reversed(RUNGS) if rung in layers),
+        layers=layers,
+        unpadded=unpadded_share(backbone, parts.head, on_rows),
         attention=attention,
         backend=backend or None,
         backends=explain(shapes[0]) if shapes else {},
@@ -135,71 +145,38 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     return plan
 
 
-def _covered_family(parts: Parts) -> Family:
-    """The family of the backbone, or a refusal that says why there is none."""
-    backbone, config = parts.backbone, parts.backbone.config
-    name = type(parts.head or backbone).__name__
-    family = family_of(backbone)
-    if family is None:
-        raise UnsupportedModelError(f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed.")
-    if family.by_choice and not config.is_decoder:
-        raise UnsupportedModelError(
-            f"{name} can't be patched: {family.model_type} is an encoder (bidirectional attention) unless its config "
-            "says is_decoder=True, and packing is for decoders. Nothing was changed."
-        )
-    # "vision" means that of images, which don't come with a patched model
-    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision")
-    if not family.repadded and (bidirectional or getattr(config, "is_causal", True) is False):
-        raise UnsupportedModelError(
-            f"{name} is set to attend in both directions (its config says so); only causal attention is covered."
-        )
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    if any(p.get("rope_type") in LENGTH_DEPENDENT for p in nested):
-        raise UnsupportedModelError(
-            f"{name} has rotary frequencies that depend on the length, chosen for each kind of layer "
-            f"({[p.get('rope_type') for p in nested]}); that combination is not covered."
-        )
-    if family.repadded_if is not None and getattr(config, family.repadded_if, False):
-        return replace(family, attention=(), mixers={}, repadded=True)
-    return family
-
-
-def _why_not_covered(backbone: Any) -> str:
-    config = backbone.config
-    model_type = getattr(config, "model_type", "?")
-    if model_type in REFUSED:
-        return f"family {model_type!r} is refused: {REFUSED[model_type]}"
-    if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
-        return f"{model_type} is an encoder-decoder, and packing is for decoders"
-    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
-        return (
-            f"{model_type} is a multimodal model (vision or audio), which is not covered; its text model alone may be "
-            "(load it with AutoModelForCausalLM)"
-        )
-    if hasattr(backbone, "pooler") or not getattr(config, "is_decoder", True):
-        return f"{model_type} is an encoder (bidirectional attention), and packing is for decoders"
-    return (
-        f"family {model_type!r} ({type(backbone).__name__}) is not covered yet; see `fastpack families` for those "
-        "that are"
-    )
-
-
 def _own(module: nn.Module, family: Family) -> bool:
     """Defined by this family's upstream module, not by a look-alike of the same name."""
     return type(module).__module__ == family.module
 
 
+_RUNG_OF: dict[str, Rung] = {
+    "attention": "fast",
+    "packed mixer": "varlen",
+    "re-padded mixer": "re-padded mixer",
+}
+
+
+def _module_rungs(plan: Plan, family: Family) -> list[tuple[nn.Module, Rung]]:
+    """Of the modules that mix tokens; of the whole backbone where nobody knows which they are."""
+    if family.repadded:
+        return [(plan.backbone, "re-padded model")]
+    found = {id(swap.module): (swap.module, _RUNG_OF[swap.kind]) for swap in plan.forwards if swap.kind in _RUNG_OF}
+    found |= {id(module): (module, "varlen") for module in plan.interface_modules}
+    return [found[id(module)] for module in plan.backbone.modules() if id(module) in found]
+
+
 def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
-    """The fast declarations whose upstream source is one that they were proved on."""
-    trusted = dict(family.fast)
+    """What the classes compute that get fast forwards, those whose source is known."""
+    trusted: dict[str, Spec] = {}
     classes: set[Any] = {type(m) for m in backbone.modules()}
-    for cls in classes:
+    for cls in sorted(classes, key=lambda cls: cls.__name__):
         if cls.__name__ not in family.fast or cls.__module__ != family.module:
             continue
         found = source_hash(cls)
-        if found not in family.proved.get(cls.__name__, ()):
-            del trusted[cls.__name__]
+        if found in FORMS:
+            trusted[cls.__name__] = FORMS[found]
+        else:
             skipped.append(
                 (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
             )
@@ -240,9 +217,9 @@ def _head_loss(
     if options.loss is None:
         return None
     cls: Any = type(head)
-    spec = family.fast.get(cls.__name__) if cls.__module__ == family.module else None
-    proved = isinstance(spec, HeadSpec) and source_hash(cls) in family.proved.get(cls.__name__, ())
-    found = spec if isinstance(spec, HeadSpec) and proved else None
+    known = cls.__module__ == family.module and cls.__name__ in family.fast
+    spec = FORMS.get(source_hash(cls)) if known else None
+    found = spec if isinstance(spec, HeadSpec) else None
     reason = fused_loss_rejects(head, kind, found)
     if reason is not None:
         skipped.append(("loss", f"{reason}: the stock loss runs"))
@@ -275,27 +252,32 @@ def _plan_module(
     mixer = family.mixers.get(name)
     if mixer is not None and _own(module, family):
         bind = functools.partial(_bind, mixer_forward, module, (mixer, plan.scope))
-        plan.forwards.append(ForwardSwap(module, bind, "re-padded mixer"))
+        kind = "packed mixer" if mixer_rung(module, mixer) == "varlen" else "re-padded mixer"
+        plan.forwards.append(ForwardSwap(module, bind, kind))
     spec = specs.get(name)
     if spec is None or not _own(module, family):
         return
-    replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
     if isinstance(spec, AttentionSpec):
+        spec = _with_mask_window(module, spec, family)
+    replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
+    if isinstance(spec, AnyAttentionSpec):
         if replaced:
             raise PatchError(
                 f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
                 "attention would not be packed."
             )
-        bind = functools.partial(_bind, attention_forward, module, (spec, options))
+        bind = functools.partial(_bind, attention_forward, module, (spec, options, plan.scope))
         plan.forwards.append(ForwardSwap(module, bind, "attention"))
     elif isinstance(spec, DecoderSpec):
         # one whose forward was replaced (offloading hooks do this) calls its own modules, which are fast each
         if not replaced and not hasattr(module, "_hf_hook"):
-            bind = functools.partial(_bind, decoder_forward, module, (spec, options))
+            bind = functools.partial(_bind, decoder_forward, module, (spec, options, plan.scope))
             plan.forwards.append(ForwardSwap(module, bind, "layer"))
     elif replaced:
         skipped.append((name, "its forward was already replaced by someone else: left alone"))
     elif isinstance(spec, NormSpec):
+        if getattr(module, "weight", None) is None:
+            return  # Gemma 4 has some without
         plan.forwards.append(
             ForwardSwap(module, functools.partial(_bind_plain, norm_forward, module, spec, options), "norm")
         )
@@ -303,6 +285,14 @@ def _plan_module(
         plan.forwards.append(
             ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, options), "mlp")
         )
+
+
+def _with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
+    """The form of an attention whose window upstream has in its mask alone."""
+    kinds = getattr(module.config, "layer_types", None)
+    if family.mask_window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
+        return spec
+    return replace(spec, window=f"config.{family.mask_window}")
 
 
 def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
@@ -337,6 +327,8 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
     fast = spec if isinstance(spec, AttentionSpec) else AttentionSpec(window="sliding_window")
     window = attrgetter(fast.window)(module) if fast.window and hasattr(module, fast.window.split(".")[0]) else None
+    if fast.window_if is not None and not getattr(module, fast.window_if):
+        window = None
     softcap = attrgetter(fast.softcap)(module) if fast.softcap else getattr(config, "attn_logit_softcapping", None)
     dropout = getattr(module, "attention_dropout", 0.0)
     return AttentionShape(

@@ -6,13 +6,15 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fastpack.rungs import describe
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 _RUNGS = {
     "fast": "fast",
-    "varlen": "varlen (attention packed, the rest stock)",
+    "varlen": "varlen (attention packed, the rest stock on real tokens)",
     "re-padded mixer": "re-padded mixer (one row a sequence where tokens mix; the rest without padding)",
     "re-padded model": "re-padded model (the stock model on rows of equal length: exact, no faster)",
 }
@@ -25,9 +27,12 @@ class PatchReport:
     Attributes:
         model: class name of the head, or of a bare backbone.
         family: transformers' model_type.
-        rung: ``fast`` (the family's own forwards), ``varlen`` (attention alone), ``re-padded mixer`` (modules that
-            know no boundaries run on one row a sequence, attention is packed, the rest runs without padding),
-            ``re-padded model`` (the stock model on rows of equal length), or ``stock`` (not patched).
+        rung: the lowest that any layer is on. ``fast`` (fastpack's own forwards), ``varlen`` (stock, on packed
+            attention or other kernels that know boundaries), ``re-padded mixer`` (modules that know none run on one
+            row a sequence, the rest without padding), ``re-padded model`` (the stock model on rows of equal length),
+            or ``stock`` (not patched).
+        layers: names of the modules that mix tokens, by rung.
+        unpadded: the share of a forward's products with weights that runs on real tokens alone, from 0 to 1.
         attention: the backend asked for.
         backend: the one that serves a batch of this model's dtype on its device.
         backends: for each backend, why it can't serve, or None.
@@ -41,6 +46,8 @@ class PatchReport:
     model: str
     family: str
     rung: str
+    layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unpadded: float | None = None
     attention: str = "auto"
     backend: str | None = None
     backends: dict[str, str | None] = field(default_factory=dict)
@@ -78,7 +85,12 @@ class PatchReport:
         if self.rung == "stock":
             table.add_row("rung", "stock: not patched")
             return table
-        table.add_row("rung", _RUNGS[self.rung])
+        if len(self.layers) == 1:
+            table.add_row("rung", _RUNGS[self.rung])
+        for rung, names in self.layers.items() if len(self.layers) > 1 else ():
+            table.add_row(rung, describe(names))
+        if self.unpadded is not None:
+            table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the products with weights")
         if self.backend is not None:
             asked = "" if self.attention == "auto" else " (asked for by name)"
             table.add_row("attention", f"{self.backend}{asked}")

@@ -148,9 +148,9 @@ class _Probe:
         seen: list[tuple[Tensor, Tensor]] = []
 
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
-            out = output if output.requires_grad else output.detach().requires_grad_()
-            seen.append((args[0] if args else kwargs["input"], out))
-            return out
+            leaf = output if output.requires_grad else output.detach().requires_grad_()
+            seen.append((args[0] if args else kwargs["input"], leaf))
+            return leaf if leaf is output else leaf.clone()  # which the model may scale in place
 
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
         try:

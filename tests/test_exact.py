@@ -20,15 +20,13 @@ from oracle import (
     run_alone,
     run_batch,
 )
-from tiny import VOCAB, tiny_model
+from tiny import FAST, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
-from fastpack.families import FAST_FAMILIES
 
-FAST = [family.model_type for family in FAST_FAMILIES]
 NAIVE_BOUND = 1e-2
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from oracle import GPU_FLOAT32_BOUND, INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch
-from tiny import VOCAB, tiny_model
+from tiny import EXPERTS, FAST, VOCAB, tiny_model
 from torch import nn
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
-from fastpack.families import FAST_FAMILIES
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +20,7 @@ REAL_HEADS = {
     "head_dim": 64,
     "max_position_embeddings": 512,
 }
+REAL_LATENTS = {"head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "kv_lora_rank": 128}
 BOUND = 1.5
 FLOOR = 2e-3
 """Below this relative error, bf16's own rounding of one value decides: no ratio is taken."""
@@ -33,7 +33,8 @@ def _compile_anew() -> None:
 
 def build(model_type: str, dtype: torch.dtype) -> nn.Module:
     head_dim = None if model_type in ("cohere", "phi3", "qwen2", "smollm3") else 64
-    return tiny_model(model_type, **{**REAL_HEADS, "head_dim": head_dim}).to("cuda", dtype)
+    sizes = {**REAL_HEADS, "head_dim": head_dim, **(REAL_LATENTS if model_type == "deepseek_v3" else {})}
+    return tiny_model(model_type, **sizes).to("cuda", dtype)
 
 
 def oracle_and_plain(model_type: str) -> tuple[Result, Error]:
@@ -64,10 +65,7 @@ def test_backends(model_type: str, attention: str) -> None:
         check(compare(run_batch(model, sequences, kind), wide), plain)
 
 
-EXPERTS = ("mixtral", "qwen3_moe")
-
-
-@pytest.mark.parametrize("model_type", [f.model_type for f in FAST_FAMILIES if f.model_type not in EXPERTS])
+@pytest.mark.parametrize("model_type", [name for name in FAST if name not in EXPERTS])
 def test_families(model_type: str) -> None:
     wide, plain = oracle_and_plain(model_type)
     model = fastpack.patch(build(model_type, torch.bfloat16), strict=True)
@@ -78,30 +76,20 @@ def test_families(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", *EXPERTS])
 def test_float32(model_type: str) -> None:
-    """Also for experts, whose routing flips between any two runs in bf16, so that no bound would mean anything."""
+    """Also for experts, whose routing flips between any two runs in bf16, so that no bound would mean anything.
+
+    Some (gpt-oss, Granite) amplify rounding: two batches of the stock model differ by more than the bound.
+    """
     sequences = make_sequences(VOCAB, LENGTHS)
     alone = run_alone(build(model_type, torch.float32), sequences)
+    stock = compare(run_batch(build(model_type, torch.float32), sequences, "padded right"), alone)
     model = fastpack.patch(build(model_type, torch.float32), strict=True)
     for kind in INPUT_KINDS:
         error = compare(run_batch(model, sequences, kind), alone)
-        assert error.worst <= GPU_FLOAT32_BOUND, error
+        assert error.worst <= max(GPU_FLOAT32_BOUND, 2 * stock.worst), (error, stock)
 
 
-VARLEN = (
-    "cohere2",
-    "ernie4_5",
-    "exaone4",
-    "glm",
-    "glm4",
-    "gpt2",
-    "gpt_neox",
-    "helium",
-    "olmo",
-    "olmo3",
-    "phi",
-    "seed_oss",
-    "starcoder2",
-)
+VARLEN = ("gpt2", "gpt_neox", "olmo", "persimmon", "phi")
 
 
 @pytest.mark.parametrize("model_type", VARLEN)

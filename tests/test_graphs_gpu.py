@@ -12,14 +12,13 @@ import pytest
 import torch
 from oracle import GPU_FLOAT32_BOUND, Result, compare, make_sequences, padded, positions, run_alone, run_batch
 from test_adapters import with_lora
-from test_exact_gpu import EXPERTS, build, check, oracle_and_plain
 from test_exact_gpu import LENGTHS as SMALL
-from tiny import VOCAB, tiny_model
+from test_exact_gpu import build, check, oracle_and_plain
+from tiny import EXPERTS, FAST, VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
-from fastpack.families import FAST_FAMILIES
 from fastpack.graphs import GraphRunner, GraphSettings, runner_of
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
@@ -92,7 +91,7 @@ def test_dropout_is_drawn_anew_in_each_replay() -> None:
     assert runner(model).stats.replays == 4
 
 
-@pytest.mark.parametrize("model_type", [f.model_type for f in FAST_FAMILIES if f.model_type not in EXPERTS])
+@pytest.mark.parametrize("model_type", [name for name in FAST if name not in EXPERTS])
 def test_families_in_bf16(model_type: str) -> None:
     wide, plain = oracle_and_plain(model_type)
     model = graphed(build(model_type, torch.bfloat16))

@@ -6,11 +6,14 @@ What other libraries wrap around patched models is in ``test_patching_wrapped.py
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 import io
 import pickle
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare, flat, make_sequences, padded, relative, run_alone
 from patch_checks import check_exact, fingerprint
-from tiny import VOCAB, tiny_config, tiny_model
+from tiny import FAST, VOCAB, tiny_config, tiny_model
 from torch import nn
 from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClassification
 from transformers import AutoModelForTokenClassification as AutoTokenClassifier
@@ -27,7 +30,7 @@ import fastpack
 from fastpack.families import FAST_FAMILIES
 from fastpack.smoke.tiny import build_tiny
 
-VARLEN = "starcoder2"
+VARLEN = "olmo"
 
 
 def class_attributes() -> dict[str, Any]:
@@ -283,16 +286,33 @@ def test_an_unknown_upstream_source_drops_to_the_varlen_rung(monkeypatch: pytest
     check_exact(model, alone)
 
 
-def test_every_fast_family_is_proved_on_the_installed_transformers() -> None:
+def test_every_fast_class_is_proved_on_the_installed_transformers() -> None:
     """Where this fails, upstream changed: prove the fast forward again, then add the new hash."""
-    import importlib
+    from fastpack.families import FAMILIES, FORMS, source_hash
 
-    from fastpack.families import source_hash
-
-    for family in FAST_FAMILIES:
-        module = importlib.import_module(family.module)
+    for family in FAMILIES.values():
+        module = importlib.import_module(family.module) if family.fast else None
         for name in family.fast:
-            assert source_hash(getattr(module, name)) in family.proved[name], f"{family.model_type}: {name}"
+            assert source_hash(getattr(module, name)) in FORMS, f"{family.model_type}: {name}"
+
+
+def test_each_form_of_attention_has_a_family_in_the_tests() -> None:
+    from fastpack.families import FAMILIES, FORMS, source_hash
+
+    def forms(names: Iterable[str]) -> set[Any]:
+        families = [FAMILIES[name] for name in names]
+        classes = [getattr(importlib.import_module(f.module), name) for f in families for name in f.attention]
+        return {FORMS[source_hash(cls)] for cls in classes}
+
+    assert forms(FAST) == forms(family.model_type for family in FAST_FAMILIES)
+
+
+def test_a_model_that_gets_no_faster_warns() -> None:
+    with pytest.warns(fastpack.NoFasterWarning, match="nothing gets faster"):
+        fastpack.patch(build_tiny("xlnet"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastpack.patch(build_tiny("bamba"))
 
 
 def test_report_says_what_was_done() -> None:

@@ -131,6 +131,11 @@ def test_several_ends_of_a_text() -> None:
     assert fastpack.verify(fastpack.patch(model)).passed
 
 
+def test_a_frozen_embedding_that_is_scaled_in_place() -> None:
+    wrapped = get_peft_model(build_tiny("ctrl"), LoraConfig(r=4, target_modules="all-linear"))
+    assert fastpack.verify(fastpack.patch(wrapped)).passed
+
+
 def test_lora_and_a_bare_backbone() -> None:
     wrapped = get_peft_model(build_tiny("bamba"), LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2))
     assert fastpack.verify(fastpack.patch(wrapped)).passed

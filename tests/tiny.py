@@ -9,6 +9,42 @@ import torch
 from torch import nn
 
 VOCAB = 97
+EXPERTS = (
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt_oss",
+    "granitemoe",
+    "minimax_m2",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)
+FAST = (
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "granite",
+    "granite_swa",
+    "hunyuan_v1_dense",
+    "llama",
+    "mistral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    *EXPERTS,
+)
+"""Families of the fast rung that stand for all: there is one here for each form of attention."""
 WINDOW = 8
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -120,6 +156,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "phi": {"qk_layernorm": True},
     "phi3": {"sliding_window": WINDOW, "head_dim": None},
     "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1, "head_dim": None},
+    "qwen2_moe": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": None, **MIXED_MOE},
     "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
     "qwen3_moe": {"mlp_only_layers": [1], **MOE},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},

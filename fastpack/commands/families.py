@@ -1,19 +1,43 @@
-"""``fastpack families``: which families of models are covered, and on which rung."""
+"""``fastpack families``: which families of models are covered, and on which rung; what a run of them proved."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastpack.commands import UsageError
+
+if TYPE_CHECKING:
+    from fastpack.smoke.record import Record
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, for people, for the README or for programs."""
+    """Print the table, for people, for the README or for programs.
+
+    Raises: UsageError where the files named are not what they should be.
+    """
     parser = argparse.ArgumentParser(prog="fastpack families", description="The families of models that are covered.")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="the table of the README")
+    form.add_argument("--markdown", action="store_true", help="a table in Markdown")
     form.add_argument("--json", action="store_true", help="a list of objects")
+    parser.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="RUN.json",
+        help="what this run proved: gists/smoke.sh --all --json RUN.json",
+    )
+    parser.add_argument("--into", type=Path, metavar="README.md", help="write what the run proved between its marks")
     given = parser.parse_args(arguments)
+    if given.run is not None:
+        return _show_run(given.run, given.into)
+    if given.into is not None:
+        raise UsageError("--into writes what a run proved: name the run with --from RUN.json")
     rows = family_rows()
     if given.json:
         print(json.dumps(rows, indent=2))
@@ -31,23 +55,84 @@ def family_rows() -> list[dict[str, str]]:
     rows = [
         {"model_type": name, "rung": str(family.rung), "backbone": family.backbone} for name, family in FAMILIES.items()
     ]
-    order = list(RUNGS)
+    order = _rungs(rows)
     return sorted(rows, key=lambda row: (order.index(row["rung"]), row["model_type"]))
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
     """The rows as a Markdown table, one line a rung, since there are many."""
     lines = ["| rung | what runs | families |", "|---|---|---|"]
-    for rung, what in RUNGS.items():
+    for rung in _rungs(rows):
         names = [f"`{row['model_type']}`" for row in rows if row["rung"] == rung]
         if names:
-            lines.append(f"| **{rung}** ({len(names)}) | {what} | {', '.join(names)} |")
+            lines.append(f"| **{rung}** ({len(names)}) | {RUNGS.get(rung, '')} | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
+def _rungs(rows: Sequence[dict[str, str]]) -> list[str]:
+    """Those that are described here in their order, then what else the rows have."""
+    return [*RUNGS, *sorted({row["rung"] for row in rows} - RUNGS.keys())]
+
+
+BEGIN = "<!-- families: written by `fastpack families --from RUN.json --into README.md` -->"
+END = "<!-- /families -->"
+
+
+def _show_run(run: Path, into: Path | None) -> int:
+    from fastpack.smoke.record import Record
+
+    try:
+        section = proved(Record.read(run))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
+    if into is None:
+        print(section)
+        return 0
+    text = into.read_text()
+    if not (text.count(BEGIN) == text.count(END) == 1):
+        raise UsageError(f"{into} should have one line {BEGIN} and behind it one line {END}")
+    between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    into.write_text(between.sub(lambda _: f"{BEGIN}\n\n{section}\n\n{END}", text))
+    return 0
+
+
+def proved(record: Record) -> str:
+    """What a run proved, as Markdown: the table of rungs, what was tried, on what, and who was refused and why.
+
+    Only families that the run tried in mode ``exact`` are claimed, and those alone of which no row failed.
+
+    Raises: ValueError where the run has no such row.
+    """
+    failed = sorted({row.family for row in record.rows if row.problem is not None})
+    refused = {row.family: row.refused for row in record.rows if row.refused is not None}
+    tried = [row for row in record.rows if row.kinds]
+    exact = [row for row in tried if row.family not in failed]
+    if not exact:
+        raise ValueError("no family was proved exact in it")
+    rungs = {row.family: row.rung for row in exact}
+    lines = [markdown([{"model_type": family, "rung": rung} for family, rung in sorted(rungs.items())]), ""]
+    kinds = list(dict.fromkeys(kind for row in exact for kind in row.kinds))
+    worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
+    figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
+    total = len({row.family for row in record.rows})
+    told = (
+        f"{len(rungs)} of {total} names in transformers' causal-LM mapping give what each sequence alone gives, logits "
+        f"and every gradient, off by {figures} at most (1e-4 is allowed; in half precision twice what the stock model "
+        f"is off by). Tried were {', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was "
+        f"built tiny from its own config, in a process of its own, on {record.made_with}."
+    )
+    lines += textwrap.wrap(told, 120, break_long_words=False, break_on_hyphens=False)
+    if failed:
+        lines += ["", f"Not proved: {', '.join(f'`{family}`' for family in failed)}."]
+    if refused:
+        lines += ["", "Refused:", ""]
+        lines += [f"- `{family}`: {why}" for family, why in sorted(refused.items())]
     return "\n".join(lines)
 
 
 RUNGS = {
     "fast": "fastpack's own forwards: packed attention, norms and MLP",
-    "varlen": "packed attention; everything else is the stock model, on real tokens only",
+    "varlen": "packed attention, and norms and MLPs that are known; the rest is the stock model, on real tokens only",
     "re-padded mixer": "what mixes tokens and knows no boundaries runs on one row a sequence; attention is packed, and "
     "the rest runs on real tokens only",
     "re-padded model": "the stock model on rows of equal length: exact, no faster",

@@ -1,7 +1,7 @@
 """The table of families: ``model_type`` to declaration.
 
-Adding a family is one file of this folder (the fast rung) or one row of :mod:`fastpack.families.varlen`, one line in
-the list below, and one row in the shared test's table.
+Adding a family is a row of one of the tables that are put together below. What its classes compute is known by their
+sources (:mod:`fastpack.families.forms`); a source that is new there needs a form, and a proof.
 """
 
 from __future__ import annotations
@@ -17,64 +17,53 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.families import (
-    cohere,
-    gemma,
-    gemma2,
-    gemma3_text,
-    granite,
-    llama,
-    mistral,
-    mixtral,
-    olmo2,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-    smollm3,
-)
+from fastpack.families.fast import FAST_FAMILIES
+from fastpack.families.forms import FORMS
 from fastpack.families.mixers import MIXER_FAMILIES
 from fastpack.families.refused import REFUSED
 from fastpack.families.repadded import REPADDED_FAMILIES
 from fastpack.families.scoped import SCOPED_FAMILIES
-from fastpack.families.spec import AttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
+from fastpack.families.spec import (
+    RUNGS,
+    AnyAttentionSpec,
+    AttentionSpec,
+    DecoderSpec,
+    Family,
+    HeadSpec,
+    LatentAttentionSpec,
+    MlpSpec,
+    NormSpec,
+    Rung,
+    SharedAttentionSpec,
+    Spec,
+)
 from fastpack.families.varlen import VARLEN_FAMILIES
 
 __all__ = [
     "FAMILIES",
     "FAST_FAMILIES",
+    "FORMS",
     "MIXER_FAMILIES",
     "REFUSED",
     "REPADDED_FAMILIES",
+    "RUNGS",
     "SCOPED_FAMILIES",
     "VARLEN_FAMILIES",
+    "AnyAttentionSpec",
     "AttentionSpec",
     "DecoderSpec",
     "Family",
     "HeadSpec",
+    "LatentAttentionSpec",
     "MlpSpec",
     "NormSpec",
+    "Rung",
+    "SharedAttentionSpec",
     "Spec",
     "family_of",
+    "forward_hash",
     "source_hash",
 ]
-
-FAST_FAMILIES: tuple[Family, ...] = (
-    cohere.FAMILY,
-    gemma.FAMILY,
-    gemma2.FAMILY,
-    gemma3_text.FAMILY,
-    granite.FAMILY,
-    llama.FAMILY,
-    mistral.FAMILY,
-    mixtral.FAMILY,
-    olmo2.FAMILY,
-    phi3.FAMILY,
-    qwen2.FAMILY,
-    qwen3.FAMILY,
-    qwen3_moe.FAMILY,
-    smollm3.FAMILY,
-)
 
 ALL_FAMILIES = (*FAST_FAMILIES, *VARLEN_FAMILIES, *SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL_FAMILIES}
@@ -89,28 +78,47 @@ def family_of(backbone: nn.Module) -> Family | None:
     return None
 
 
-# What a forward calls in its own module, and what decides its result with it.
-_HELPERS = ("apply_rotary_pos_emb", "rotate_half")
+_LEFT_OUT = ("eager_attention_forward",)
+"""Attention itself, which is read from the call of the interface."""
 
 
 @functools.cache
 def source_hash(cls: Any) -> str:
-    """Hash of what a class's forward computes: the forward and the rotary helpers that it calls.
+    """Hash of what a class's forward computes: the forward, and what it calls of its own class and module.
 
     Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter.
     """
     module = sys.modules[cls.__module__]
-    forward = inspect.unwrap(cls.forward)
-    parts = [_normal_form(forward)]
-    names = forward.__code__.co_names
-    for name in sorted({*_HELPERS} & {*names, *(["rotate_half"] if "apply_rotary_pos_emb" in names else [])}):
-        helper = getattr(module, name, None)
-        if helper is not None:
-            parts.append(_normal_form(inspect.unwrap(helper)))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    parts: dict[str, str] = {}
+    waiting = [("forward", inspect.unwrap(cls.forward))]
+    while waiting:
+        name, function = waiting.pop()
+        tree = _normal_form(function)
+        parts[name] = ast.unparse(tree)
+        for node in ast.walk(tree):
+            found = None
+            if isinstance(node, ast.Name):
+                name, found = node.id, vars(module).get(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                name, found = f"self.{node.attr}", getattr(cls, node.attr, None)
+            if inspect.isfunction(found) and name not in (*parts, *_LEFT_OUT):
+                helper = inspect.unwrap(found)
+                if helper.__module__ == module.__name__:
+                    waiting.append((name, helper))
+    return hashlib.sha256("\n".join(parts[name] for name in sorted(parts)).encode()).hexdigest()[:12]
 
 
-def _normal_form(function: FunctionType) -> str:
+@functools.cache
+def forward_hash(forward: Any) -> str:
+    """Hash of a forward alone, under whatever decorators; ``unknown`` where its source is not there."""
+    inner = inspect.unwrap(forward)
+    try:
+        return hashlib.sha256(ast.unparse(_normal_form(inner)).encode()).hexdigest()[:12]
+    except (OSError, TypeError):
+        return "unknown"
+
+
+def _normal_form(function: FunctionType) -> ast.FunctionDef:
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     tree.decorator_list = []
@@ -124,4 +132,4 @@ def _normal_form(function: FunctionType) -> str:
     first = tree.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         tree.body = tree.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return tree

@@ -6,12 +6,21 @@ interface, or has a window, chunks or ALiBi in its mask alone, or picks its keys
 itself.
 """
 
-from fastpack.families.spec import Family, MixerSpec
+from fastpack.families.spec import Family, MixerSpec, names
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
 _POSITIONS = MixerSpec(left_out=("position_ids",))
 """An embedding that counts positions itself, from 0 or from the padding id on."""
+
+# those that kernels run on packed tokens, with the forwards of transformers 5.17 and 5.23
+_CONV = MixerSpec(scan="conv", proved=("085f25c1bac5", "6b88f290151c"))
+_SSD = MixerSpec(scan="ssd", proved=("bb28bfcdd77a", "c4a171d656d6", "40875abb4e95", "d64a3f2df9a5"))
+_DELTA = MixerSpec(
+    scan="gated_delta",
+    proved=("61046a155505", "0bddf67062b9", "df5ce38429aa", "7d0c1b43d722", "00aaa5955871", "203fb07e17b7"),
+)
+_KDA = MixerSpec(scan="kda", proved=("bdf01b62e683", "9c899983f311", "d1b54e639089"))
 
 
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
@@ -35,8 +44,15 @@ def _roberta(model_type: str, name: str, package: str = "", file: str = "") -> F
 
 
 def _old_bert(model_type: str, name: str, package: str = "") -> Family:
-    """BERT whose attention is its own."""
-    return Family(model_type, f"{name}Model", package=package, mixers={f"{name}SelfAttention": _MASKED}, by_choice=True)
+    """BERT whose attention is its own, and in older releases bidirectional whatever its config says."""
+    return Family(
+        model_type,
+        f"{name}Model",
+        package=package,
+        mixers={f"{name}SelfAttention": _MASKED},
+        by_choice=True,
+        since=(5, 23),
+    )
 
 
 MIXER_FAMILIES: tuple[Family, ...] = (
@@ -45,56 +61,158 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "bailing_hybrid",
         "BailingHybridModel",
         ("BailingHybridAttention",),
-        mixers={"BailingHybridDeltaAttention": _STOCK},
+        mixers={"BailingHybridDeltaAttention": _KDA},
+        fast=names("BailingHybrid", "RMSNorm MLP"),
     ),
-    Family("bamba", "BambaModel", ("BambaAttention",), mixers={"BambaMixer": _STOCK}),
-    Family("falcon_h1", "FalconH1Model", ("FalconH1Attention",), mixers={"FalconH1Mixer": _STOCK}),
-    Family("falcon_mamba", "FalconMambaModel", mixers={"FalconMambaMixer": _STOCK}),
+    Family(
+        "bamba",
+        "BambaModel",
+        ("BambaAttention",),
+        mixers={"BambaMixer": _SSD},
+        fast=names("Bamba", "Attention RMSNorm MLP"),
+    ),
+    Family(
+        "falcon_h1",
+        "FalconH1Model",
+        ("FalconH1Attention",),
+        mixers={"FalconH1Mixer": _SSD},
+        fast=names("FalconH1", "Attention RMSNorm"),
+    ),
+    Family(
+        "falcon_mamba", "FalconMambaModel", mixers={"FalconMambaMixer": _STOCK}, fast=names("FalconMamba", "RMSNorm")
+    ),
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridModel",
         ("GraniteMoeHybridAttention",),
-        mixers={"GraniteMoeHybridMambaLayer": _STOCK},
+        mixers={"GraniteMoeHybridMambaLayer": _SSD},
+        fast=names("GraniteMoeHybrid", "Attention RMSNorm MLP ForCausalLM"),
     ),
-    Family("jamba", "JambaModel", ("JambaAttention",), mixers={"JambaMambaMixer": _STOCK}),
-    Family("kimi_linear", "KimiLinearModel", ("KimiLinearAttention",), mixers={"KimiLinearDeltaAttention": _STOCK}),
-    Family("lfm2", "Lfm2Model", ("Lfm2Attention",), mixers={"Lfm2ShortConv": _STOCK}),
-    Family("lfm2_moe", "Lfm2MoeModel", ("Lfm2MoeAttention",), mixers={"Lfm2MoeShortConv": _STOCK}),
-    Family("lfm3", "Lfm3Model", ("Lfm3Attention",), mixers={"Lfm3ShortConv": _STOCK}),
-    Family("mamba", "MambaModel", mixers={"MambaMixer": _STOCK}),
-    Family("mamba2", "Mamba2Model", mixers={"Mamba2Mixer": _STOCK}),
-    Family("minimax", "MiniMaxModel", ("MiniMaxAttention",), mixers={"MiniMaxLightningAttention": MixerSpec(states=1)}),
-    Family("nemotron_h", "NemotronHModel", ("NemotronHAttention",), mixers={"NemotronHMamba2Mixer": _STOCK}),
-    Family("olmo_hybrid", "OlmoHybridModel", ("OlmoHybridAttention",), mixers={"OlmoHybridGatedDeltaNet": _STOCK}),
+    Family(
+        "jamba",
+        "JambaModel",
+        ("JambaAttention",),
+        mixers={"JambaMambaMixer": _STOCK},
+        fast=names("Jamba", "Attention RMSNorm MLP ForCausalLM"),
+    ),
+    Family(
+        "kimi_linear",
+        "KimiLinearModel",
+        ("KimiLinearAttention",),
+        mixers={"KimiLinearDeltaAttention": _KDA},
+        fast=names("KimiLinear", "RMSNorm MLP"),
+    ),
+    Family(
+        "lfm2",
+        "Lfm2Model",
+        ("Lfm2Attention",),
+        mixers={"Lfm2ShortConv": _CONV},
+        fast=names("Lfm2", "Attention RMSNorm MLP ForCausalLM"),
+    ),
+    Family(
+        "lfm2_moe",
+        "Lfm2MoeModel",
+        ("Lfm2MoeAttention",),
+        mixers={"Lfm2MoeShortConv": _CONV},
+        fast=names("Lfm2Moe", "Attention RMSNorm MLP"),
+    ),
+    Family(
+        "lfm3",
+        "Lfm3Model",
+        ("Lfm3Attention",),
+        mixers={"Lfm3ShortConv": _CONV},
+        fast=names("Lfm3", "RMSNorm MLP ForCausalLM"),
+    ),
+    Family("mamba", "MambaModel", mixers={"MambaMixer": _STOCK}, fast=names("Mamba", "RMSNorm")),
+    Family("mamba2", "Mamba2Model", mixers={"Mamba2Mixer": _SSD}, fast=names("Mamba2", "RMSNorm")),
+    Family(
+        "minimax",
+        "MiniMaxModel",
+        ("MiniMaxAttention",),
+        mixers={"MiniMaxLightningAttention": MixerSpec(states=1)},
+        fast=names("MiniMax", "Attention RMSNorm"),
+    ),
+    Family(
+        "nemotron_h",
+        "NemotronHModel",
+        ("NemotronHAttention",),
+        mixers={"NemotronHMamba2Mixer": _SSD},
+        fast=names("NemotronH", "Attention RMSNorm"),
+    ),
+    Family(
+        "olmo_hybrid",
+        "OlmoHybridModel",
+        ("OlmoHybridAttention",),
+        mixers={"OlmoHybridGatedDeltaNet": _DELTA},
+        fast=names("OlmoHybrid", "Attention RMSNorm MLP AttentionDecoderLayer ForCausalLM"),
+    ),
     Family(
         "qwen3_5_text",
         "Qwen3_5TextModel",
         ("Qwen3_5Attention",),
         package="qwen3_5",
-        mixers={"Qwen3_5GatedDeltaNet": _STOCK},
+        mixers={"Qwen3_5GatedDeltaNet": _DELTA},
+        fast=names("Qwen3_5", "Attention RMSNorm MLP ForCausalLM"),
     ),
     Family(
         "qwen3_5_moe_text",
         "Qwen3_5MoeTextModel",
         ("Qwen3_5MoeAttention",),
         package="qwen3_5_moe",
-        mixers={"Qwen3_5MoeGatedDeltaNet": _STOCK},
+        mixers={"Qwen3_5MoeGatedDeltaNet": _DELTA},
+        fast=names("Qwen3_5Moe", "Attention RMSNorm MLP ForCausalLM"),
     ),
-    Family("qwen3_next", "Qwen3NextModel", ("Qwen3NextAttention",), mixers={"Qwen3NextGatedDeltaNet": _STOCK}),
+    Family(
+        "qwen3_next",
+        "Qwen3NextModel",
+        ("Qwen3NextAttention",),
+        mixers={"Qwen3NextGatedDeltaNet": _DELTA},
+        fast=names("Qwen3Next", "Attention RMSNorm MLP ForCausalLM"),
+    ),
     Family(
         "recurrent_gemma",
         "RecurrentGemmaModel",
         ("RecurrentGemmaAttention",),
         mixers={"RecurrentGemmaRecurrentBlock": _STOCK},
+        fast=names("RecurrentGemma", "RMSNorm"),
     ),
     Family("rwkv", "RwkvModel", mixers={"RwkvSelfAttention": _STOCK, "RwkvFeedForward": _STOCK}),
     Family("xlstm", "xLSTMModel", mixers={"xLSTMLayer": MixerSpec(states=1)}),
-    Family("zamba", "ZambaModel", ("ZambaAttention",), mixers={"ZambaMambaMixer": _STOCK}),
-    Family("zamba2", "Zamba2Model", ("Zamba2Attention",), mixers={"Zamba2MambaMixer": _STOCK}),
+    Family(
+        "zamba",
+        "ZambaModel",
+        ("ZambaAttention",),
+        mixers={"ZambaMambaMixer": _STOCK},
+        fast=names("Zamba", "RMSNorm MLP"),
+    ),
+    Family(
+        "zamba2",
+        "Zamba2Model",
+        ("Zamba2Attention",),
+        mixers={"Zamba2MambaMixer": _SSD},
+        fast=names("Zamba2", "RMSNorm"),
+    ),
     # attention with a window or chunks that only its mask knows of, or that picks its keys
-    Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}),
-    Family("deepseek_v32", "DeepseekV32Model", mixers={"DeepseekV32Attention": _MASKED}),
-    Family("doge", "DogeModel", mixers={"DogeAttention": _MASKED}),
+    Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=names("AXK2", "RMSNorm MLP")),
+    Family(
+        "deepseek_v32",
+        "DeepseekV32Model",
+        mixers={"DeepseekV32Attention": _MASKED},
+        fast=names("DeepseekV32", "RMSNorm MLP"),
+    ),
+    Family(
+        "deepseek_v4",
+        "DeepseekV4Model",
+        mixers={"DeepseekV4Attention": MixerSpec("added", window="sliding_window", in_every_layer=True)},
+    ),
+    Family(
+        "glm_moe_dsa",
+        "GlmMoeDsaModel",
+        mixers={"GlmMoeDsaAttention": MixerSpec("added", carried="prev_topk_indices")},
+        fast=names("GlmMoeDsa", "RMSNorm MLP"),
+    ),
+    Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": MixerSpec("added", carried="prev_topk_indices")}),
+    Family("doge", "DogeModel", mixers={"DogeAttention": _MASKED}, fast=names("Doge", "RMSNorm MLP")),
     Family(
         "dots3_note_text",
         "Dots3NoteTextModel",
@@ -108,11 +226,11 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         mixers={"Llama4TextAttention": MixerSpec("added", chunk="config.attention_chunk_size")},
     ),
     Family(
-        "minimax_m3_vl_text", "MiniMaxM3VLTextModel", package="minimax_m3_vl", mixers={"MiniMaxM3VLAttention": _MASKED}
-    ),
-    Family("phimoe", "PhimoeModel", mixers={"PhimoeAttention": MixerSpec("added", window="config.sliding_window")}),
-    Family(
-        "qwen2_moe", "Qwen2MoeModel", mixers={"Qwen2MoeAttention": MixerSpec("added", window="config.sliding_window")}
+        "minimax_m3_vl_text",
+        "MiniMaxM3VLTextModel",
+        package="minimax_m3_vl",
+        mixers={"MiniMaxM3VLAttention": _MASKED},
+        fast=names("MiniMaxM3VL", "RMSNorm"),
     ),
     # attention of the family's own
     Family(

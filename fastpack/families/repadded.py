@@ -1,7 +1,7 @@
 """Families of the last rung: the stock model on rows of equal length. Exact, and no faster.
 
 What mixes tokens in them depends on the row's length (LSH and block-sparse attention, permutations), attends in both
-directions, hands picked keys from layer to layer, or happens where no module can be wrapped. And families inside a
+directions, or happens where no module can be wrapped. And families inside a
 composite that was made for images or audio, of which only text is taken.
 """
 
@@ -11,12 +11,9 @@ REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("big_bird", "BigBirdModel", repadded=True),
     Family("blt", "BltModel", repadded=True),
     Family("cpmant", "CpmAntModel", repadded=True),
-    Family("deepseek_v4", "DeepseekV4Model", repadded=True),
     Family("fuyu", "FuyuModel", repadded=True),
     Family("git", "GitModel", repadded=True),
-    Family("glm_moe_dsa", "GlmMoeDsaModel", repadded=True),
     Family("got_ocr2", "GotOcr2Model", repadded=True),
-    Family("hy_v4", "HYV4Model", repadded=True),
     Family("inkling2_text", "Inkling2TextModel", package="inkling2", repadded=True),
     Family("inkling_text", "InklingTextModel", package="inkling", repadded=True),
     Family("mllama", "MllamaTextModel", repadded=True),

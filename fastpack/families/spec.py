@@ -1,6 +1,6 @@
-"""What a family declares: which upstream classes it has, and what each of them computes.
+"""What a family declares, which upstream classes it has, and what a class of a known source computes.
 
-A declaration holds names and facts, no code. The shared forwards in :mod:`fastpack.layers` read it.
+Both hold names and facts, no code. The shared forwards in :mod:`fastpack.layers` read them.
 """
 
 from __future__ import annotations
@@ -14,24 +14,73 @@ from fastpack.ops.rope import Layout
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """Causal self-attention with rotary positions.
+    """Causal self-attention, mostly with rotary positions.
 
     Attributes:
         qkv: name of the one projection to queries, keys and values; None for ``q_proj``, ``k_proj``, ``v_proj``.
-        qk_norm: where ``q_norm`` and ``k_norm`` act: on each ``head``, on the whole projection (``flat``), or
-            nowhere. A module that has none of the two (Cohere without ``use_qk_norm``) is taken as it is.
+        out: name of the projection behind it.
+        gated: whether ``q_proj`` gives each head's queries and, beside them, a gate whose sigmoid multiplies its
+            result.
+        qk_norm: where the norms of queries and keys act: on each ``head``, on the whole projection (``flat``), on each
+            head once it is at its position (``turned``), or nowhere. A module without them (Cohere without
+            ``use_qk_norm``) is taken as it is.
+        norms: their names.
+        key_scale: name of a factor on the keys, or None.
         rope_layout, rope_in_float32: how positions are applied.
-        rope_switch: name of an attribute that is falsy in layers without rotary positions.
-        window, softcap: name of an attribute (dotted for one of the config's) that holds it, or None.
+        rope_tables: what cos and sin hold: each angle where its pair is (``whole``), the angles once and once more
+            for elements in pairs side by side (``repeated``), or the angles once (``once``).
+        rope_if: names of attributes; where there are some, layers without any that holds have no positions. A ``!``
+            before a name turns it round.
+        window, softcap, sinks: name of an attribute (dotted for one of the config's) that holds it, or None.
+        window_if: name of an attribute that is falsy in layers without the window, or None.
+        dropout, out_dropout: name of the probability with which scores, and the results behind ``out``, are dropped,
+            or None.
     """
 
     qkv: str | None = None
-    qk_norm: Literal["head", "flat"] | None = None
+    out: str = "o_proj"
+    gated: bool = False
+    qk_norm: Literal["head", "flat", "turned"] | None = None
+    norms: tuple[str, str] = ("q_norm", "k_norm")
+    key_scale: str | None = None
     rope_layout: Layout = "half"
     rope_in_float32: bool = False
-    rope_switch: str | None = None
+    rope_tables: Literal["whole", "repeated", "once"] = "whole"
+    rope_if: tuple[str, ...] = ()
     window: str | None = None
+    window_if: str | None = None
     softcap: str | None = None
+    sinks: str | None = None
+    dropout: str | None = "attention_dropout"
+    out_dropout: str | None = None
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from a narrow latent.
+
+    Names of the modules are upstream's: ``q_a_proj`` to ``kv_b_proj``. Whether positions turn elements in pairs side
+    by side, says the config's ``rope_interleave``.
+    """
+
+    out: str = "o_proj"
+    dropout: str | None = "attention_dropout"
+    out_dropout: str | None = None
+
+
+@dataclass(frozen=True)
+class SharedAttentionSpec:
+    """Self-attention whose later layers take the keys and values of an earlier one (Gemma 4).
+
+    Queries, keys and values are normalised in each head; where there is no ``v_proj``, values are the keys' projection.
+    """
+
+    out: str = "o_proj"
+    dropout: str | None = "attention_dropout"
+    out_dropout: str | None = None
+
+
+AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | SharedAttentionSpec
 
 
 @dataclass(frozen=True)
@@ -49,12 +98,15 @@ class MlpSpec:
     """A gated MLP: ``down(activation(gate(x)) * up(x))``.
 
     Attributes:
-        gate_up: name of the one projection to gate and up; None for ``gate_proj`` and ``up_proj``.
-        activation: name of the activation's attribute.
+        gate_up: name of the one projection to gate and up, or those of the two; down: that of the last one.
+        activation: name of the activation's attribute, None for SiLU by function.
+        out_dropout: name of the probability with which the results are dropped, or None.
     """
 
-    gate_up: str | None = None
-    activation: str = "act_fn"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    activation: str | None = "act_fn"
+    out_dropout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +117,7 @@ class DecoderSpec:
         pre_attention, post_attention, pre_mlp, post_mlp: names of the norms before and behind each branch, or None.
         residual_scale: name of the factor on each branch, or None for 1.
         dropouts: names of the dropouts behind attention and MLP, or None.
+        mlp: name of the MLP, or of a block of experts; the first of a tuple is its result.
     """
 
     pre_attention: str | None = "input_layernorm"
@@ -73,6 +126,7 @@ class DecoderSpec:
     post_mlp: str | None = None
     residual_scale: str | None = None
     dropouts: tuple[str, str] | None = None
+    mlp: str = "mlp"
 
 
 @dataclass(frozen=True)
@@ -82,13 +136,14 @@ class HeadSpec:
     Attributes:
         scale, divisor, softcap: name of an attribute (dotted for one of the config's) that holds it, or None; a softcap
             whose value is None is none.
-        experts: whether a load-balancing loss over router logits is added.
+        experts: whether the output holds router logits (``routed``), and a load-balancing loss over them is added
+            (``balanced``).
     """
 
     scale: str | None = None
     divisor: str | None = None
     softcap: str | None = None
-    experts: bool = False
+    experts: Literal["routed", "balanced"] | None = None
 
 
 @dataclass(frozen=True)
@@ -100,24 +155,40 @@ class MixerSpec:
             is ``hidden``, or None.
         window, chunk: name of an attribute (dotted for one of the config's) that holds how many tokens a query sees,
             or how many are in a chunk, where only the mask knows of it. Where the config lists ``layer_types``, it
-            holds for ``sliding_attention`` or ``chunked_attention`` alone.
+            holds for ``sliding_attention`` or ``chunked_attention`` alone, unless ``in_every_layer``.
         alibi: name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]``.
         kept: names of arguments that are handed on as they are.
         left_out: names of keywords that it is not given, such as positions that it makes itself.
         states: how many states for a cache it returns behind its result, which are dropped.
+        carried: name of the argument through which the next of its kind is handed what this one returns last: picked
+            keys, as places in a row.
+        scan: what its forward mixes tokens with, where kernels that know boundaries can do that on packed tokens
+            (:mod:`fastpack.layers.packed_mixer`): a causal ``conv`` alone, or that and a recurrence; None for others.
+        proved: hashes (:func:`fastpack.families.forward_hash`) of the upstream forwards that do so and nowhere else.
     """
 
     mask: Literal["added", "seen", "hidden"] | None = None
     window: str | None = None
     chunk: str | None = None
+    in_every_layer: bool = False
     alibi: str | None = None
     kept: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     states: int = 0
+    carried: str | None = None
+    scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
+    proved: tuple[str, ...] = ()
 
 
 Rung = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
-Spec = AttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
+RUNGS: tuple[Rung, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
+"""From the highest to the lowest."""
+Spec = AnyAttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
+
+
+def names(prefix: str, parts: str) -> tuple[str, ...]:
+    """Class names: the prefix before each of the parts, which spaces divide."""
+    return tuple(f"{prefix}{part}" for part in parts.split())
 
 
 @dataclass(frozen=True)
@@ -135,10 +206,12 @@ class Family:
         by_choice: whether the config's ``is_decoder`` says that it is causal; else it is an encoder.
         repadded_if: name of a setting of the config with which the family is one of re-padded models, or None.
         alibi: name of the backbone's method that makes ALiBi's biases of a 2-D mask, or None.
+        since: the first release of transformers whose own model is causal, as (major, minor); None for any.
         unmasked: whether its backbone is given no mask, since it builds one of its own, or takes none.
-        fast: what each class with a fast forward computes; empty for a family of the varlen rung.
-        proved: hashes (:func:`fastpack.families.source_hash`) of the upstream forwards that the fast forwards were
-            proved equal to, by class name. A class whose source has another hash keeps its stock forward.
+        mask_window: name of a setting of the config: a window that upstream has in its mask alone, in layers of
+            sliding attention where the config lists ``layer_types``.
+        fast: names of the classes that get fast forwards. What each computes is known by its source
+            (:mod:`fastpack.families.forms`); a class with a source that is not known keeps its stock forward.
     """
 
     model_type: str
@@ -153,8 +226,9 @@ class Family:
     repadded_if: str | None = None
     alibi: str | None = None
     unmasked: bool = False
-    fast: dict[str, Spec] = field(default_factory=dict)
-    proved: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    since: tuple[int, int] | None = None
+    mask_window: str | None = None
+    fast: tuple[str, ...] = ()
 
     @property
     def rung(self) -> Rung:
@@ -163,7 +237,7 @@ class Family:
             return "re-padded model"
         if self.mixers:
             return "re-padded mixer"
-        return "fast" if self.fast else "varlen"
+        return "fast" if set(self.attention) <= set(self.fast) else "varlen"
 
     @property
     def needs_scope(self) -> bool:

@@ -1,20 +1,21 @@
-"""Packed self-attention: the fast forward, and the interface for families whose own forward is kept.
+"""The fast forward of packed self-attention.
 
-Shape suffixes: T tokens, H query heads, K key/value heads, D head size.
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size, E size of a value, R rotated elements of a
+head.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastpack.attention_dispatch import AttentionCall, attend
-from fastpack.errors import PatchError
-from fastpack.families.spec import AttentionSpec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
+from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.projections import project_modules, read_norm
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
@@ -22,23 +23,26 @@ from fastpack.ops.rope import apply_rope, norm_rope
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
 
-INTERFACE_PREFIX = "fastpack_"
-"""Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
+Tables = tuple[Tensor, Tensor]
+"""cos and sin, ``[1, T, R]``."""
 
 
 def attention_forward(
     module: Any,
-    spec: AttentionSpec,
+    spec: AnyAttentionSpec,
     options: PatchOptions,
+    scope: PackingScope | None,
     stock: Forward | None,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    position_embeddings: Tables | None = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Self-attention on ``[1, T, hidden]``; the stock forward where no lengths came."""
+    if packed_seq_lens is None and scope is not None:
+        packed_seq_lens = scope.required(module)
     require_packing(module, packed_seq_lens, attention_mask)
     if packed_seq_lens is None:
         result: tuple[Tensor, Tensor | None] = call_stock(
@@ -52,64 +56,112 @@ def attention_forward(
         )
         return result
     projected, _ = project_qkv(module, spec, options, hidden_states.squeeze(0))
-    out = attend_heads(module, spec, options, projected, position_embeddings, packed_seq_lens)
-    (out,), _ = project_modules([module.o_proj], out, options)
-    return out.unsqueeze(0), None
+    shared = kwargs.get("shared_kv_states")
+    out = attend_heads(module, spec, options, projected, position_embeddings, packed_seq_lens, shared)
+    (out,), _ = project_modules([getattr(module, spec.out)], out, options)
+    return drop(module, spec.out_dropout, out).unsqueeze(0), None
 
 
 def project_qkv(
-    module: Any, spec: AttentionSpec, options: PatchOptions, x: Tensor, norm: Any = None
+    module: Any, spec: AnyAttentionSpec, options: PatchOptions, x: Tensor, norm: Any = None
 ) -> tuple[list[Tensor], Tensor]:
     """The projections of ``norm(x)``, x ``[T, hidden]``: those to queries, keys and values ``[T, heads * D]``, or the
-    one to all; and x to go on with."""
-    names = ("q_proj", "k_proj", "v_proj") if spec.qkv is None else (spec.qkv,)
+    one to all; those to latents in latent attention; and x to go on with."""
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    if isinstance(spec, LatentAttentionSpec):
+        names = latent_attention.first_projections(module)
+    elif isinstance(spec, SharedAttentionSpec):
+        names = shared_attention.projections(module)
+    elif spec.qkv is not None:
+        names = (spec.qkv,)
     return project_modules([getattr(module, name) for name in names], x, options, norm=norm)
 
 
 def attend_heads(
     module: Any,
-    spec: AttentionSpec,
+    spec: AnyAttentionSpec,
     options: PatchOptions,
     projected: list[Tensor],
-    position_embeddings: tuple[Tensor, Tensor] | None,
+    position_embeddings: Tables | None,
     packed: PackedSeqLens,
+    shared: shared_attention.SharedStates | None = None,
 ) -> Tensor:
-    """From what :func:`project_qkv` gave to the heads' results side by side, ``[T, H * D]``."""
-    q, k, v = _heads(module, spec, projected)
-    tables = position_embeddings if spec.rope_switch is None or getattr(module, spec.rope_switch) else None
-    q, k = _normalise_and_turn(module, spec, options, q, k, tables)
-    call = AttentionCall(
-        q,
-        k,
-        v,
-        packed,
-        scale=module.scaling,
-        window=_read(module, spec.window),
-        softcap=_read(module, spec.softcap) or None,
-        dropout=module.attention_dropout if module.training else 0.0,
-    )
-    return attend(call, options.attention).flatten(1)
+    """From what :func:`project_qkv` gave to the heads' results side by side, ``[T, H * E]``.
+
+    Args:
+        shared: keys and values that layers share, where the family has such.
+    """
+    modifiers: dict[str, Any] = {}
+    gate = None
+    if isinstance(spec, LatentAttentionSpec):
+        assert position_embeddings is not None, "latent attention has rotary positions"
+        q, k, v = latent_attention.heads(module, options, projected, position_embeddings)
+    elif isinstance(spec, SharedAttentionSpec):
+        assert position_embeddings is not None
+        assert shared is not None
+        q, k, v = shared_attention.heads(module, options, projected, position_embeddings, shared)
+        modifiers["window"] = module.sliding_window
+    else:
+        q, k, v, gate = _heads(module, spec, projected)
+        q, k = _normalise_and_turn(module, spec, options, q, k, _tables(module, spec, position_embeddings))
+        if spec.window_if is None or getattr(module, spec.window_if):
+            modifiers["window"] = _read(module, spec.window)
+        modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
+    dropout = 0.0 if spec.dropout is None or not module.training else getattr(module, spec.dropout)
+    call = AttentionCall(q, k, v, packed, scale=module.scaling, dropout=dropout, **modifiers)
+    out = attend(call, options.attention).flatten(1)
+    return out if gate is None else out * torch.sigmoid(gate)
 
 
-def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, normalised where the family does so."""
+def drop(module: Any, name: str | None, x: Tensor) -> Tensor:
+    """Dropout with the probability of that name, where the module has one and trains."""
+    return F.dropout(x, getattr(module, name)) if drops(module, name) else x  # type: ignore[arg-type]
+
+
+def drops(module: Any, name: str | None) -> bool:
+    """Whether :func:`drop` does anything."""
+    return name is not None and bool(module.training and getattr(module, name))
+
+
+def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, where the whole projection is normalised so already; and
+    a gate ``[T, H * D]``, or None."""
     head_dim = module.head_dim
     if spec.qkv is not None:
         fused = projected[0].unflatten(-1, (-1, head_dim))
         groups = module.num_key_value_groups
         kv_heads = fused.shape[1] // (groups + 2)
         q, k, v = fused.split((groups * kv_heads, kv_heads, kv_heads), 1)
-        return q, k, v
+        return q, k, v, None
     q, k, v = projected
-    normalised = spec.qk_norm if hasattr(module, "q_norm") else None
-    if normalised == "flat":
-        q, k = module.q_norm(q), module.k_norm(k)
-    q, k, v = (x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
-    return q, k, v
+    gate = None
+    if spec.gated:
+        both = q.unflatten(-1, (-1, 2 * head_dim))
+        q, gate = both[..., :head_dim], both[..., head_dim:].flatten(1)
+    if spec.qk_norm == "flat" and hasattr(module, spec.norms[0]):
+        q, k = (getattr(module, name)(x) for name, x in zip(spec.norms, (q, k), strict=True))
+    q, k, v = (x if x.ndim == 3 else x.unflatten(-1, (-1, head_dim)) for x in (q, k, v))
+    return q, k if spec.key_scale is None else k * getattr(module, spec.key_scale), v, gate
+
+
+def _tables(module: Any, spec: AttentionSpec, given: Tables | None) -> Tables | None:
+    """cos and sin as the ops take them, ``[T, R]``; None for a layer without positions."""
+    if given is None or (spec.rope_if and not any(_holds(module, name) for name in spec.rope_if)):
+        return None
+    cos, sin = given[0][0], given[1][0]
+    if spec.rope_tables == "repeated":
+        return latent_attention.repeated(cos), latent_attention.repeated(sin)
+    if spec.rope_tables == "once":
+        return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
+    return cos, sin
+
+
+def _holds(module: Any, name: str) -> bool:
+    return not getattr(module, name[1:]) if name.startswith("!") else bool(getattr(module, name))
 
 
 def _normalise_and_turn(
-    module: Any, spec: AttentionSpec, options: PatchOptions, q: Tensor, k: Tensor, tables: tuple[Tensor, Tensor] | None
+    module: Any, spec: AttentionSpec, options: PatchOptions, q: Tensor, k: Tensor, tables: Tables | None
 ) -> tuple[Tensor, Tensor]:
     """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions."""
     settings: dict[str, Any] = {
@@ -117,102 +169,19 @@ def _normalise_and_turn(
         "compute_in_float32": spec.rope_in_float32,
         "implementation": options.kernels,
     }
-    if spec.qk_norm == "head" and hasattr(module, "q_norm"):
-        norm, other = read_norm(module.q_norm), read_norm(module.k_norm)
+    first, second = (getattr(module, name, None) for name in spec.norms)
+    if spec.qk_norm == "head" and first is not None and second is not None:
+        norm, other = read_norm(first), read_norm(second)
         if norm is not None and other is not None and tables is not None and norm.weight.ndim == other.weight.ndim == 1:
             how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
-            return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0][0], tables[1][0], **how, **settings)
-        q, k = module.q_norm(q), module.k_norm(k)
-    if tables is None:
-        return q, k
-    return apply_rope(q, k, tables[0][0], tables[1][0], **settings)
+            return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0], tables[1], **how, **settings)
+        q, k = first(q), second(k)
+    if tables is not None:
+        q, k = apply_rope(q, k, *tables, **settings)
+    if spec.qk_norm == "turned" and first is not None and second is not None:
+        q, k = first(q), second(k)
+    return q, k
 
 
 def _read(module: Any, name: str | None) -> Any:
     return None if name is None else attrgetter(name)(module)
-
-
-def packed_interface(
-    attention: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    packed_seq_lens: PackedSeqLens | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """An implementation in transformers' ``AttentionInterface``: what the varlen rung's attention calls.
-
-    Args:
-        attention: the backend asked for, or ``auto``.
-        query, key, value: ``[1, heads, T, dim]``.
-        attention_mask: the stand-in (:func:`fastpack.layers.stock.mask_stand_in`) or None.
-        sliding_window, softcap, s_aux: transformers' names for window, softcap and sinks.
-
-    Returns:
-        ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
-    """
-    scope: PackingScope | None = module.config._fastpack_scope
-    if packed_seq_lens is None and scope is not None:
-        packed_seq_lens = scope.required(module)
-    require_packing(module, packed_seq_lens, attention_mask)
-    if packed_seq_lens is None:
-        stock = stock_interface(module)
-        modifiers = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        given = {name: what for name, what in modifiers.items() if what is not None}
-        result: tuple[Tensor, Tensor | None] = stock(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
-        )
-        return result
-    unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
-    if unknown or kwargs.get("is_causal") is False:
-        raise PatchError(
-            f"{type(module).__name__} asks for {unknown or ['bidirectional']} attention, which packed attention does "
-            "not compute. fastpack.unpatch(model) restores the stock model; please report the family."
-        )
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out = attend(
-        AttentionCall(
-            q,
-            k,
-            v,
-            packed_seq_lens,
-            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=sliding_window,
-            softcap=softcap or None,
-            sinks=s_aux,
-            dropout=dropout,
-        ),
-        attention,
-    )
-    return out.contiguous()[None], None  # as stock implementations return it: AFMoE takes a view of it
-
-
-def stock_interface(module: Any) -> Forward:
-    """The attention implementation that ``module`` would use if it were not patched."""
-    from transformers import AttentionInterface
-
-    name = module.config._fastpack_stock_attention
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    if eager is None and name in (None, "eager"):
-        raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
-    found: Forward = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]  # None for no eager
-    return found
-
-
-def interface_name(attention: str) -> str:
-    """Our name for this choice of backend in transformers' ``AttentionInterface``."""
-    return INTERFACE_PREFIX + attention
-
-
-def register_interface(attention: str) -> None:
-    """Register our implementation under its name, through transformers' own extension point. Idempotent."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(interface_name(attention), functools.partial(packed_interface, attention))

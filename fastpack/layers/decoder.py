@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from fastpack.families.spec import DecoderSpec
 from fastpack.hooks import carries_hooks, has_hooks
-from fastpack.layers.attention import attend_heads, attention_forward, project_qkv
+from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
+from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
@@ -26,6 +27,7 @@ def decoder_forward(
     layer: Any,
     spec: DecoderSpec,
     options: PatchOptions,
+    scope: PackingScope | None,
     stock: Forward | None,
     hidden_states: Tensor,
     *args: Any,
@@ -35,6 +37,8 @@ def decoder_forward(
     **kwargs: Any,
 ) -> Any:
     """``[1, T, hidden]`` to the same; the stock forward where no lengths came, or where attention is not ours."""
+    if packed_seq_lens is None and scope is not None:
+        packed_seq_lens = scope.required(layer)
     attention = our_settings(layer.self_attn, attention_forward)
     if packed_seq_lens is None or attention is None or args:
         return call_stock(
@@ -44,7 +48,7 @@ def decoder_forward(
             *args,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            packed_seq_lens=packed_seq_lens,
+            **({} if scope is not None else {"packed_seq_lens": packed_seq_lens}),
             **kwargs,
         )
     require_packing(layer, packed_seq_lens, attention_mask)
@@ -91,24 +95,32 @@ def _run(
 ) -> Tensor:
     x = hidden_states.squeeze(0)
     attention_dropout, mlp_dropout = _dropouts(layer, spec)
-    projected, x = project_qkv(layer.self_attn, attention, options, x, _child(layer, spec.pre_attention))
-    out = attend_heads(layer.self_attn, attention, options, projected, position_embeddings, packed)
+    module = layer.self_attn
+    projected, x = project_qkv(module, attention, options, x, _child(layer, spec.pre_attention))
+    out = attend_heads(module, attention, options, projected, position_embeddings, packed)
     plain = spec.post_attention is None and spec.residual_scale is None
-    fuses = plain and not attention_dropout
-    (out,), _ = project_modules([layer.self_attn.o_proj], out, options, residual=x if fuses else None)
-    x = out if fuses else _added(layer, spec, x, out, spec.post_attention, attention_dropout)
+    fuses = plain and not attention_dropout and not drops(module, attention.out_dropout)
+    (out,), _ = project_modules([getattr(module, attention.out)], out, options, residual=x if fuses else None)
+    if not fuses:
+        out = _added(layer, spec, x, drop(module, attention.out_dropout, out), spec.post_attention, attention_dropout)
+    return _run_mlp(layer, spec, options, out, mlp_dropout).unsqueeze(0)
 
-    norm = _child(layer, spec.pre_mlp)
-    mlp = our_settings(layer.mlp, mlp_forward)
-    fuses = spec.post_mlp is None and spec.residual_scale is None and not mlp_dropout
-    if mlp is not None:
-        need_output = not (fuses and _is_run_again(layer))
-        out = mlp_block(layer.mlp, mlp[0], options, x, norm=norm, residual=fuses, need_output=need_output)
-        x = out if fuses else _added(layer, spec, x, out, spec.post_mlp, mlp_dropout)
-    else:
-        out = layer.mlp((x if norm is None else norm(x)).unsqueeze(0)).squeeze(0)
-        x = _added(layer, spec, x, out, spec.post_mlp, mlp_dropout)
-    return x.unsqueeze(0)
+
+def _run_mlp(layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dropout: Any) -> Tensor:
+    """x ``[T, hidden]`` and its MLP's, or its experts', result added."""
+    norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
+    settings = our_settings(mlp, mlp_forward)
+    if settings is None:
+        found = mlp((x if norm is None else norm(x)).unsqueeze(0))
+        out = (found[0] if isinstance(found, tuple) else found).squeeze(0)
+        return _added(layer, spec, x, out, spec.post_mlp, dropout)
+    mlp_spec = settings[0]
+    fuses = (
+        spec.post_mlp is None and spec.residual_scale is None and not dropout and not drops(mlp, mlp_spec.out_dropout)
+    )
+    need_output = not (fuses and _is_run_again(layer))
+    out = mlp_block(mlp, mlp_spec, options, x, norm=norm, residual=fuses, need_output=need_output)
+    return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 
 
 def _added(layer: Any, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: Any) -> Tensor:

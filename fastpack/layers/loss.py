@@ -110,7 +110,7 @@ def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: Pa
     packed = packed_seq_lens
     arguments.pop("logits_to_keep", None)
     arguments.pop("return_dict", None)
-    if spec.experts and arguments.get("output_router_logits") is None:
+    if spec.experts == "balanced" and arguments.get("output_router_logits") is None:
         arguments["output_router_logits"] = head.config.output_router_logits
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     shift_labels = arguments.get("shift_labels")
@@ -142,10 +142,10 @@ def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: Pa
         num_kept=count(),
         shift=shift_labels is None,
     )
-    if not spec.experts:
+    if spec.experts is None:
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None
-    if arguments["output_router_logits"]:
+    if spec.experts == "balanced" and arguments["output_router_logits"]:
         balance = sys.modules[type(head).__module__].load_balancing_loss_func(
             outputs.router_logits, head.num_experts, head.num_experts_per_tok, arguments.get("attention_mask")
         )

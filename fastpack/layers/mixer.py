@@ -1,19 +1,23 @@
-"""A module that mixes tokens and knows no boundaries, run on one row a sequence.
+"""A module that mixes tokens and knows no boundaries: on packed tokens where a kernel knows them, else on one row a
+sequence.
 
-Its result for a token must not depend on what stands to the right of it in the row, nor on how long the row is.
+There its result for a token must not depend on what stands to the right of it in the row, nor on how long the row is.
 
 Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fastpack.backends import mixer_kernels
 from fastpack.families.spec import MixerSpec
+from fastpack.layers.packed_mixer import packed_forward, packed_rejects
 from fastpack.layers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, is_stand_in
@@ -23,7 +27,8 @@ from fastpack.packing import PackedSeqLens
 def mixer_forward(
     module: nn.Module, spec: MixerSpec, scope: PackingScope, stock: Forward | None, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The stock forward on ``[n, L, ...]``, group by group; as it is where no batch is packed.
+    """The stock forward on ``[1, T, ...]`` over kernels that know boundaries, or on ``[n, L, ...]``, group by group; as
+    it is where no batch is packed.
 
     Raises:
         PatchError: see :meth:`PackingScope.required` and :func:`fastpack.layers.rows.put_back`.
@@ -31,19 +36,79 @@ def mixer_forward(
     packed = scope.required(module)
     if packed is None:
         return call_stock(module, stock, *args, **kwargs)
+    if spec.scan is not None:
+        device, dtype = _computed_in(next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+        if packed_rejects(module, spec, stock, device, dtype) is None:
+            return packed_forward(module, spec, packed, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False)
+    carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
     results = []
-    for rows in groups.groups:
+    for i, rows in enumerate(groups.groups):
         mask = _Mask(module, spec, rows)
         positional = [_argument(None, value, spec, packed, rows, mask) for value in args]
         named = {name: _argument(name, value, spec, packed, rows, mask) for name, value in kwargs.items()}
+        if carried is not None:
+            named[str(spec.carried)] = carried.groups[i]
         with scope.in_rows():
             results.append(call_stock(module, stock, *positional, **named))
     what = type(module).__name__
     if spec.states:
         return put_back([result[0] for result in results], groups, what), *[None] * spec.states
+    if spec.carried is not None:
+        rest = put_back([tuple(result[:-1]) for result in results], groups, what)
+        return *rest, _Carried(tuple(result[-1] for result in results))
     return put_back(results, groups, what)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What one module hands to the next, for each group of rows."""
+
+    groups: tuple[Any, ...]
+
+
+def mixer_rung(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
+    """``varlen`` where a batch of the module's own device and dtype will run on packed tokens."""
+    return "varlen" if _why_rows(module, spec) is None else "re-padded mixer"
+
+
+def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
+    """For the report: which kernels run packed tokens, or why none do; nothing where none could."""
+    if spec.scan is None:
+        return []
+    device, dtype = _placed(module)
+    why = _why_rows(module, spec)
+    if why is None:
+        ops = dict.fromkeys(mixer_kernels.names(op, device, dtype) for op in ("conv", spec.scan))
+        return [f"mixers: {', '.join(ops)} on packed tokens"]
+    if dtype == torch.float32 and packed_rejects(module, spec, _replaced(module), device, torch.bfloat16) is None:
+        return ["mixers: on rows while these float32 weights are not under autocast (bf16=True or fp16=True)"]
+    return [f"mixers: on rows: {why}"]
+
+
+def _why_rows(module: nn.Module, spec: MixerSpec) -> str | None:
+    if spec.scan is None:
+        return "no kernel knows boundaries"
+    return packed_rejects(module, spec, _replaced(module), *_placed(module))
+
+
+def _replaced(module: nn.Module) -> Forward | None:
+    """What a patch finds in the place of the class's forward; None for what accelerate's hooks keep of it."""
+    return None if hasattr(module, "_hf_hook") else module.__dict__.get("forward")
+
+
+def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device of a module's weights, and the dtype that it computes in without autocast: that of its convolution, since
+    decays may be kept in float32, and projections in 4 bits."""
+    weight = next(m for m in module.modules() if isinstance(m, nn.Conv1d)).weight
+    return weight.device, weight.dtype
+
+
+def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
+    """Device of a batch, and the dtype that its projections come in."""
+    kind = hidden.device.type
+    return hidden.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
 def _argument(name: str | None, value: Any, spec: MixerSpec, packed: PackedSeqLens, rows: Rows, mask: _Mask) -> Any:
@@ -107,4 +172,4 @@ class _Mask:
         config = self.module.config
         kinds = getattr(config, "layer_types", None)
         size: int | None = attrgetter(name)(self.module)
-        return size if kinds is None or kinds[self.module.layer_idx] == kind else None
+        return size if kinds is None or self.spec.in_every_layer or kinds[self.module.layer_idx] == kind else None

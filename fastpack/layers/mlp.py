@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fastpack.families.spec import MlpSpec
+from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.glu import activation_kind, gated, gated_halves
@@ -15,7 +17,8 @@ from fastpack.options import PatchOptions
 
 def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
-    return mlp_block(module, spec, options, x.reshape(-1, x.shape[-1])).view(x.shape)
+    out = mlp_block(module, spec, options, x.reshape(-1, x.shape[-1])).view(x.shape)
+    return drop(module, spec.out_dropout, out)
 
 
 def mlp_block(
@@ -33,12 +36,11 @@ def mlp_block(
     Args:
         need_output: False where only what the backward needs is computed again, and nobody reads the result.
     """
-    names = ("gate_proj", "up_proj") if spec.gate_up is None else (spec.gate_up,)
-    inner = [getattr(module, name) for name in names]
-    activation = getattr(module, spec.activation)
+    inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
+    activation = F.silu if spec.activation is None else getattr(module, spec.activation)
     kind, kernels = activation_kind(activation), options.kernels
     fused_norm = None if norm is None else read_norm(norm)
-    group = None if kind is None else read_group([*inner, module.down_proj], x)
+    group = None if kind is None else read_group([*inner, down], x)
     if group is not None and kind is not None and (norm is None or fused_norm is not None):
         adds = residual and x.dtype == group[-1].dtype
         out = gated_mlp(
@@ -54,5 +56,5 @@ def mlp_block(
         return x + out if residual and not adds else out
     made, x = project_modules(inner, x, options, norm=norm)
     h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
-    (out,), _ = project_modules([module.down_proj], h, options, residual=x if residual else None)
+    (out,), _ = project_modules([down], h, options, residual=x if residual else None)
     return out

@@ -45,7 +45,7 @@ def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: 
         kinds = torch.where(length > trained, trained + 1, 0)
         values = [0, trained + 1]
     else:
-        kinds = length.clamp(min=module.config.max_position_embeddings)
+        kinds = torch.where(length > module.config.max_position_embeddings, length, 0)
         values = kinds.unique().tolist()
     tables = [_tables(module, x, position_ids, value) for value in values]
     cos, sin = tables[0]
@@ -56,10 +56,15 @@ def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: 
 
 
 def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """What the family's own forward gives with the frequencies of ``length`` (0: those of short sequences)."""
+    """What the family's own forward gives with the frequencies of ``length`` (0: those of short sequences).
+
+    Short ones are what the module began with, which need not come from transformers' initialiser (HunYuan's don't).
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    inv_freq, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, x.device, seq_len=length or None)
+    inv_freq = module.original_inv_freq
+    if length:
+        inv_freq, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, x.device, seq_len=length)
     settings = SimpleNamespace(
         inv_freq=inv_freq, attention_scaling=module.attention_scaling, config=module.config, rope_type=module.rope_type
     )

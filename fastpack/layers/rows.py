@@ -18,6 +18,8 @@ from fastpack.packing import PackedSeqLens, sent
 
 RATIO = 0.75
 """A row is at least so long, as a share of the longest of its group, where rows may be padded."""
+FULL = 8192
+"""On a GPU a group has at least so many slots before another one begins: a smaller one is done as soon as launched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,8 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
     starts = list(accumulate(packed.lengths, initial=0))
     groups: list[Rows] = []
     placed: list[Tensor] = []
-    for members in _similar(packed.lengths, equal):
+    least = 0 if equal or device.type == "cpu" else FULL
+    for members in similar(packed.lengths, 1.0 if equal else RATIO, least):
         lengths = torch.tensor([packed.lengths[i] for i in members])
         first = torch.tensor([starts[i] for i in members])
         longest = int(lengths.max())
@@ -99,13 +102,18 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
     return RowGroups(tuple(groups), None if in_order else sent(where.argsort(), device))
 
 
-def _similar(lengths: Sequence[int], equal: bool) -> Iterator[list[int]]:
-    """Indices of sequences of similar lengths, those of the longest first; in order inside a group."""
+def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[int]]:
+    """Indices of sequences of similar lengths, those of the longest first; in order inside a group.
+
+    Args:
+        ratio: how long a sequence is at least, as a share of the longest of its group.
+        least: how many slots a group has at least, whatever the ratio; but for the last one.
+    """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    ratio = 1.0 if equal else RATIO
     group: list[int] = []
     for i in order:
-        if group and lengths[i] < ratio * lengths[group[0]]:
+        longest = lengths[group[0]] if group else 0
+        if lengths[i] < ratio * longest and len(group) * longest >= least:
             yield sorted(group)
             group = []
         group.append(i)
@@ -138,6 +146,11 @@ def take(x: Any, rows: Rows, total: int) -> Any:
     return x
 
 
+def _are_weights(x: Tensor, n: int, length: int) -> bool:
+    """Of attention, ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4 has compressed ones)."""
+    return x.ndim == 4 and x.shape[0] == n and x.shape[1] != length == x.shape[2] <= x.shape[3]
+
+
 def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
     """What the groups gave, in any nesting, as one result of ``[1, T, ...]`` (``[T, ...]`` where rows were flattened).
 
@@ -156,8 +169,8 @@ def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
     if not isinstance(first, Tensor) or isinstance(first, nn.Parameter):
         return first
     shapes = [(rows.count, rows.length) for rows in groups.groups]
-    if all(x.ndim == 4 and (x.shape[0], *x.shape[2:]) == (n, s, s) for x, (n, s) in zip(results, shapes, strict=True)):
-        return None  # attention weights, which nobody asked for: those who do are on the stock path
+    if all(_are_weights(x, *shape) for x, shape in zip(results, shapes, strict=True)):
+        return None  # nobody asked for them: those who do are on the stock path
     if all(x.ndim >= 2 and x.shape[:2] == shape for x, shape in zip(results, shapes, strict=True)):
         return groups.gather([x.flatten(0, 1) for x in results])[None]
     if all(x.ndim >= 3 and x.shape[:2] == (1, length) for x, (_, length) in zip(results, shapes, strict=True)):

@@ -1,14 +1,13 @@
-"""``python -m fastpack.smoke``: many architectures, each built tiny, verified and trained; a table, an exit code."""
+"""``python -m fastpack.smoke``: many architectures, each built tiny, proved and trained; a table, an exit code."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import os
 import sys
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
@@ -16,88 +15,93 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fastpack.smoke.most_used import MOST_USED
-from fastpack.smoke.train import ROW, Row
-
-MODES = ("plain", "lora", "packed")
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.smoke.chosen import Chosen, choose
+from fastpack.smoke.processes import run
+from fastpack.smoke.record import Record
+from fastpack.smoke.row import Row
+from fastpack.smoke.setting import Setting
+from fastpack.smoke.worker import EACH, MODES, Task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where any row failed."""
+    given = _parser().parse_args(arguments)
+    chosen = choose(given.families, everyone=given.all)
+    setting = Setting.of_this_machine(given.device, given.dtype, given.head_dim)
+    task = Task(tuple(given.modes), given.backends, setting)
+    start = time.monotonic()
+    rows = _run(chosen, task, given.jobs, given.timeout)
+    record = Record.of_now(setting.named(), time.monotonic() - start, chosen.absent, rows)
+    Console(width=150).print(table(record))
+    for row in rows:
+        if row.refused is not None:
+            print(f"{row.family}: refused: {row.refused}")
+        if row.left_out is not None:
+            print(f"{row.family} ({row.mode}): left out: {row.left_out}")
+    if chosen.absent:
+        print(f"not in transformers {record.versions['transformers']}: {', '.join(chosen.absent)}")
+    failed = [row for row in rows if row.problem is not None]
+    for row in failed:
+        print(f"{row.family} ({row.mode}, {row.backend or 'no backend'}): {row.problem}", file=sys.stderr)
+    if given.json:
+        given.json.write_text(json.dumps(record.to_dict(), indent=1))
+    return 1 if failed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gists/smoke.sh", description="Build many architectures tiny, verify them patched, and train three steps."
+        prog="gists/smoke.sh",
+        description="Build many architectures tiny, prove them exact patched, and train three steps.",
+        epilog="Modes: exact (every kind of input against each sequence alone), and with TRL plain, lora and packed.",
     )
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: those that people use most")
     parser.add_argument("--all", action="store_true", help="every family of transformers' causal-LM mapping")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--backends", choices=("each", "auto"), default="each", help="every one that can serve, or one")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for a family")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    given = parser.parse_args(arguments)
-    found = run(_chosen(given), given.modes, given.backends, jobs=given.jobs, timeout=given.timeout)
-    Console(width=124).print(table(found))
-    failed = [row for row in found if row.problem is not None]
-    for row in failed:
-        print(f"{row.family} ({row.mode}, {row.backend or 'no backend'}): {row.problem}", file=sys.stderr)
-    if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in found], indent=1))
-    return 1 if failed else 0
+    parser.add_argument(
+        "--backends", choices=(EACH, "auto", *BACKENDS), default=EACH, help="every one that can serve, or one"
+    )
+    cores = min(os.cpu_count() or 1, 8)
+    parser.add_argument("--jobs", type=int, default=cores, help="processes at a time (default: one a core, 8 at most)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a family")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
+    parser.add_argument("--head-dim", type=int, help="a multiple of 16 (default: 16 on a CPU, 64 on a GPU)")
+    parser.add_argument("--json", type=Path, help="write the run here; fastpack families reads it")
+    return parser
 
 
-def _chosen(given: argparse.Namespace) -> list[str]:
-    from fastpack.families import REFUSED
-    from fastpack.smoke.special import NOT_BUILT
-    from fastpack.smoke.tiny import model_types
-
-    known = [name for name in model_types() if name not in NOT_BUILT and name not in REFUSED]
-    if given.families:
-        return list(given.families)
-    return [name for name in known if given.all or name in MOST_USED]
-
-
-def run(families: Sequence[str], modes: Sequence[str], backends: str, *, jobs: int, timeout: int) -> list[Row]:
-    """The rows of all families, each of which has a process of its own, in order."""
+def _run(chosen: Chosen, task: Task, jobs: int, timeout: float) -> list[Row]:
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress, ThreadPoolExecutor(jobs) as pool:
-        task = progress.add_task("", total=len(families))
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", total=len(chosen.families))
 
-        def one(family: str) -> list[Row]:
-            progress.update(task, description=family)
-            rows = _in_a_process(family, modes, backends, timeout)
-            progress.advance(task)
-            return rows
+        def done(family: str) -> None:
+            progress.update(bar, advance=1, description=family)
 
-        return [row for rows in pool.map(one, families) for row in rows]
+        return run(chosen.families, task, jobs=jobs, timeout=timeout, done=done)
 
 
-def _in_a_process(family: str, modes: Sequence[str], backends: str, timeout: int) -> list[Row]:
-    command = [sys.executable, "-m", "fastpack.smoke.train", family, ",".join(modes), backends]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        return [Row(family, ", ".join(modes), problem=f"not done after {timeout} s")]
-    rows = [Row(**json.loads(line[len(ROW) :])) for line in done.stdout.splitlines() if line.startswith(ROW)]
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["no word"]
-        rows.append(Row(family, ", ".join(modes), problem=last[0][:300]))
-    return rows
+VERDICTS = ("exact", "refused", "left out", "FAILED")
+NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(record: Record) -> Table:
     """For people: a line for each family, mode and backend."""
-    failed = sum(row.problem is not None for row in rows)
-    title = f"{len(rows)} runs of {len({row.family for row in rows})} families, {failed} failed"
-    made = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for name in ("family", "mode", "rung", "attention", "off by", "losses off by", "x padded", ""):
-        made.add_column(name, justify="right" if name in ("off by", "losses off by", "x padded") else "left")
+    rows = record.rows
+    families = {row.family for row in rows}
+    counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS]
+    title = f"{len(rows)} runs of {len(families)} families in {record.seconds:.0f} s: {', '.join(counts)}"
+    made = Table(title=f"{title}\n{record.made_with}", title_justify="left", box=box.ROUNDED)
+    for name in ("family", "mode", "rung", "attention", "dtype", *NUMBERS, ""):
+        made.add_column(name, justify="right" if name in NUMBERS else "left")
     before = ""
     for row in rows:
-        figures = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.loss)]
+        figures = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.bound, row.loss)]
         speed = f"{row.speed:.1f}" if row.speed is not None else ""
         name = row.family if row.family != before else ""
-        made.add_row(name, row.mode, row.rung, row.backend, *figures, speed, "FAILED" if row.problem else "ok",
-                     style="bold red" if row.problem else None)  # fmt: skip
+        style = {"FAILED": "bold red", "refused": "dim", "left out": "dim"}.get(row.verdict)
+        made.add_row(name, row.mode, row.rung, row.backend, row.dtype, *figures, speed, row.verdict, style=style)
         before = row.family
     return made
 

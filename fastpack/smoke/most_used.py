@@ -1,4 +1,4 @@
-"""The families that people fine-tune most: those that `gists/smoke.sh` tries unless it is told otherwise."""
+"""The families that people fine-tune most, and then some: what `gists/smoke.sh` tries unless it is told otherwise."""
 
 from __future__ import annotations
 

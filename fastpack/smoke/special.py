@@ -30,6 +30,8 @@ STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic"
 MIXED = layers(SLIDING, FULL, SLIDING, FULL)
 MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
 STATE_AND_ATTENTION = layers(LINEAR, FULL, LINEAR, FULL)
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+"""Their sdpa in transformers 5.17 drops the softcap, or is not causal: no oracle."""
 ONE_CODEBOOK: dict[str, Any] = {"num_codebooks": 1}
 """Rows are then sequences: with more, four rows of ids are summed into one."""
 
@@ -83,7 +85,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "decoder_config": {"num_key_value_heads": HEADS},
     },
     "cohere": {"use_qk_norm": True},
-    "cohere_compass_text": {**MIXED, "rope_parameters": {SLIDING: ROPE, FULL: None}},
+    "cohere_compass_text": {**MIXED, "rope_parameters": {SLIDING: {**ROPE, "mrope_section": [3, 3, 2]}, FULL: None}},
     "cpmant": {"init_std": 0.02, "prompt_length": 4, "prompt_types": 4, "segment_types": 4},
     "dbrx": {"attn_config": {"clip_qkv": 0.5, "rope_theta": 10_000.0}},
     "deepseek_v4": {
@@ -92,10 +94,11 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "qk_rope_head_dim": ROPE_DIM,
         "num_key_value_heads": 1,
     },
+    "doge": EAGER,
     "dots1": {**MIXED, "n_shared_experts": 1},
     "dots3_note": DOTS3,
     "dots3_note_text": DOTS3,
-    "gemma2": {"query_pre_attn_scalar": HEAD_DIM, "attn_logit_softcapping": 2.0},
+    "gemma2": {"query_pre_attn_scalar": HEAD_DIM, "attn_logit_softcapping": 2.0, **EAGER},
     "gemma3": {"text_config": {"query_pre_attn_scalar": HEAD_DIM}},
     "gemma3_text": {"query_pre_attn_scalar": HEAD_DIM},
     "gemma3n_text": {**MIXED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
@@ -103,6 +106,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "gemma4_text": GEMMA4_SHARED,
     "gemma4_unified": {"text_config": GEMMA4_UNIFIED},
     "gemma4_unified_text": GEMMA4_UNIFIED,
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
     "got_ocr2": {"vision_config": {"image_size": 64, "mlp_dim": FFN, "output_channels": HEAD_DIM}},
     "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": STATE_AND_ATTENTION,
@@ -174,7 +178,7 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "hash_seed": 0,
     },
     "starcoder2": {"sliding_window": WINDOW},
-    "vaultgemma": {"query_pre_attn_scalar": HEAD_DIM, "attn_logit_softcapping": 2.0},
+    "vaultgemma": {"query_pre_attn_scalar": HEAD_DIM, "attn_logit_softcapping": 2.0, **EAGER},
     "xlstm": {
         "hidden_size": 2 * HIDDEN,  # queries are rounded up to 64 in all
         "embedding_dim": 2 * HIDDEN,
@@ -190,6 +194,24 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What a family needs beside the rule: shapes that depend on each other, and traits that its defaults leave out."""
+
+SPECIAL_WIDTHS = frozenset(
+    {
+        "global_head_dim",
+        "indexer_head_dim",
+        "query_pre_attn_scalar",
+        "swa_qk_nope_head_dim",
+        "swa_v_head_dim",
+        "swa_q_lora_rank",
+        "swa_kv_lora_rank",
+        "mlp_dim",
+        "output_channels",
+        "nemo_conv_channels",
+        "ext_pw_out_channel",
+        "mrope_section",
+    }
+)
+"""Names of widths that only :data:`SPECIAL` sets."""
 
 DRAFT = "a draft head: its forward wants the hidden states, keys and values of the model that it drafts for"
 NOT_BUILT: Mapping[str, str] = {

@@ -4,6 +4,8 @@ One rule makes a config small. Families share the names of their settings (``hid
 so each name has one small value, given to every class that declares it. Layers are taken out of the family's own
 default pattern, two of each kind, in their order. What the rule can't know is in :mod:`fastpack.smoke.special`.
 
+On a GPU heads should be as wide as real ones: ``head_dim=64`` makes every width four times as large.
+
 Weights are drawn so that a leak from one sequence into another is seen: wider than most families start with, so that
 attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen tokens.
 """
@@ -31,6 +33,7 @@ from fastpack.smoke.special import (
     RANK,
     ROPE_DIM,
     SPECIAL,
+    SPECIAL_WIDTHS,
     STATE,
     VOCAB,
     WINDOW,
@@ -44,51 +47,55 @@ def _by_name(table: Iterable[tuple[Any, str]]) -> dict[str, Any]:
     return {name: value for value, names in table for name in names.split()}
 
 
-SIZES: Mapping[str, Any] = _by_name(
-    (
-        (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size"),
-        (0, "pad_token_id"),
-        (1, "bos_token_id"),
-        (2, "eos_token_id"),
-        (3, "sep_token_id"),
-        (HIDDEN, "hidden_size d_model n_embd embedding_dim emb_dim embedding_size input_embedding_size lru_width"),
-        (HIDDEN, "output_embedding_size word_embed_proj_dim attention_hidden_size router_hidden_size dim_model_base"),
-        (HIDDEN, "shape_embed_dim pronunciation_embed_dim hidden_size_global ple_embed_dim"),
-        (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks"),
-        (2, "encoder_layers num_encoder_layers"),  # not built, but BART counts them where it makes a cache
-        (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads linear_num_heads"),
-        (HEADS, "linear_num_value_heads swa_num_attention_heads decoder_attention_heads encoder_attention_heads"),
-        (HEADS, "num_decoder_attention_heads num_encoder_attention_heads"),
-        (KV_HEADS, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
-        (HEAD_DIM, "head_dim d_head dim_head kv_channels attention_head_size attention_head_dim swa_head_dim"),
-        (HEAD_DIM, "qk_nope_head_dim v_head_dim index_head_dim"),
-        (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
-        (ROPE_DIM, "qk_rope_head_dim rotary_dim"),
-        (RANK, "q_lora_rank kv_lora_rank o_lora_rank hc_lowrank adapter_rank laurel_rank gated_norm_rank"),
-        (RANK, "hidden_size_per_layer_input prompt_mid_dim"),
-        (FFN, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size feed_forward_size"),
-        (FFN, "dense_intermediate_size intermediate_size_mlp d_inner dff dim_ff"),
-        (HIDDEN, "moe_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
-        (HIDDEN, "shared_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
-        (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
-        (ACTIVE, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k"),
-        (1, "first_k_dense_replace num_dense_layers"),
-        (WINDOW, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
-        (WINDOW, "keep_window_size local_attention_window_len index_topk"),
-        (2 * WINDOW, "local_attention"),  # ModernBERT counts both sides
-        (INDEX_HEADS, "index_n_heads"),
-        (STATE, "state_size ssm_state_size mamba_d_state"),
-        (2 * HIDDEN, "mamba_d_ssm"),
-        (2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads n_mamba_heads"),
-        (HEAD_DIM, "mamba_d_head mamba_head_dim"),
-        (2, "n_groups mamba_n_groups mamba_ngroups"),
-        (8, "time_step_rank mamba_dt_rank chunk_size mamba_chunk_size block_size"),
-        (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
-        (POSITIONS, "max_target_positions max_source_positions"),
-        (True, "is_decoder"),
-    )
+_WIDTHS = (
+    (HIDDEN, "hidden_size d_model n_embd embedding_dim emb_dim embedding_size input_embedding_size lru_width"),
+    (HIDDEN, "output_embedding_size word_embed_proj_dim attention_hidden_size router_hidden_size dim_model_base"),
+    (HIDDEN, "shape_embed_dim pronunciation_embed_dim hidden_size_global ple_embed_dim"),
+    (HEAD_DIM, "head_dim d_head dim_head kv_channels attention_head_size attention_head_dim swa_head_dim"),
+    (HEAD_DIM, "qk_nope_head_dim v_head_dim index_head_dim"),
+    (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+    (ROPE_DIM, "qk_rope_head_dim rotary_dim"),
+    (RANK, "q_lora_rank kv_lora_rank o_lora_rank hc_lowrank adapter_rank laurel_rank gated_norm_rank"),
+    (RANK, "hidden_size_per_layer_input prompt_mid_dim"),
+    (FFN, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size feed_forward_size"),
+    (FFN, "dense_intermediate_size intermediate_size_mlp d_inner dff dim_ff"),
+    (HIDDEN, "moe_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
+    (HIDDEN, "shared_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
+    (2 * HIDDEN, "mamba_d_ssm"),
+    (HEAD_DIM, "mamba_d_head mamba_head_dim"),
 )
+_COUNTS = (
+    (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size"),
+    (0, "pad_token_id"),
+    (1, "bos_token_id"),
+    (2, "eos_token_id"),
+    (3, "sep_token_id"),
+    (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks"),
+    (2, "encoder_layers num_encoder_layers"),  # not built, but BART counts them where it makes a cache
+    (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads linear_num_heads"),
+    (HEADS, "linear_num_value_heads swa_num_attention_heads decoder_attention_heads encoder_attention_heads"),
+    (HEADS, "num_decoder_attention_heads num_encoder_attention_heads"),
+    (KV_HEADS, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
+    (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (ACTIVE, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k"),
+    (1, "first_k_dense_replace num_dense_layers"),
+    (WINDOW, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
+    (WINDOW, "keep_window_size local_attention_window_len index_topk"),
+    (2 * WINDOW, "local_attention"),  # ModernBERT counts both sides
+    (INDEX_HEADS, "index_n_heads"),
+    (STATE, "state_size ssm_state_size mamba_d_state"),
+    (2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (2, "n_groups mamba_n_groups mamba_ngroups"),
+    (8, "time_step_rank mamba_dt_rank chunk_size mamba_chunk_size block_size"),
+    (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+    (POSITIONS, "max_target_positions max_source_positions"),
+    (True, "is_decoder"),
+)
+SIZES: Mapping[str, Any] = _by_name((*_WIDTHS, *_COUNTS))
 """The small value of each name that families share. Vocabularies, sizes and ranks; nothing that switches a trait."""
+
+WIDTHS = frozenset(_by_name(_WIDTHS)) | SPECIAL_WIDTHS
+"""Names of what grows with ``head_dim``."""
 
 WINDOWS = frozenset({"sliding_window", "window_size", "local_attention_window_len"})
 """Names that stay None where the family's default is None: no window."""
@@ -116,36 +123,48 @@ def model_class(model_type: str) -> Any:
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 
-def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
     """A small config of the class that this family's model is built from.
+
+    Heads are ``head_dim`` wide where the family's own rules allow it, a multiple of 16; every width grows with it.
 
     Where the mapping names a text-only model for a composite config (Llama 4), that is the text config. Overrides win
     over everything, those in a dict for a sub-config over that sub-config's. Who overrides the number of layers or
     one of the lists of layers gets the config's own pattern for the rest.
 
     Raises: KeyError for a name that the mapping doesn't have, ValueError with the reason for one of
-    :data:`NOT_BUILT`, and what the config class raises for settings that contradict each other.
+    :data:`NOT_BUILT` or for another ``head_dim``, and what the config class raises for settings that contradict each
+    other.
     """
     if model_type in NOT_BUILT:
         raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
-    config_class = model_class(model_type).config_class
-    special = SPECIAL.get(model_type, {})
+    if head_dim % HEAD_DIM:
+        raise ValueError(f"heads are {HEAD_DIM} wide or a multiple of it, not {head_dim}")
+    config_class, factor = model_class(model_type).config_class, head_dim // HEAD_DIM
+    special = _widened(SPECIAL.get(model_type, {}), factor)
     for name in config_class.sub_configs.keys() & overrides.keys():
         overrides[name] = {**special.get(name, {}), **overrides[name]}
-    return _small(config_class, {**special, **overrides})
+    return _small(config_class, {**special, **overrides}, factor)
 
 
-def build_tiny(model_type: str, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A small model of this family on the CPU, float32, in eval mode, without dropout; overrides go to the config.
+def build_tiny(
+    model_type: str,
+    seed: int = 0,
+    *,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A small model of this family on the CPU, in eval mode, without dropout; overrides go to the config.
 
     The same seed gives the same weights. The global random state is left as it was. Gradients want training mode:
     RWKV in eval mode writes a state in place, and Reformer refuses. Raises what :func:`tiny_config` raises.
     """
-    config = tiny_config(model_type, **overrides)
+    config = tiny_config(model_type, head_dim=head_dim, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(model_type)._from_config(config, dtype=torch.float32)
-    _redraw(model, torch.Generator().manual_seed(seed))
+        model = model_class(model_type)._from_config(config, dtype=dtype)
+    _redraw(model, torch.Generator().manual_seed(seed), SPREAD * (HEAD_DIM / head_dim) ** 0.5)
     return model.eval()
 
 
@@ -155,8 +174,21 @@ def plain_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(FIRST_PLAIN, AFTER_PLAIN, (rows, length), generator=generator)
 
 
-def _small(config_class: Any, special: Mapping[str, Any]) -> Any:
-    """A config of this class: the rule's values, then the layers picked, then ``special``'s."""
+def _widened(settings: Mapping[str, Any], factor: int) -> dict[str, Any]:
+    """With every width ``factor`` times as large, those of sub-configs too."""
+
+    def grown(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _widened(value, factor)
+        if name in WIDTHS and isinstance(value, list):
+            return [factor * width for width in value]
+        return factor * value if name in WIDTHS and value is not None else value
+
+    return {name: grown(name, value) for name, value in settings.items()}
+
+
+def _small(config_class: Any, special: Mapping[str, Any], factor: int) -> Any:
+    """A config of this class: the rule's values, widened, then the layers picked, then ``special``'s."""
     names = {field.name for field in dataclasses.fields(config_class)}
     other_names = config_class.attribute_map
     # One name for one setting, or n_embd and hidden_size could both be given.
@@ -170,13 +202,14 @@ def _small(config_class: Any, special: Mapping[str, Any]) -> Any:
         settings |= {"num_key_value_heads": HEADS, "head_dim": ROPE_DIM}
     if (values.get("n_group") or 1) > 1:
         settings |= {"n_group": 2, "topk_group": 1}
+    settings = _widened(settings, factor)
     picked = _picked_layers(default, values)
     if not picked.keys() & special.keys():
         settings |= picked
     settings = {name: value for name, value in settings.items() if name in names}
     for name, value in values.items():
         if name in config_class.sub_configs and value is not None:
-            settings[name] = _small(type(value), special.get(name) or {})
+            settings[name] = _small(type(value), special.get(name) or {}, factor)
     settings |= {name: value for name, value in special.items() if name not in config_class.sub_configs}
     # A copy: configs fill in and correct the lists and dicts that they are given.
     return config_class(**copy.deepcopy(settings))
@@ -206,8 +239,8 @@ def _picked_layers(default: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     return chosen | {name: len(picked) for name in COUNTS}
 
 
-def _redraw(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draw matrices that start narrow, and move every vector a little, in place."""
+def _redraw(model: torch.nn.Module, generator: torch.Generator, narrow: float) -> None:
+    """Draw matrices that spread less than ``narrow`` so widely, and move every vector a little, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -216,7 +249,7 @@ def _redraw(model: torch.nn.Module, generator: torch.Generator) -> None:
             drawn = spread > 0.0 or not parameter.any()
             if parameter.ndim < 2 or not drawn:
                 parameter.add_(0.1 * noise)
-            elif spread < SPREAD:
-                parameter.copy_(SPREAD * noise)
+            elif spread < narrow:
+                parameter.copy_(narrow * noise)
             if name.endswith("A_log"):
                 parameter.add_(MEMORY)

@@ -6,76 +6,97 @@ import importlib
 import inspect
 from typing import Any
 
-import ladder
 import pytest
 import torch
-from oracle import INPUT_KINDS
+from readme import MEND, claimed
 
 import fastpack
 from fastpack.errors import UnsupportedModelError
-from fastpack.families import FAMILIES, MIXER_FAMILIES, REFUSED, REPADDED_FAMILIES, SCOPED_FAMILIES, Family
+from fastpack.families import (
+    FAMILIES,
+    FAST_FAMILIES,
+    MIXER_FAMILIES,
+    REFUSED,
+    REPADDED_FAMILIES,
+    SCOPED_FAMILIES,
+    Family,
+)
+from fastpack.smoke.inputs import INPUT_KINDS
+from fastpack.smoke.most_used import MOST_USED
+from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import NOT_BUILT
+from fastpack.smoke.sweep import BOUND, LENGTHS, SHARED_STATES, Swept, make_sequences, oracle_of, sweep
 from fastpack.smoke.tiny import model_types
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
-SHARED_STATES = ("gemma3n_text", "gemma4_text")
-"""Their layers share keys and values through keywords, which reentrant checkpointing loses, stock too."""
-LEAKS = 1e-2
+TINY = Setting()
 
 HERE = [name for name in model_types() if name not in UNTRIED]
 FURTHER = [f for f in (*SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES) if f.model_type in model_types()]
 
 
+EACH = [*FAST_FAMILIES, *FURTHER]
+
+
 @pytest.mark.parametrize("model_type", HERE)
 def test_exact(model_type: str) -> None:
-    """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing."""
-    model, sequences = ladder.build(model_type), ladder.make_sequences()
-    alone = ladder.run_alone(model, sequences)
-    fastpack.patch(model)
-    assert fastpack.report(model).rung != "stock"
-    errors = {kind: ladder.error(ladder.run(model, make(sequences)), alone) for kind, make in INPUT_KINDS.items()}
-    for reentrant in (False, True):
-        if not model.supports_gradient_checkpointing or (reentrant and model_type in SHARED_STATES):
-            continue
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        if reentrant:
-            model.enable_input_require_grads()
-        found = ladder.run(model, INPUT_KINDS["restarting positions"](sequences))
-        errors["reentrant checkpointing" if reentrant else "checkpointing"] = ladder.error(found, alone)
-    assert max(errors.values()) <= ladder.BOUND, errors
+    """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""
+    found = sweep(model_type, oracle_of(model_type, TINY))
+    assert found.problem is None, found.errors
+    assert found.bound == BOUND
+    assert found.rung != "stock"
+    checkpointing = TINY.build(model_type).supports_gradient_checkpointing * (2 - (model_type in SHARED_STATES))
+    assert len(found.errors) == len(INPUT_KINDS) + checkpointing
+    assert claimed().get(model_type) == found.rung, f"the README is stale: {MEND}"
 
 
-@pytest.mark.parametrize("model_type", [f.model_type for f in FURTHER])
-def test_negative_control(model_type: str) -> None:
-    """As one sequence the same tokens give something else: the check above can tell."""
-    model, sequences = ladder.build(model_type), ladder.make_sequences()
-    alone = ladder.run_alone(model, sequences)
-    fastpack.patch(model)
-    ids = torch.cat(sequences)[None]
-    with torch.no_grad():
-        logits = model(input_ids=ids, packed_seq_lens=[ids.shape[1]]).logits[0].split(ladder.LENGTHS)
-    assert max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(logits, alone.logits, strict=True)) > LEAKS
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba2"])
+def test_a_leak_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stock model takes every kind of input too, and does not tell sequences apart in all of them."""
+    monkeypatch.setattr(fastpack, "patch", lambda model, **_: model)
+    found = sweep(model_type, oracle_of(model_type, TINY))
+    assert (found.problem or "").startswith("not exact")
+    assert found.errors["packed_seq_lens"] > 0.1
 
 
-@pytest.mark.parametrize("family", FURTHER, ids=[f.model_type for f in FURTHER])
+def test_what_is_no_proof() -> None:
+    """Too far off, no number at all, or a control that could not have told."""
+    errors = {"padded right": 1e-6, "padded left": 1e-5}
+    assert Swept("fast", "segments", errors, BOUND, 0.9).problem is None
+    for error in (2e-4, float("inf")):
+        problem = Swept("fast", "segments", {**errors, "packed_seq_lens": error}, BOUND, 0.9).problem
+        assert (problem or "").startswith("not exact: packed_seq_lens")
+    for control in (1e-3, float("nan")):
+        assert "would not be seen" in (Swept("fast", "segments", errors, BOUND, control).problem or "")
+
+
+@pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])
 def test_the_rung_that_was_promised_ran(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Re-padded mixers were given rows, packed attention all tokens, and nothing else ran on rows."""
-    model, sequences = ladder.build(family.model_type), ladder.make_sequences()
+    """Re-padded mixers were given rows, and what has a form has its fast forward; each kind as often as it is there."""
+    model, sequences = TINY.build(family.model_type), make_sequences()
     fastpack.patch(model)
     report = fastpack.report(model)
-    assert report.rung == family.rung
     mixers = [m for m in model.modules() if type(m).__name__ in family.mixers]
-    assert report.swapped.get("re-padded mixer", 0) == len(mixers)
-    attentions = [m for m in model.modules() if type(m).__name__ in family.attention]
-    assert report.swapped.get("attention (interface)", 0) == len(attentions)
+    # a convolution alone needs no kernel to run on packed tokens: see tests/layers/test_packed_mixer.py
+    packed = [m for m in mixers if family.mixers[type(m).__name__].scan == "conv"]
+    assert report.rung == ("varlen" if packed else family.rung)
+    assert report.swapped.get("packed mixer", 0) == len(packed)
+    assert report.swapped.get("re-padded mixer", 0) == len(mixers) - len(packed)
+    attentions = [type(m).__name__ for m in model.modules() if type(m).__name__ in family.attention]
+    fast = [name for name in attentions if name in family.fast]
+    assert report.swapped.get("attention", 0) == len(fast)
+    assert report.swapped.get("attention (interface)", 0) == len(attentions) - len(fast)
     assert bool(mixers) == bool(family.mixers)
+    assert not report.skipped
+    if packed or family.rung == "fast":
+        return
     rows: list[int] = []
     for mixer in mixers:
         monkeypatch.setattr(type(mixer), "forward", counted(type(mixer).forward, rows))
     with torch.no_grad():
-        model(input_ids=torch.cat(sequences)[None], packed_seq_lens=list(ladder.LENGTHS))
+        model(input_ids=torch.cat(sequences)[None], packed_seq_lens=list(LENGTHS))
     assert len(rows) >= 2 * len(mixers), "more than one group of similar lengths"
-    assert all(tokens < sum(ladder.LENGTHS) for tokens in rows)
+    assert all(tokens < sum(LENGTHS) for tokens in rows)
 
 
 def counted(forward: Any, rows: list[int]) -> Any:
@@ -95,13 +116,15 @@ def test_refused(model_type: str) -> None:
     if model_type not in model_types():
         pytest.skip("not in this transformers")
     with pytest.raises(UnsupportedModelError, match="is refused"):
-        fastpack.patch(ladder.build(model_type))
+        fastpack.patch(TINY.build(model_type))
 
 
 def test_the_whole_mapping_is_accounted_for() -> None:
     """A new release can't slip through: what is new fails here by its name, or in test_exact."""
     assert len(UNTRIED) <= 11
     assert len(REPADDED_FAMILIES) <= 25
+    assert not {family.model_type for family in REPADDED_FAMILIES} & {*MOST_USED}
+    assert len(MOST_USED) >= 60
     names = [family.model_type for family in FURTHER]
     assert len(names) == len(set(names))
     for family in FURTHER:
@@ -116,8 +139,8 @@ GENERATED = ("mamba", "bamba", "bloom", "falcon", "opt", "qwen3_next", "recurren
 
 @pytest.mark.parametrize("model_type", GENERATED)
 def test_generate_is_stock(model_type: str) -> None:
-    model = ladder.build(model_type).eval()
-    prompt = ladder.make_sequences()[2][None]
+    model = TINY.build(model_type).eval()
+    prompt = make_sequences()[2][None]
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     stock = model.generate(prompt, **settings)
     fastpack.patch(model)

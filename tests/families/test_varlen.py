@@ -119,7 +119,8 @@ def test_the_table() -> None:
     names = [family.model_type for family in VARLEN_FAMILIES]
     assert names == sorted(set(names))
     assert not {*names} & {family.model_type for family in FAST_FAMILIES}
-    assert all(not family.fast for family in VARLEN_FAMILIES)
+    assert all(family.rung == "varlen" for family in VARLEN_FAMILIES)
+    assert all(family.rung == "fast" for family in FAST_FAMILIES)
 
 
 @each_family

@@ -26,17 +26,14 @@ from oracle import (
     run_alone,
     trained_tokens,
 )
-from tiny import VOCAB, tiny_model
+from tiny import FAST, VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpack
-from fastpack.families import FAST_FAMILIES
 from fastpack.layers import loss as module
 from fastpack.ops import linear_cross_entropy as op
 from fastpack.packing import PackedSeqLens
-
-FAST = [family.model_type for family in FAST_FAMILIES]
 
 
 def alone_with_experts(model: Any, sequences: list[Tensor]) -> Result:

@@ -17,7 +17,7 @@ import fastpack
 from fastpack import PackedSeqLens, PatchError
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_forward
-from fastpack.layers.rows import RATIO, put_back, row_groups, take
+from fastpack.layers.rows import RATIO, put_back, row_groups, similar, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import mask_stand_in
 from fastpack.offload import offload_of
@@ -25,6 +25,14 @@ from fastpack.smoke.tiny import build_tiny, plain_tokens
 from fastpack.targets import find_parts
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
+
+
+def test_small_groups_are_joined_where_launches_cost_more_than_slots() -> None:
+    lengths = [10, 100, 40, 90, 45, 12]
+    assert list(similar(lengths, 0.75, 0)) == [[1, 3], [2, 4], [0, 5]]
+    assert list(similar(lengths, 0.75, 201)) == [[1, 3, 4], [0, 2, 5]]
+    assert list(similar(lengths, 0.75, 1000)) == [[0, 1, 2, 3, 4, 5]]
+    assert list(similar([3], 1.0, 1000)) == [[0]]
 
 
 @given(lists_of_lengths, st.booleans())

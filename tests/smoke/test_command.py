@@ -3,60 +3,262 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from readme import MEND, claimed, section
+from smoke_families import KNOWN
 
+import fastpack
 import fastpack.smoke.__main__ as smoke
 from fastpack import commands
+from fastpack.cli import main
+from fastpack.commands import families
+from fastpack.families import REFUSED
+from fastpack.smoke import processes, train, worker
+from fastpack.smoke.inputs import INPUT_KINDS
 from fastpack.smoke.most_used import MOST_USED
+from fastpack.smoke.record import Record
+from fastpack.smoke.row import Row
+from fastpack.smoke.setting import Setting
+from fastpack.smoke.special import NOT_BUILT
 from fastpack.smoke.tiny import model_types
-from fastpack.smoke.train import Row
+from fastpack.smoke.worker import EACH, MODES, Task
 
+UNTRIED = {**NOT_BUILT, **REFUSED}
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
+
+
+ON_CPU = ["--device", "cpu", "--jobs", "1"]
+EXACT = Task(("exact",), "auto", Setting())
 
 
 @trains_on_cpu
 def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = tmp_path / "rows.json"
-    assert smoke.main(["mamba", "--backends", "auto", "--json", str(found)]) == 0
-    rows = json.loads(found.read_text())
-    assert [row["mode"] for row in rows] == ["plain", "lora", "packed"]
-    for row in rows:
-        assert row["rung"] == "re-padded mixer"
-        assert row["error"] <= 1e-4
-        assert row["loss"] <= 1e-4
-        assert row["speed"] > 0
+    found = tmp_path / "run.json"
+    assert smoke.main(["mamba", "--json", str(found), *ON_CPU]) == 0
+    record = Record.read(found)
+    assert [row.mode for row in record.rows] == list(MODES)
+    assert record.versions.keys() >= {"transformers", "torch", "trl", "fastpack", "python"}
+    for row in record.rows:
+        assert row.rung == "re-padded mixer"
+        assert row.error is not None
+        assert row.error <= 1e-4
+        if row.mode == "exact":
+            assert row.kinds.keys() > INPUT_KINDS.keys()
+        else:
+            assert row.loss is not None
+            assert row.loss <= 1e-4
+            assert row.speed is not None
+            assert row.speed > 0
+    assert "4 runs of 1 families" in capsys.readouterr().out
+
+
+@trains_on_cpu
+def test_what_trl_can_not_train_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stock model, that is: a patched one that can't be trained fails."""
+    stock = train._train
+
+    def broken(model: Any, *, packed: bool) -> Any:
+        if hasattr(model, "peft_config") and not fastpack.is_patched(model):
+            raise AttributeError("no such thing")
+        return stock(model, packed=packed)
+
+    monkeypatch.setattr(train, "_train", broken)
+    found = list(worker.rows("llama", Task(("plain", "lora"), "auto", Setting())))
+    assert [row.verdict for row in found] == ["exact", "left out"]
+    assert "AttributeError: no such thing" in (found[-1].left_out or "")
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: found)
+    assert smoke.main(["llama", *ON_CPU]) == 0
+    assert "llama (lora): left out: the stock model can't be trained" in capsys.readouterr().out
+    monkeypatch.setattr(
+        train,
+        "_train",
+        lambda model, **_: broken(model, packed=False) if fastpack.is_patched(model) else ([1, 1, 1], 1),
+    )
+    (row,) = worker.rows("llama", Task(("plain",), "auto", Setting()))
+    assert "losses are off" in (row.problem or "")
+
+
+def test_losses_that_are_divided_by_another_number_of_labels() -> None:
+    stock = [5.0, 6.0, 7.0]
+    tokens = [70, 69, 81]
+    divided = [loss * n / (n - 4) for loss, n in zip(stock, tokens, strict=True)]
+    assert train._off(divided, stock, packed=True) < 1e-12
+    assert train._off(divided, stock, packed=False) > 0.05
+    assert train._off(stock, stock, packed=True) == 0.0
+    assert train._off([5.0, 6.0, divided[2]], stock, packed=True) > 0.05
+
+
+def test_every_backend_that_can_serve() -> None:
+    rows = list(worker.rows("llama", Task(("exact",), EACH, Setting())))
+    assert {row.backend for row in rows} >= {"segments", "reference"}
+    assert all(row.verdict == "exact" for row in rows)
+
+
+def test_who_is_refused_is_a_row_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke.main(["reformer", "gemma3n", "--modes", "exact", *ON_CPU]) == 0
     printed = capsys.readouterr().out
-    assert "3 runs of 1 families, 0 failed" in printed
+    assert "0 exact, 2 refused, 0 left out, 0 FAILED" in printed
+    assert f"reformer: refused: {REFUSED['reformer']}" in printed
+    assert f"gemma3n: refused: {NOT_BUILT['gemma3n']}" in printed
 
 
-def test_what_crashes_or_hangs_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert smoke.main(["no_such_family", "--modes", "plain"]) == 1
-    told = capsys.readouterr()
-    assert "no_such_family" in told.err
-    assert "FAILED" in told.out
-    (row,) = smoke.run(["llama"], ["plain"], "auto", jobs=1, timeout=0)
+def test_who_is_in_the_list_of_those_refused_and_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REFUSED, "llama", "made up")
+    (row,) = worker.rows("llama", EXACT)
+    assert row.verdict == "FAILED"
+
+
+def test_a_family_that_nobody_knows_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke.main(["no_such_family", "--modes", "exact", *ON_CPU]) == 1
+    assert "no_such_family (exact, no backend): KeyError" in capsys.readouterr().err
+
+
+def _hang(family: str, task: Task, pipe: Any, words: Path) -> None:
+    pipe.send(Row(family, task.modes[0]))
+    time.sleep(600)
+
+
+def _raise(family: str, task: Task, pipe: Any, words: Path) -> None:
+    pipe.send(Row(family, task.modes[0]))
+    words.write_text("Traceback\nValueError: no good\n\n")
+    raise SystemExit(1)
+
+
+def _die(family: str, task: Task, pipe: Any, words: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "timeout", "modes", "problem"),
+    [
+        (_hang, 3, "plain, lora", "not done after 3 s"),
+        (_raise, 60, "plain, lora", "ValueError: no good"),
+        (_die, 60, "exact, plain, lora", "ended by signal 9"),
+    ],
+    ids=["hangs", "raises", "is killed"],
+)
+def test_what_hangs_or_crashes_is_a_failed_row(
+    stand_in: Any, timeout: float, modes: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it had sent before is kept, the rest of its modes failed, and the next family runs."""
+    monkeypatch.setattr(processes, "work", stand_in)
+    monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context("fork"))
+    task, finished = Task(("exact", "plain", "lora"), "auto", Setting()), []
+    found = processes.run(["one", "two"], task, jobs=2, timeout=timeout, done=finished.append)
+    assert sorted(finished) == ["one", "two"]
+    for family in finished:
+        *_, last = [row for row in found if row.family == family]
+        assert last.mode == modes
+        assert (last.problem or "").startswith(problem)
+        assert len([row for row in found if row.family == family]) == 1 + (stand_in is not _die)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_real_processes_have_a_time_limit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context(method))
+    (row,) = processes.run(["llama"], EXACT, jobs=1, timeout=0)
     assert row.problem == "not done after 0 s"
 
 
-def test_a_row_that_fails_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def made_up(family: str, *_: Any) -> list[Row]:
-        return [Row(family, "plain", "fast", "segments", 0.5, 0.0, 2.0, "not exact" if family == "qwen2" else None)]
+def test_a_new_process_gives_what_a_forked_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU they are not forked."""
+    forked = processes.run(["llama"], EXACT, jobs=1, timeout=200)
+    monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context("spawn"))
+    assert processes.run(["llama"], EXACT, jobs=1, timeout=200) == forked
+    assert [row.verdict for row in forked] == ["exact"]
 
-    monkeypatch.setattr(smoke, "_in_a_process", made_up)
-    assert smoke.main(["llama", "mistral"]) == 0
-    assert smoke.main(["llama", "qwen2"]) == 1
+
+def test_a_row_that_fails_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def made_up(families: Any, *_: Any, **__: Any) -> list[Row]:
+        return [Row(f, "plain", "fast", "segments", problem="not exact" if f == "qwen2" else None) for f in families]
+
+    monkeypatch.setattr(smoke, "run", made_up)
+    assert smoke.main(["llama", "mistral", *ON_CPU]) == 0
+    assert smoke.main(["llama", "qwen2", *ON_CPU]) == 1
     assert "qwen2 (plain, segments): not exact" in capsys.readouterr().err
 
 
-def test_who_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(smoke, "run", lambda families, *_, **__: asked.append(list(families)) or [])
-    smoke.main([])
-    smoke.main(["--all"])
+    smoke.main(ON_CPU)
+    smoke.main(["--all", *ON_CPU])
     most, everybody = asked
     assert 60 <= len(most) < len(everybody)
     assert set(most) <= set(MOST_USED)
-    assert set(everybody) <= set(model_types())
+    assert everybody == model_types()
+    monkeypatch.setattr("fastpack.smoke.tiny.model_types", lambda: ["llama", "gpt2"])
+    capsys.readouterr()
+    assert smoke.main(["llama", "mamba", "no_such_family", *ON_CPU]) == 0
+    assert asked[-1] == ["llama", "no_such_family"]
+    assert "not in transformers" in (printed := capsys.readouterr().out)
+    assert "mamba" in printed
+
+
+def made_up_run(tmp_path: Path) -> Path:
+    kinds = {"padded right": 1e-6, "packed_seq_lens": 2e-6}
+    rows = [
+        Row("llama", "exact", "fast", "segments", "float32", 2e-6, 1e-4, kinds),
+        Row("llama", "plain", "fast", "segments", "float32", 2e-6, 1e-4),
+        Row("gpt2", "exact", "quite new", "segments", "float32", 1e-6, 1e-4, kinds),
+        Row("mamba", "exact", "re-padded mixer", "", "float32", 1e-6, 1e-4, kinds),
+        Row("mamba", "plain", problem="crashed"),
+        Row("qwen2", "plain", "fast", "segments", "float32", 1e-6, 1e-4),
+        Row("reformer", "exact", refused="it sorts tokens"),
+    ]
+    run = tmp_path / "run.json"
+    run.write_text(json.dumps(Record.of_now("cpu, float32", 12.5, ("bamba",), rows).to_dict()))
+    return run
+
+
+def test_the_readme_claims_what_a_run_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_up_run(tmp_path)
+    assert main(["families", "--from", str(run)]) == 0
+    section = capsys.readouterr().out
+    assert "| **fast** (1) |" in section
+    assert "| **quite new** (1) |" in section
+    assert "2 of 5 names" in section
+    assert "2.0e-06 in float32" in section
+    assert "Not proved: `mamba`." in section
+    assert "- `reformer`: it sorts tokens" in section
+    assert not {"`qwen2`", "`bamba`", "`mistral`"} & set(section.replace(",", " ").split())
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{families.BEGIN}\nold\n{families.END}\nbehind\n")
+    for _ in range(2):
+        assert main(["families", "--from", str(run), "--into", str(readme)]) == 0
+        text = readme.read_text()
+        assert section.strip() in text
+        assert "old" not in text
+        assert text.startswith("before\n")
+        assert text.endswith("behind\n")
+
+
+def test_what_is_no_run_or_no_readme_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad, run, readme = tmp_path / "bad.json", made_up_run(tmp_path), tmp_path / "README.md"
+    readme.write_text("nothing here")
+    for text in ("", "[]", "{}", json.dumps({**Record.read(run).to_dict(), "rows": []})):
+        bad.write_text(text)
+        assert main(["families", "--from", str(bad)]) != 0
+        assert "is no run of gists/smoke.sh" in capsys.readouterr().err
+    assert main(["families", "--from", str(run), "--into", str(readme)]) != 0
+    assert "should have one line" in capsys.readouterr().err
+    assert main(["families", "--into", str(readme)]) != 0
+
+
+def test_the_readme_has_every_family() -> None:
+    """On which rung each of them is, the sweep of the ladder's tests checks."""
+    told = set(claimed())
+    assert told <= {*KNOWN}, MEND
+    assert told >= set(model_types()) - UNTRIED.keys(), MEND
+    assert not told & UNTRIED.keys(), MEND
+    for name in UNTRIED:
+        assert f"- `{name}`: " in section(), MEND

@@ -1,0 +1,349 @@
+"""Kernels that mix packed tokens and know boundaries: flash-linear-attention, mamba-ssm, causal-conv1d.
+
+Shape suffixes: T tokens, C channels, W taps, H heads, G groups of heads (H where each has its own), K size of a key, or
+of a state, V of a value.
+
+Each takes one row ``[1, T, ...]`` and where its sequences begin: ``cu_seqlens`` or ``seq_idx``. The recurrences need a
+GPU from Ampere on, and fp16 or bf16: in float32 their products are TF32's, off by 1e-3. The convolution has a
+definition in plain torch, which serves anywhere.
+
+Signatures: flash-linear-attention 0.6 (``fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py``,
+``fla/modules/causal_conv1d/ops.py``), mamba-ssm 2.2 (``mamba_ssm/ops/triton/ssd_combined.py``), causal-conv1d 1.5
+(``causal_conv1d/causal_conv1d_interface.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpack.backends.limits import HALF_DTYPES
+from fastpack.compiling import known_once
+from fastpack.errors import PatchError
+from fastpack.packing import PackedSeqLens, sent
+
+Op = Literal["conv", "gated_delta", "kda", "ssd"]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function of a package, and how it is called."""
+
+    package: str
+    module: str
+    name: str
+    run: Callable[..., Tensor]
+    """Called with the function, the packing, and the op's arguments."""
+    rejects: Callable[[torch.device], str | None] = lambda device: None
+    """Why it can't serve on this GPU, or None."""
+
+    def why_not(self, device: torch.device) -> str | None:
+        """Also where it is not there."""
+        absent = _absent(self.module, self.name)
+        return absent if absent is not None or device.type != "cuda" else self.rejects(device)
+
+
+def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no installed kernel computes this op on packed tokens of this device and dtype, or None.
+
+    ``conv`` is never rejected: :func:`packed_conv` has a definition in plain torch.
+    """
+    if op == "conv" or _serving(op, device, dtype) is not None:
+        return None
+    why = {kernel.package: kernel.why_not(device) for kernel in KERNELS[op]}
+    if None in why.values():
+        return _device_rejects(device, dtype)
+    return " and ".join(f"{package} {reason}" for package, reason in why.items())
+
+
+def names(op: Op, device: torch.device, dtype: torch.dtype) -> str:
+    """Which package computes it: for reports."""
+    kernel = _serving(op, device, dtype)
+    return "torch" if kernel is None else kernel.package
+
+
+def packed_conv(
+    packed: PackedSeqLens,
+    x_1CT: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """A causal convolution of each channel by itself, in each sequence by itself: ``[1, C, T]``.
+
+    ``out[t] = activation(bias + sum_j weight[W - 1 - j] x[t - j])`` over the tokens of ``t``'s own sequence.
+    """
+    kernel = _serving("conv", x_1CT.device, x_1CT.dtype)
+    if kernel is None or activation not in (None, "silu", "swish"):
+        return _conv_torch(packed, x_1CT, weight_CW, bias_C, activation)
+    return kernel.run(_function(kernel.module, kernel.name), packed, x_1CT, weight_CW, bias_C, activation)
+
+
+def packed_gated_delta(
+    packed: PackedSeqLens, q_1THK: Tensor, k_1THK: Tensor, v_1THV: Tensor, g: Tensor, beta: Tensor, normalised: bool
+) -> Tensor:
+    """The gated delta rule, chunk by chunk; ``g`` and ``beta`` ``[1, T, H]``, the decay's logarithm and the rate.
+
+    Args:
+        normalised: whether queries and keys are brought to length 1 first.
+    """
+    return _recurrence("gated_delta", packed, q_1THK, k_1THK, v_1THV, g, beta, normalised)
+
+
+def packed_kda(
+    packed: PackedSeqLens, q_1THK: Tensor, k_1THK: Tensor, v_1THV: Tensor, g: Tensor, beta: Tensor, normalised: bool
+) -> Tensor:
+    """Kimi's delta rule: the one above with a decay for each channel of a key, ``g`` ``[1, T, H, K]``."""
+    return _recurrence("kda", packed, q_1THK, k_1THK, v_1THV, g, beta, normalised)
+
+
+def packed_ssd(
+    packed: PackedSeqLens,
+    x_1THV: Tensor,
+    dt_1TH: Tensor,
+    A_H: Tensor,
+    B_1TGK: Tensor,
+    C_1TGK: Tensor,
+    D_H: Tensor | None,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """Mamba-2's scan: ``h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]``, ``y[t] = C[t] h[t] + D x[t]``.
+
+    Args:
+        dt_1TH: float32, after bias, softplus and limits.
+        chunk_size: for a kernel that lets one choose.
+
+    Returns:
+        ``[1, T, H, V]``.
+    """
+    return _recurrence("ssd", packed, x_1THV, dt_1TH, A_H, B_1TGK, C_1TGK, D_H, chunk_size)
+
+
+def _recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Tensor:
+    kernel = _serving(op, first.device, first.dtype)
+    if kernel is None:  # asked before the forward, for what its projections were expected to give
+        raise PatchError(
+            f"no kernel for packed {op} of {first.dtype} on {first.device}: {rejects(op, first.device, first.dtype)}"
+        )
+    return kernel.run(_function(kernel.module, kernel.name), packed, first, *rest)
+
+
+# How each is called.
+
+
+def _run_delta(
+    function: Function,
+    packed: PackedSeqLens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    normalised: bool,
+) -> Tensor:
+    k, v = k.to(q.dtype), v.to(q.dtype)
+    out: Tensor = function(
+        q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalised, **_offsets(function, packed, q.device)
+    )[0]
+    return out
+
+
+def _run_delta_by_channel(
+    function: Function,
+    packed: PackedSeqLens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    normalised: bool,
+) -> Tensor:
+    """A decay of a head is one of each channel of its keys: more work, by kernels that are right everywhere."""
+    return _run_delta(function, packed, q, k, v, g[..., None].expand(*g.shape, k.shape[-1]), beta, normalised)
+
+
+def _run_linear_attention(
+    by_channel: bool,
+    function: Function,
+    packed: PackedSeqLens,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    chunk_size: int,
+) -> Tensor:
+    """The scan is linear attention with one decay a head: C are the queries, B the keys, ``dt x`` the values."""
+    heads = x.shape[2] // B.shape[2]
+    q, k = (y.to(x.dtype).repeat_interleave(heads, 2) for y in (C, B))
+    v, g = (x * dt[..., None]).to(x.dtype), A.float() * dt
+    if by_channel:
+        g = g[..., None].expand(k.shape)
+    out: Tensor = function(q, k, v, g=g, scale=1.0, **_offsets(function, packed, x.device))[0]
+    return out if D is None else (out + x * D[:, None]).to(x.dtype)
+
+
+def _run_mamba2(
+    function: Function,
+    packed: PackedSeqLens,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    chunk_size: int,
+) -> Tensor:
+    B, C = B.to(x.dtype), C.to(x.dtype)
+    out: Tensor = function(x, dt, A, B, C, chunk_size, D=D, seq_idx=_seq_idx(packed))
+    return out
+
+
+def _run_conv_fla(
+    function: Function, packed: PackedSeqLens, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    out: Tensor = function(
+        x.transpose(1, 2), weight, bias, activation=activation, **_offsets(function, packed, x.device)
+    )[0]
+    return out.transpose(1, 2)
+
+
+def _run_conv_cuda(
+    function: Function, packed: PackedSeqLens, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    if weight.shape[1] not in (2, 3, 4) or x.shape[1] % 8:
+        return _conv_torch(packed, x, weight, bias, activation)
+    # with seq_idx it wants the channels of a token side by side
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    out: Tensor = function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed), activation=activation)
+    return out
+
+
+def _conv_torch(
+    packed: PackedSeqLens, x_1CT: Tensor, weight_CW: Tensor, bias: Tensor | None, activation: str | None
+) -> Tensor:
+    """torch's own convolution, with W - 1 zeros in front of each sequence."""
+    taps = weight_CW.shape[-1]
+    slots = packed.memo(("conv", taps, x_1CT.device), lambda: _slots(packed, taps, x_1CT.device))
+    spread = x_1CT.new_zeros(1, packed.total_tokens + (taps - 1) * packed.num_sequences, x_1CT.shape[1])
+    spread = spread.index_copy(1, slots, x_1CT.transpose(1, 2))
+    out = F.conv1d(spread.transpose(1, 2).to(weight_CW.dtype), weight_CW.unsqueeze(1), bias, groups=weight_CW.shape[0])
+    out = out.index_select(2, slots - (taps - 1))
+    if activation is not None:
+        from transformers.activations import ACT2FN
+
+        out = ACT2FN[activation](out)
+    return out.to(x_1CT.dtype)
+
+
+def _slots(packed: PackedSeqLens, taps: int, device: torch.device) -> Tensor:
+    """int64 ``[T]``: where each token stands when there are W - 1 zeros in front of each sequence."""
+    lengths = torch.tensor(packed.lengths)
+    gaps = (torch.arange(len(lengths)) + 1) * (taps - 1)
+    return sent(torch.arange(int(lengths.sum())) + gaps.repeat_interleave(lengths), device)
+
+
+def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) -> dict[str, Tensor]:
+    """``cu_seqlens``, int64 ``[N + 1]``, on the device, and on the host, where a function counts its chunks.
+
+    The same tensors for all layers of a batch: flash-linear-attention keeps what it makes of them by their identity.
+    """
+    on_host: Tensor = packed.memo(
+        "offsets on the host", lambda: torch.tensor(list(accumulate(packed.lengths, initial=0)), dtype=torch.long)
+    )
+    made = {"cu_seqlens": packed.memo(("int64 offsets", device), lambda: sent(on_host, device))}
+    if _takes(function, "cu_seqlens_cpu"):
+        made["cu_seqlens_cpu"] = on_host
+    return made
+
+
+def _seq_idx(packed: PackedSeqLens) -> Tensor:
+    return packed.seq_idx.contiguous()
+
+
+def _hopper_rejects(device: torch.device) -> str | None:
+    """flash-linear-attention's issue 640; its newer versions raise in the backward, older ones give wrong gradients."""
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:3] if part.isdigit())
+    if torch.cuda.get_device_capability(device)[0] != 9 or not (3, 4) <= version < (3, 7, 1):
+        return None
+    return f"has wrong gradients on Hopper with Triton {triton.__version__} (3.7.1 mends it)"
+
+
+_FLA = "flash-linear-attention"
+
+KERNELS: dict[Op, tuple[Kernel, ...]] = {
+    "conv": (
+        Kernel("causal-conv1d", "causal_conv1d", "causal_conv1d_fn", _run_conv_cuda),
+        Kernel(_FLA, "fla.modules.causal_conv1d", "causal_conv1d", _run_conv_fla),
+        Kernel(_FLA, "fla.modules.convolution", "causal_conv1d", _run_conv_fla),  # before 0.5
+    ),
+    "gated_delta": (
+        Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _run_delta, _hopper_rejects),
+        Kernel(_FLA, "fla.ops.kda", "chunk_kda", _run_delta_by_channel),
+    ),
+    "kda": (Kernel(_FLA, "fla.ops.kda", "chunk_kda", _run_delta),),
+    "ssd": (
+        Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),
+        Kernel(_FLA, "fla.ops.simple_gla", "chunk_simple_gla", partial(_run_linear_attention, False), _hopper_rejects),
+        Kernel(_FLA, "fla.ops.gla", "chunk_gla", partial(_run_linear_attention, True)),
+    ),
+}
+"""In order of preference."""
+
+
+# What is here, and what it serves.
+
+
+def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel | None:
+    if _device_rejects(device, dtype) is not None:
+        return None
+    return next((kernel for kernel in KERNELS[op] if kernel.why_not(device) is None), None)
+
+
+def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda":
+        return f"kernels need a CUDA device, not {device.type}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "kernels need a GPU from Ampere on"
+    if dtype not in HALF_DTYPES:
+        return f"kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+    return None
+
+
+@known_once
+def _absent(module: str, name: str) -> str | None:
+    """Why a function is not there, or None."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return "is not installed"
+    try:
+        _function(module, name)
+    except (ImportError, OSError, AttributeError) as error:
+        return f"does not import with torch {torch.__version__}: {error}"
+    return None
+
+
+@functools.cache
+def _function(module: str, name: str) -> Function:
+    function: Function = getattr(importlib.import_module(module), name)
+    return function
+
+
+@functools.cache
+def _takes(function: Function, name: str) -> bool:
+    return name in inspect.signature(function).parameters

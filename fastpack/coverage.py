@@ -1,0 +1,79 @@
+"""Which family a model is of, and why some are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from packaging.version import Version
+
+from fastpack.errors import UnsupportedModelError
+from fastpack.families import REFUSED, Family, family_of
+from fastpack.layers.rotary import LENGTH_DEPENDENT
+from fastpack.targets import Parts
+
+
+def covered_family(parts: Parts) -> Family:
+    """The family of the backbone, or a refusal that says why there is none."""
+    backbone, config = parts.backbone, parts.backbone.config
+    name = type(parts.head or backbone).__name__
+    family = family_of(backbone)
+    if family is None:
+        raise UnsupportedModelError(f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed.")
+    outdated = too_old(family)
+    if outdated is not None:
+        raise UnsupportedModelError(f"{name} can't be patched: {outdated}. Nothing was changed.")
+    if family.by_choice and not config.is_decoder:
+        raise UnsupportedModelError(
+            f"{name} can't be patched: {family.model_type} is an encoder (bidirectional attention) unless its config "
+            "says is_decoder=True, and packing is for decoders. Nothing was changed."
+        )
+    # "vision" means that of images, which don't come with a patched model
+    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision")
+    if not family.repadded and (bidirectional or getattr(config, "is_causal", True) is False):
+        raise UnsupportedModelError(
+            f"{name} is set to attend in both directions (its config says so); only causal attention is covered."
+        )
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)]
+    if any(p.get("rope_type") in LENGTH_DEPENDENT for p in nested):
+        raise UnsupportedModelError(
+            f"{name} has rotary frequencies that depend on the length, chosen for each kind of layer "
+            f"({[p.get('rope_type') for p in nested]}); that combination is not covered."
+        )
+    if family.repadded_if is not None and getattr(config, family.repadded_if, False):
+        return replace(family, attention=(), mixers={}, repadded=True)
+    return family
+
+
+def too_old(family: Family) -> str | None:
+    """Why this release of transformers can't have the family, or None."""
+    import transformers
+
+    if family.since is None or Version(transformers.__version__).release >= family.since:
+        return None
+    needed = ".".join(map(str, family.since))
+    return (
+        f"in transformers {transformers.__version__} {family.model_type} attends in both directions, also where its "
+        f"config says is_decoder; {needed} mends that"
+    )
+
+
+def _why_not_covered(backbone: Any) -> str:
+    config = backbone.config
+    model_type = getattr(config, "model_type", "?")
+    if model_type in REFUSED:
+        return f"family {model_type!r} is refused: {REFUSED[model_type]}"
+    if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
+        return f"{model_type} is an encoder-decoder, and packing is for decoders"
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        return (
+            f"{model_type} is a multimodal model (vision or audio), which is not covered; its text model alone may be "
+            "(load it with AutoModelForCausalLM)"
+        )
+    if hasattr(backbone, "pooler") or not getattr(config, "is_decoder", True):
+        return f"{model_type} is an encoder (bidirectional attention), and packing is for decoders"
+    return (
+        f"family {model_type!r} ({type(backbone).__name__}) is not covered yet; see `fastpack families` for those "
+        "that are"
+    )

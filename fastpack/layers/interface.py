@@ -1,0 +1,104 @@
+"""Packed attention for modules whose own forward is kept: an implementation in transformers' interface."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.attention_dispatch import AttentionCall, attend
+from fastpack.errors import PatchError
+from fastpack.layers.scope import PackingScope
+from fastpack.layers.stock import Forward, require_packing
+from fastpack.packing import PackedSeqLens
+
+INTERFACE_PREFIX = "fastpack_"
+"""Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
+
+
+def packed_interface(
+    attention: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    packed_seq_lens: PackedSeqLens | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """An implementation in transformers' ``AttentionInterface``: what the varlen rung's attention calls.
+
+    Args:
+        attention: the backend asked for, or ``auto``.
+        query, key, value: ``[1, heads, T, dim]``.
+        attention_mask: the stand-in (:func:`fastpack.layers.stock.mask_stand_in`) or None.
+        sliding_window, softcap, s_aux: transformers' names for window, softcap and sinks.
+
+    Returns:
+        ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
+    """
+    scope: PackingScope | None = module.config._fastpack_scope
+    if packed_seq_lens is None and scope is not None:
+        packed_seq_lens = scope.required(module)
+    require_packing(module, packed_seq_lens, attention_mask)
+    if packed_seq_lens is None:
+        stock = stock_interface(module)
+        modifiers = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
+        given = {name: what for name, what in modifiers.items() if what is not None}
+        result: tuple[Tensor, Tensor | None] = stock(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
+        )
+        return result
+    unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
+    if unknown or kwargs.get("is_causal") is False:
+        raise PatchError(
+            f"{type(module).__name__} asks for {unknown or ['bidirectional']} attention, which packed attention does "
+            "not compute. fastpack.unpatch(model) restores the stock model; please report the family."
+        )
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    out = attend(
+        AttentionCall(
+            q,
+            k,
+            v,
+            packed_seq_lens,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=sliding_window,
+            softcap=softcap or None,
+            sinks=s_aux,
+            dropout=dropout,
+        ),
+        attention,
+    )
+    return out.contiguous()[None], None  # as stock implementations return it: AFMoE takes a view of it
+
+
+def stock_interface(module: Any) -> Forward:
+    """The attention implementation that ``module`` would use if it were not patched."""
+    from transformers import AttentionInterface
+
+    name = module.config._fastpack_stock_attention
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is None and name in (None, "eager"):
+        raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
+    found: Forward = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]  # None for no eager
+    return found
+
+
+def interface_name(attention: str) -> str:
+    """Our name for this choice of backend in transformers' ``AttentionInterface``."""
+    return INTERFACE_PREFIX + attention
+
+
+def register_interface(attention: str) -> None:
+    """Register our implementation under its name, through transformers' own extension point. Idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(interface_name(attention), functools.partial(packed_interface, attention))

@@ -1,0 +1,63 @@
+"""Multi-head latent attention: from latents to heads.
+
+Shape suffixes: T tokens, H heads, N elements of a head without positions, R rotated ones, E size of a value, C size
+of the latent of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.layers.projections import project_modules
+from fastpack.ops.rope import apply_rope
+from fastpack.options import PatchOptions
+
+
+def first_projections(module: Any) -> tuple[str, str]:
+    """Names of those that read the layer's input: to queries or their latent, and to the latent of keys and values."""
+    return ("q_proj" if module.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
+
+
+def heads(
+    module: Any, options: PatchOptions, projected: list[Tensor], tables: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys ``[T, H, N + R]`` and values ``[T, H, E]``.
+
+    Args:
+        projected: queries ``[T, H (N + R)]`` or their latent, and the latent of keys and values with the key's
+            rotated elements, which all heads share, ``[T, C + R]``.
+        tables: cos and sin, ``[1, T, R]``.
+    """
+    q, latent = projected
+    if module.q_lora_rank is not None:
+        (q,), _ = project_modules([module.q_b_proj], q, options, norm=module.q_a_layernorm)
+    size, rotated = module.qk_nope_head_dim, module.qk_rope_head_dim
+    q = q.unflatten(-1, (-1, size + rotated))
+    shared = latent[:, module.kv_lora_rank :].unsqueeze(1)
+    (kv,), _ = project_modules(
+        [module.kv_b_proj], latent[:, : module.kv_lora_rank], options, norm=module.kv_a_layernorm
+    )
+    kv = kv.unflatten(-1, (-1, size + module.v_head_dim))
+    cos, sin = tables[0][0], tables[1][0]
+    interleaved = module.config.rope_interleave
+    if interleaved:
+        # upstream also puts the pairs' elements apart, in queries and keys alike, which no product of the two shows
+        cos, sin = repeated(cos), repeated(sin)
+    turned, shared = apply_rope(
+        q[..., size:],
+        shared,
+        cos,
+        sin,
+        layout="interleaved" if interleaved else "half",
+        implementation=options.kernels,
+    )
+    k = torch.cat([kv[..., :size], shared.expand(-1, kv.shape[1], -1)], -1)
+    return torch.cat([q[..., :size], turned], -1), k, kv[..., size:]
+
+
+def repeated(table: Tensor) -> Tensor:
+    """``[T, R]`` that holds each angle in its first half, to one that holds it for both elements of a pair."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)

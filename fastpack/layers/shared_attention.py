@@ -1,0 +1,55 @@
+"""Attention whose later layers take the keys and values of an earlier one.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size, R rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.layers.projections import read_norm
+from fastpack.ops.rope import apply_rope, norm_rope
+from fastpack.options import PatchOptions
+
+SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
+"""Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""
+
+
+def projections(module: Any) -> tuple[str, ...]:
+    """Names of those that a layer has: to queries, and to keys and values of its own."""
+    if module.is_kv_shared_layer:
+        return ("q_proj",)
+    return ("q_proj", "k_proj") if module.v_proj is None else ("q_proj", "k_proj", "v_proj")
+
+
+def heads(
+    module: Any, options: PatchOptions, projected: list[Tensor], tables: tuple[Tensor, Tensor], shared: SharedStates
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``.
+
+    Args:
+        projected: what :func:`projections` gave, ``[T, heads * D]`` each.
+        tables: cos and sin, ``[1, T, R]``.
+        shared: read by layers that have no keys of their own, written by those that they take them from.
+    """
+    cos, sin = tables[0][0], tables[1][0]
+    q, *rest = (x.unflatten(-1, (-1, module.head_dim)) for x in projected)
+    if module.is_kv_shared_layer:
+        q = module.q_norm(q)
+        # of queries alone: the ops turn them and keys in one, so the definition does
+        q, _ = apply_rope(q, q[:, :0], cos, sin, implementation="torch")
+        k, v = (x.squeeze(0).transpose(0, 1).to(q.device) for x in shared[module.layer_type])
+        return q, k, v
+    k, v = rest[0], module.v_norm(rest[-1])
+    norm, other = read_norm(module.q_norm), read_norm(module.k_norm)
+    if norm is not None and other is not None:
+        how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
+        q, k = norm_rope(q, k, norm.weight, other.weight, norm.eps, cos, sin, implementation=options.kernels, **how)
+    else:
+        q, k = apply_rope(module.q_norm(q), module.k_norm(k), cos, sin, implementation=options.kernels)
+    if module.store_full_length_kv:
+        shared[module.layer_type] = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
+    return q, k, v

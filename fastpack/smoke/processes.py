@@ -1,0 +1,98 @@
+"""Many families, each in a process of its own with a time limit: one that hangs or crashes is a row, not the end."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from fastpack.smoke.row import Row
+from fastpack.smoke.worker import EXACT, Task, work
+
+IMPORTED = (
+    "fastpack.smoke.worker",
+    "fastpack.verify",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+)
+IMPORTED_TO_TRAIN = ("fastpack.smoke.train", "datasets", "peft", "trl.trainer.sft_trainer")
+
+
+def run(
+    families: Sequence[str], task: Task, *, jobs: int, timeout: float, done: Callable[[str], None] = lambda _: None
+) -> list[Row]:
+    """The rows of all families, in order.
+
+    Args:
+        jobs: processes at a time.
+        timeout: seconds for each family.
+        done: called with the name of a family that is finished, from any thread.
+    """
+    context = _context(task)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def one(family: str) -> list[Row]:
+            found = list(_in_a_process(family, task, context, timeout, Path(folder) / family))
+            done(family)
+            return found
+
+        try:
+            return [row for rows in pool.map(one, families) for row in rows]
+        except KeyboardInterrupt:  # or all those that wait would have their turn first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _context(task: Task) -> Any:
+    """How processes start: forked from one that has imported everything, which saves each its nine seconds.
+
+    On a GPU they start anew, since libraries talk to the driver while they are imported, which no fork survives.
+    """
+    if task.setting.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED, *(IMPORTED_TO_TRAIN if set(task.modes) != {EXACT} else ())])
+    return context
+
+
+def _in_a_process(family: str, task: Task, context: Any, timeout: float, words: Path) -> Iterator[Row]:
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=work, args=(family, task, sending, words), daemon=True)
+    process.start()
+    sending.close()
+    end = time.monotonic() + timeout
+    missing = [*task.modes]
+    while True:
+        ready = wait([receiving, process.sentinel], max(0.0, end - time.monotonic()))
+        if receiving in ready:
+            try:
+                row = receiving.recv()
+            except EOFError:
+                break
+            missing = [mode for mode in missing if mode != row.mode] if row.refused is None else []
+            yield row
+        elif ready:
+            break
+        else:
+            process.kill()
+            process.join()
+            yield Row(family, ", ".join(missing), problem=f"not done after {timeout:g} s")
+            return
+    process.join()
+    if process.exitcode:
+        yield Row(family, ", ".join(missing), problem=_last_word(words, process.exitcode))
+
+
+def _last_word(words: Path, exitcode: int) -> str:
+    """The last line that it printed, and the signal that ended it."""
+    printed = words.read_text(errors="replace") if words.exists() else ""
+    lines = [line for line in printed.splitlines() if line.strip()] or ["no word"]
+    if exitcode < 0:
+        fatal = [line for line in lines if line.startswith("Fatal Python error")]
+        return f"ended by signal {-exitcode}: {(fatal or lines)[-1][:300]}"
+    return lines[-1][:300]

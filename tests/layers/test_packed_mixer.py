@@ -1,0 +1,313 @@
+"""Mixers on packed tokens: transformers' forward over kernels that know boundaries, here over stand-ins of them."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import itertools
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mixer_stand_ins
+import pytest
+import torch
+from mixer_stand_ins import Calls, conv_torch, install
+from torch import Tensor, nn
+
+import fastpack
+from fastpack import PackedSeqLens
+from fastpack.backends import mixer_kernels
+from fastpack.backends.mixer_kernels import packed_conv
+from fastpack.families import FAMILIES
+from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixer import mixer_rung
+from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens
+
+LENGTHS = (7, 1, 12, 12, 20, 3)
+BOUND = 1e-4
+LEAKS = 1e-2
+
+SCANS = {"gated_delta": "chunk_gated_delta_rule", "kda": "chunk_kda", "ssd": "chunk_simple_gla", "conv": None}
+COVERED = {
+    f.model_type: mixer.scan
+    for f in FAMILIES.values()
+    for mixer in f.mixers.values()
+    if mixer.scan is not None and f.model_type in model_types()
+}
+for _name in COVERED:  # transformers looks for kernels when it imports these: not while there are stand-ins
+    importlib.import_module(FAMILIES[_name].module)
+WITH_SCAN = [name for name, scan in COVERED.items() if scan != "conv"]
+SOME = ("qwen3_next", "bamba", "kimi_linear")
+
+Kernels = Callable[..., Calls]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("fla", "mamba_ssm", "causal_conv1d"):
+        monkeypatch.setitem(sys.modules, name, None)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    mixer_kernels._absent.cache_clear()  # type: ignore[attr-defined]
+    mixer_kernels._function.cache_clear()
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    """``kernels("fla")``: stand-ins of these packages, which serve float32 on a CPU."""
+
+    def installed(*packages: str, leaky: bool = False) -> Calls:
+        calls = Calls(leaky)
+        for package in packages:
+            install(monkeypatch, getattr(mixer_stand_ins, package)(calls))
+        monkeypatch.setattr(mixer_kernels, "_device_rejects", lambda device, dtype: None)
+        return calls
+
+    return installed
+
+
+def sequences() -> list[Tensor]:
+    return [plain_tokens(1, length, seed=i)[0] for i, length in enumerate(LENGTHS)]
+
+
+def weights(start: int, logits: Tensor) -> Tensor:
+    made = torch.randn(sum(LENGTHS), logits.shape[-1], generator=torch.Generator().manual_seed(1))
+    return made[start : start + len(logits)] / logits.shape[-1]
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def run_alone(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    logits: list[Tensor] = []
+    for sequence in sequences():
+        found = model(input_ids=sequence[None], use_cache=False).logits[0]
+        (found * weights(sum(map(len, logits)), found)).sum().backward()
+        logits.append(found.detach())
+    return torch.cat(logits), gradients(model)
+
+
+def run_packed(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad(set_to_none=True)
+    logits = model(input_ids=torch.cat(sequences())[None], packed_seq_lens=list(LENGTHS)).logits[0]
+    (logits * weights(0, logits)).sum().backward()
+    return logits.detach(), gradients(model)
+
+
+def error(found: tuple[Tensor, dict[str, Tensor]], alone: tuple[Tensor, dict[str, Tensor]]) -> float:
+    floor = 1e-3 * max(float(g.abs().max()) for g in alone[1].values())
+    errors = [float((found[0] - alone[0]).abs().max() / alone[0].abs().max())]
+    for name, grad in alone[1].items():
+        other = found[1].get(name, torch.zeros_like(grad))
+        errors.append(float((other - grad).abs().max() / max(float(grad.abs().max()), floor)))
+    return max(errors)
+
+
+def mixers_of(model: nn.Module, model_type: str) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__ in FAMILIES[model_type].mixers]
+
+
+def expected(names: list[str], layers: int) -> list[tuple[str, int, list[int]]]:
+    return [(name, sum(LENGTHS), [0, *itertools.accumulate(LENGTHS)]) for _ in range(layers) for name in names]
+
+
+@pytest.mark.parametrize("model_type", COVERED)
+def test_exact_over_flash_linear_attention(model_type: str, kernels: Kernels) -> None:
+    model = build_tiny(model_type).train()
+    alone = run_alone(model)
+    calls = kernels("fla")
+    fastpack.patch(model)
+    count = len(mixers_of(model, model_type))
+    assert count
+    assert fastpack.report(model).swapped["packed mixer"] == count
+    assert "re-padded mixer" not in fastpack.report(model).swapped
+    assert error(run_packed(model), alone) <= BOUND
+    activation_free = COVERED[model_type] == "conv"
+    names = ["fla conv"] if activation_free else ["fla conv", str(SCANS[str(COVERED[model_type])])]
+    assert calls.made == expected(names, count), "once a layer, with all tokens and where the sequences begin"
+
+    calls.made.clear()
+    model.gradient_checkpointing_enable()
+    assert error(run_packed(model), alone) <= BOUND
+    assert len(calls.made) >= 2 * count * len(names), "run again in the backward pass"
+
+    fastpack.unpatch(model)
+    calls.made.clear()
+    assert error(run_alone(model), alone) == 0
+    assert not calls.made
+
+
+@pytest.mark.parametrize("model_type", [name for name in WITH_SCAN if COVERED[name] == "ssd"])
+def test_exact_over_mamba_ssm_and_causal_conv1d(model_type: str, kernels: Kernels) -> None:
+    model = build_tiny(model_type).train()
+    alone = run_alone(model)
+    calls = kernels("mamba", "fla")
+    fastpack.patch(model)
+    assert error(run_packed(model), alone) <= BOUND
+    names = {name for name, *_ in calls.made}
+    assert "mamba_chunk_scan_combined" in names, "before flash-linear-attention"
+    assert "chunk_simple_gla" not in names
+    assert calls.made[0][1:] == expected([""], 1)[0][1:]
+    note = next(n for n in fastpack.report(model).notes if n.startswith("mixers"))
+    assert note == "mixers: causal-conv1d, mamba-ssm on packed tokens"
+
+
+@pytest.mark.parametrize("model_type", WITH_SCAN)
+def test_boundaries_that_are_dropped_are_caught(model_type: str, kernels: Kernels) -> None:
+    model = build_tiny(model_type).train()
+    alone = run_alone(model)
+    kernels("fla", leaky=True)
+    fastpack.patch(model)
+    assert error(run_packed(model), alone) > LEAKS
+
+
+@pytest.mark.parametrize("model_type", SOME)
+def test_on_rows_without_kernels(model_type: str) -> None:
+    model = build_tiny(model_type).train()
+    alone = run_alone(model)
+    fastpack.patch(model)
+    report = fastpack.report(model)
+    assert report.rung == "re-padded mixer"
+    assert "packed mixer" not in report.swapped
+    assert any("on rows: " in note and "flash-linear-attention is not installed" in note for note in report.notes)
+    assert error(run_packed(model), alone) <= BOUND
+
+
+def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = kernels("fla")
+    model = fastpack.patch(build_tiny("qwen3_next"))
+    assert fastpack.report(model).rung == "varlen"
+    assert "mixers: flash-linear-attention on packed tokens" in str(fastpack.report(model))
+    fastpack.unpatch(model)
+    assert not installed.made, "planning runs nothing"
+
+    monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
+    fastpack.patch(model)
+    assert fastpack.report(model).rung == "re-padded mixer"
+    assert "on rows while these float32 weights are not under autocast" in str(fastpack.report(model)).replace("\n", "")
+    assert mixer_rung(mixers_of(model, "qwen3_next")[0], MixerSpec()) == "re-padded mixer"
+
+
+def rejects_float32(device: torch.device, dtype: torch.dtype) -> str | None:
+    return "not in float32" if dtype == torch.float32 else None
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "bamba", "falcon_h1"])  # without experts, whose routing flips
+def test_what_computes_is_asked_at_each_batch(
+    model_type: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 on rows, the same model under autocast on packed tokens, as exact as stock is there."""
+    calls = kernels("fla")
+    monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
+    model = build_tiny(model_type).train()
+    wide = run_alone(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = run_alone(model)
+    fastpack.patch(model)
+    assert error(run_packed(model), wide) <= BOUND
+    assert not calls.made
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = run_packed(model)
+    assert {name for name, *_ in calls.made} >= {SCANS[str(COVERED[model_type])]}
+    assert error(ours, wide) <= 1.5 * error(plain, wide)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "mamba2", "falcon_h1", "lfm2"])
+def test_generate_is_stock(model_type: str, kernels: Kernels) -> None:
+    model = build_tiny(model_type).eval()
+    prompt = sequences()[2][None]
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    stock = model.generate(prompt, **settings)
+    calls = kernels("fla", "mamba")
+    fastpack.patch(model)
+    assert torch.equal(model.generate(prompt, **settings), stock)
+    assert not calls.made
+
+
+def test_copies_come_back_patched(kernels: Kernels) -> None:
+    calls = kernels("fla")
+    model = fastpack.patch(build_tiny("qwen3_next").train())
+    found = run_packed(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.made.clear()
+        with torch.no_grad():
+            other.lm_head.weight.mul_(2)  # its own weights
+        assert torch.equal(run_packed(other)[0], 2 * found[0])
+        assert calls.made
+
+
+def test_nothing_of_transformers_changes(kernels: Kernels) -> None:
+    model = build_tiny("bamba").train()
+    upstream = vars(sys.modules[type(model).__module__])
+    before = dict(upstream)
+    kernels("fla")
+    run_packed(fastpack.patch(model))
+    assert upstream.keys() == before.keys()
+    assert all(upstream[name] is before[name] for name in before)
+
+
+def test_a_forward_that_nobody_read_runs_on_rows(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another release, or someone else's in its place."""
+    model = build_tiny("qwen3_next").train()
+    alone = run_alone(model)
+    calls = kernels("fla")
+    mixer = mixers_of(model, "qwen3_next")[0]
+    stock = type(mixer).forward
+
+    def forward(
+        self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Any = None, **_: Any
+    ) -> Any:
+        return stock(self, hidden_states, cache_params, attention_mask)
+
+    with monkeypatch.context() as replaced:
+        replaced.setattr(type(mixer), "forward", forward)
+        fastpack.patch(model)
+        assert any("is not one that was read" in note for note in fastpack.report(model).notes)
+        assert error(run_packed(model), alone) <= BOUND
+        assert not calls.made
+        fastpack.unpatch(model)
+
+    object.__setattr__(mixer, "forward", forward.__get__(mixer))
+    fastpack.patch(model)
+    assert fastpack.report(model).swapped["re-padded mixer"] == 1
+    assert any("was replaced by someone else" in note for note in fastpack.report(model).notes)
+    assert error(run_packed(model), alone) <= BOUND
+
+
+def test_an_offloaded_convolution_runs_on_rows(kernels: Kernels) -> None:
+    """Its weight is brought here by transformers' decorator around the forward, which the packed one leaves out."""
+    kernels("fla")
+    model = build_tiny("qwen3_next").train()
+    mixer: Any = mixers_of(model, "qwen3_next")[0]
+    mixer.conv1d._hf_hook = object()
+    fastpack.patch(model)
+    assert fastpack.report(model).swapped["re-padded mixer"] == 1
+    assert any("has a convolution with hooks" in note for note in fastpack.report(model).notes)
+
+
+@pytest.mark.parametrize("taps", [2, 4, 7])
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_convolution_in_torch(taps: int, activation: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (7, 1, 3, 12, 1)
+    packed = PackedSeqLens.from_lengths(lengths)
+    x, weight, bias = (torch.randn(*s, generator=generator) for s in ((1, 8, sum(lengths)), (8, taps), (8,)))
+    inputs = [y.double().requires_grad_() for y in (x, weight, bias)]
+    out = packed_conv(packed, *inputs, activation)
+    alone = [conv_torch(part, *inputs[1:], activation=activation) for part in inputs[0].split(lengths, 2)]
+    direction = torch.randn(out.shape, generator=generator, dtype=torch.double)
+    joined = torch.cat(alone, 2)
+    assert torch.allclose(out, joined, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((y * direction).sum(), inputs) for y in (out, joined))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+    as_one = packed_conv(PackedSeqLens.from_lengths([sum(lengths)]), *inputs, activation)
+    assert not torch.allclose(as_one, joined, rtol=1e-2), "control"
