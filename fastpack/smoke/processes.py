@@ -74,6 +74,10 @@ def _in_a_process(family: str, task: Task, context: Any, timeout: float, words: 
                 row = receiving.recv()
             except EOFError:
                 break
+            if row is None:
+                process.join(max(0.0, end - time.monotonic()))
+                process.kill()
+                return
             missing = [mode for mode in missing if mode != row.mode] if row.refused is None else []
             yield row
         elif ready:

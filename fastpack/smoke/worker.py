@@ -40,7 +40,7 @@ class Task:
 
 
 def work(family: str, task: Task, pipe: Connection, words: Path) -> None:
-    """Send every row of this family down the pipe; what is printed goes to the file ``words``."""
+    """Send every row of this family down the pipe, and None behind them; what is printed goes to the file ``words``."""
     with words.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -52,6 +52,7 @@ def work(family: str, task: Task, pipe: Connection, words: Path) -> None:
         torch.backends.cudnn.allow_tf32 = False  # convolutions in float32, or 1e-4 can't hold
     for row in rows(family, task):
         pipe.send(row)
+    pipe.send(None)  # that was all: what libraries do while the interpreter ends is no family's fault
     pipe.close()
 
 
