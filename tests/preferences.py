@@ -1,0 +1,69 @@
+"""Preference data of a small language of words, and TRL's trainers on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tiny import VOCAB
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+PAIRS, STEPS = 4, 3
+
+
+def word_tokenizer() -> Any:
+    """``w3`` to ``w96``, one token each."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+def pairs(count: int = PAIRS * STEPS, seed: int = 0) -> Dataset:
+    """Prompts, and a chosen and a rejected completion of each, all of lengths of their own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def text(shortest: int, longest: int) -> str:
+        length = int(torch.randint(shortest, longest, (), generator=generator))
+        return " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (length,), generator=generator).tolist())
+
+    return Dataset.from_list(
+        [{"prompt": text(1, 12), "chosen": " " + text(1, 25), "rejected": " " + text(1, 25)} for _ in range(count)]
+    )
+
+
+def settings(folder: Path, **further: Any) -> dict[str, Any]:
+    """What every trainer's config is given here."""
+    return {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": PAIRS,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": not torch.cuda.is_available(),
+        **further,
+    }
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """Train, and give what it logged at each step."""
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def judged(count: int = PAIRS * STEPS, seed: int = 0) -> Dataset:
+    """Prompts with one completion each, half of them good."""
+    rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(count, seed)]
+    return Dataset.from_list([{**row, "label": i % 2 == 0} for i, row in enumerate(rows)])

@@ -1,0 +1,114 @@
+"""TRL's unmodified KTO, reward, GRPO and RLOO trainers: patched equals stock, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preferences import STEPS, judged, logged, pairs, settings, word_tokenizer
+from test_adapters import with_lora
+from test_exact import Calls
+from tiny import tiny_model
+from transformers import AutoModelForSequenceClassification
+from trl import GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, RLOOConfig, RLOOTrainer
+
+import fastpack
+
+COMPARED = ("loss", "grad_norm", "margin", "mean_reward", "entropy", "reward")
+DIFFERENCES = ("kl", "rewards/chosen", "rewards/rejected")
+"""Of log-probabilities, sums of up to 100: float32's rounding of those is what they are off by."""
+BOUND, OF_DIFFERENCES = 1e-5, 3e-5
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(monkeypatch)
+
+
+def policy(lora: bool = False, **further: Any) -> Any:
+    model = tiny_model("llama", attn_implementation="sdpa", **further)
+    return with_lora(model) if lora else model
+
+
+def kto(folder: Path, **further: Any) -> Any:
+    lora = further.pop("lora", False)
+    return KTOTrainer(
+        policy(lora),
+        ref_model=None if lora else policy(seed=1),
+        args=KTOConfig(**settings(folder, max_length=None, **further)),
+        train_dataset=judged(),
+        processing_class=word_tokenizer(),
+    )
+
+
+def reward(folder: Path, **further: Any) -> Any:
+    return RewardTrainer(
+        policy(auto=AutoModelForSequenceClassification, num_labels=1),
+        args=RewardConfig(**settings(folder, max_length=None, **further)),
+        train_dataset=pairs(),
+        processing_class=word_tokenizer(),
+    )
+
+
+def share_of_low_words(completions: list[str], **_: Any) -> list[float]:
+    words = [text.split() for text in completions]
+    return [sum(word < "w5" for word in row) / max(len(row), 1) for row in words]
+
+
+def generating(trainer: Any, config: Any) -> Callable[..., Any]:
+    def build(folder: Path, **further: Any) -> Any:
+        lora = further.pop("lora", False)
+        # a reference of its own would be loaded by the name of the model, which has none here
+        sampling = {"num_generations": 2, "max_completion_length": 12, "beta": 0.1 if lora else 0.0}
+        return trainer(
+            policy(lora),
+            reward_funcs=share_of_low_words,
+            args=config(**settings(folder, **sampling, **further)),
+            train_dataset=pairs().remove_columns(["chosen", "rejected"]),
+            processing_class=word_tokenizer(),
+        )
+
+    return build
+
+
+CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "kto": (kto, {}),
+    "kto, lora": (kto, {"lora": True}),
+    "kto, apo": (kto, {"loss_type": "apo_zero_unpaired"}),
+    "reward": (reward, {}),
+    "reward, checkpointing": (
+        reward,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ),
+    "grpo": (generating(GRPOTrainer, GRPOConfig), {}),
+    "grpo, lora": (generating(GRPOTrainer, GRPOConfig), {"lora": True}),
+    "rloo": (generating(RLOOTrainer, RLOOConfig), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal(name: str, tmp_path: Path, calls: Calls) -> None:
+    build, further = CASES[name]
+    stock = logged(build(tmp_path, **further))
+    assert not calls.all
+    ours = logged(fastpack.patch(build(tmp_path, **further)))
+    assert calls.all
+    assert len(ours) == len(stock) == STEPS
+    compared = 0
+    for mine, theirs in zip(ours, stock, strict=True):
+        assert mine.keys() == theirs.keys()
+        for what in COMPARED:
+            if what in theirs:
+                compared += 1
+                assert abs(mine[what] - theirs[what]) <= BOUND * max(abs(theirs[what]), 1e-2), (what, mine, theirs)
+        for what in DIFFERENCES:
+            assert abs(mine.get(what, 0.0) - theirs.get(what, 0.0)) <= OF_DIFFERENCES, (what, mine, theirs)
+    assert compared >= 2 * STEPS
+
+
+def test_negative_control(tmp_path: Path) -> None:
+    stock = logged(kto(tmp_path))
+    other = logged(fastpack.patch(kto(tmp_path, beta=0.11)))
+    assert any(abs(a["loss"] - b["loss"]) > BOUND * abs(b["loss"]) for a, b in zip(other, stock, strict=True))
