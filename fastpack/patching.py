@@ -22,10 +22,11 @@ from fastpack.errors import NoFasterWarning
 from fastpack.graphs import runner_of
 from fastpack.layers.interface import interface_name, register_interface
 from fastpack.layers.scope import PackingScope
+from fastpack.mixing import Mixing
 from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
 from fastpack.options import Graphs, Loss, Offload, PatchKeywords, PatchOptions
-from fastpack.planning import Plan, make_plan
+from fastpack.planning import PROJECTING, Plan, make_plan
 from fastpack.report import PatchReport
 from fastpack.targets import find_parts, models_of
 
@@ -41,6 +42,7 @@ class PatchState:
 
     options: PatchOptions
     report: PatchReport
+    mixing: Mixing
     undo: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
 
@@ -104,13 +106,6 @@ def patch(
     options.check()
     for plan in _plan_all(models_of(target), options):
         _apply(plan, options)
-        if plan.report.rung == "re-padded model":
-            warnings.warn(
-                f"{plan.report.model} runs as a re-padded model: sequences are exact and apart, but on padded rows, so "
-                "that nothing gets faster.",
-                NoFasterWarning,
-                stacklevel=2,
-            )
     if verify:
         from fastpack.verify import verify as check
 
@@ -156,15 +151,16 @@ def report(target: Any) -> PatchReport:
     state = _state(backbone)
     if state is None:
         return PatchReport.stock(backbone)
-    # adapters may have come, gone or been switched since, and graphs been recorded
-    as_modules = count_opaque(backbone) if state.report.rung == "fast" else {}
-    notes = tuple(note for note in state.report.notes if not note.startswith("graphs:"))
+    # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
+    as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
+    found = replace(state.report, **state.mixing.refreshed(state.report))
+    notes = tuple(note for note in found.notes if not note.startswith("graphs:"))
     offload, graphs = offload_of(backbone), runner_of(backbone)
     if offload is not None:
         notes += (offload.describe(backbone),)
     if graphs is not None:
         notes += (graphs.describe(next(backbone.parameters()).device),)
-    return replace(state.report, projections=count_projections(backbone), as_modules=as_modules, notes=notes)
+    return replace(found, projections=count_projections(backbone), as_modules=as_modules, notes=notes)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -195,6 +191,13 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
                 _restore(model)
                 taken_off.append((model, state.options))
             plans.append(make_plan(model, options))
+            if plans[-1].report.rung == "re-padded model":
+                warnings.warn(
+                    f"{plans[-1].report.model} runs as a re-padded model: sequences are exact and apart, but on padded "
+                    "rows, so that nothing gets faster.",
+                    NoFasterWarning,
+                    stacklevel=3,
+                )
         complete = True
     finally:
         if not complete:
@@ -205,7 +208,8 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
 
 def _apply(plan: Plan, options: PatchOptions) -> None:
     register_interface(options.attention)
-    state = PatchState(options, plan.report)
+    assert plan.mixing is not None
+    state = PatchState(options, plan.report, plan.mixing)
     configs: dict[int, Any] = {}
     for swap in plan.forwards:
         stock = swap.module.__dict__.get(swap.attribute, _ABSENT)

@@ -18,12 +18,12 @@ from fastpack.coverage import covered_family
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
 from fastpack.families import (
     FORMS,
-    RUNGS,
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
     Family,
     HeadSpec,
+    MixerSpec,
     MlpSpec,
     NormSpec,
     Rung,
@@ -41,15 +41,15 @@ from fastpack.layers.causal_lm import (
 )
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.loss import fused_loss_rejects
-from fastpack.layers.mixer import mixer_forward, mixer_notes, mixer_rung, packed_alibi
+from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
 from fastpack.layers.scope import PackingScope
+from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
-from fastpack.rungs import layer_rungs, unpadded_share
 from fastpack.targets import Parts, find_parts
 
 
@@ -80,6 +80,7 @@ class Plan:
     interface_modules: list[Any] = field(default_factory=list)
     pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     scope: PackingScope | None = None
+    mixing: Mixing | None = None
 
 
 def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
@@ -92,6 +93,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     notes: list[str] = []
 
     specs = _trusted_specs(backbone, family, skipped)
+    family = _keeping_windows(family, specs)
     fast = family.rung == "fast" and all(name in specs for name in family.attention)
     rung = "varlen" if family.rung == "fast" and not fast else family.rung
     if options.strict and (not fast or skipped):
@@ -108,39 +110,34 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
-        mixer = family.mixers.get(type(module).__name__)
-        notes += [] if mixer is None or not _own(module, family) else mixer_notes(module, mixer)
     plan.interface_modules = [m for m in attentions if type(m).__name__ not in specs]
     if family.alibi is not None and plan.scope is not None:
         bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
         plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
 
-    rungs = _module_rungs(plan, family)
-    layers = layer_rungs(backbone, rungs)
-    on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]
+    plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family)))
     shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(type(m).__name__)) for m in attentions))
     backend = ", ".join(dict.fromkeys(_serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
         notes.append("LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated")
-    swapped = Counter(swap.kind for swap in plan.forwards)
+    swapped = Counter(swap.kind for swap in plan.forwards if swap.kind != MIXER)
+    swapped.update(plan.mixing.kinds())
     if plan.interface_modules:
         swapped["attention (interface)"] = len(plan.interface_modules)
     plan.report = PatchReport(
         model=type(parts.head or backbone).__name__,
         family=family.model_type,
-        rung=next(rung for rung in reversed(RUNGS) if rung in layers),
-        layers=layers,
-        unpadded=unpadded_share(backbone, parts.head, on_rows),
+        **plan.mixing.describe(),
         attention=attention,
         backend=backend or None,
         backends=explain(shapes[0]) if shapes else {},
         swapped=dict(swapped),
         projections=projections,
-        as_modules=count_opaque(backbone) if fast else {},
+        as_modules=count_opaque(backbone) if PROJECTING & swapped.keys() else {},
         skipped=tuple(dict.fromkeys(skipped)),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=(*dict.fromkeys(notes), *plan.mixing.notes()),
     )
     return plan
 
@@ -150,20 +147,27 @@ def _own(module: nn.Module, family: Family) -> bool:
     return type(module).__module__ == family.module
 
 
-_RUNG_OF: dict[str, Rung] = {
-    "attention": "fast",
-    "packed mixer": "varlen",
-    "re-padded mixer": "re-padded mixer",
-}
+MIXER = "mixer"
+PROJECTING = {"attention", "mlp", "layer"}
+"""Kinds of swapped modules that read their projections' weights."""
 
 
-def _module_rungs(plan: Plan, family: Family) -> list[tuple[nn.Module, Rung]]:
-    """Of the modules that mix tokens; of the whole backbone where nobody knows which they are."""
+def _mixing_modules(plan: Plan, family: Family) -> list[tuple[nn.Module, Rung | MixerSpec]]:
+    """The modules that mix tokens; the whole backbone where nobody knows which they are."""
     if family.repadded:
         return [(plan.backbone, "re-padded model")]
-    found = {id(swap.module): (swap.module, _RUNG_OF[swap.kind]) for swap in plan.forwards if swap.kind in _RUNG_OF}
-    found |= {id(module): (module, "varlen") for module in plan.interface_modules}
-    return [found[id(module)] for module in plan.backbone.modules() if id(module) in found]
+    found: dict[int, Rung | MixerSpec] = {id(swap.module): "fast" for swap in plan.forwards if swap.kind == "attention"}
+    found |= {id(s.module): family.mixers[type(s.module).__name__] for s in plan.forwards if s.kind == MIXER}
+    found |= {id(module): "varlen" for module in plan.interface_modules}
+    return [(module, found[id(module)]) for module in plan.backbone.modules() if id(module) in found]
+
+
+def _keeping_windows(family: Family, specs: dict[str, Spec]) -> Family:
+    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
+    if family.mask_window is None or all(name in specs for name in family.attention):
+        return family
+    masked = MixerSpec("added", window=f"config.{family.mask_window}")
+    return replace(family, attention=(), mixers=dict.fromkeys(family.attention, masked))
 
 
 def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
@@ -252,8 +256,7 @@ def _plan_module(
     mixer = family.mixers.get(name)
     if mixer is not None and _own(module, family):
         bind = functools.partial(_bind, mixer_forward, module, (mixer, plan.scope))
-        kind = "packed mixer" if mixer_rung(module, mixer) == "varlen" else "re-padded mixer"
-        plan.forwards.append(ForwardSwap(module, bind, kind))
+        plan.forwards.append(ForwardSwap(module, bind, MIXER))
     spec = specs.get(name)
     if spec is None or not _own(module, family):
         return

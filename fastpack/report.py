@@ -6,18 +6,10 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastpack.rungs import describe
+from fastpack.rungs import WORDS, describe
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-
-_RUNGS = {
-    "fast": "fast",
-    "varlen": "varlen (attention packed, the rest stock on real tokens)",
-    "re-padded mixer": "re-padded mixer (one row a sequence where tokens mix; the rest without padding)",
-    "re-padded model": "re-padded model (the stock model on rows of equal length: exact, no faster)",
-}
 
 
 @dataclass(frozen=True)
@@ -27,12 +19,10 @@ class PatchReport:
     Attributes:
         model: class name of the head, or of a bare backbone.
         family: transformers' model_type.
-        rung: the lowest that any layer is on. ``fast`` (fastpack's own forwards), ``varlen`` (stock, on packed
-            attention or other kernels that know boundaries), ``re-padded mixer`` (modules that know none run on one
-            row a sequence, the rest without padding), ``re-padded model`` (the stock model on rows of equal length),
-            or ``stock`` (not patched).
+        rung: the lowest that any layer is on (:data:`fastpack.rungs.WORDS` says what each means), or ``stock`` (not
+            patched).
         layers: names of the modules that mix tokens, by rung.
-        unpadded: the share of a forward's products with weights that runs on real tokens alone, from 0 to 1.
+        unpadded: the share of the backbone's products with weights that runs on real tokens alone, from 0 to 1.
         attention: the backend asked for.
         backend: the one that serves a batch of this model's dtype on its device.
         backends: for each backend, why it can't serve, or None.
@@ -86,11 +76,11 @@ class PatchReport:
             table.add_row("rung", "stock: not patched")
             return table
         if len(self.layers) == 1:
-            table.add_row("rung", _RUNGS[self.rung])
+            table.add_row("rung", f"{self.rung}: {WORDS[self.rung]}")
         for rung, names in self.layers.items() if len(self.layers) > 1 else ():
             table.add_row(rung, describe(names))
         if self.unpadded is not None:
-            table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the products with weights")
+            table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the backbone's products with weights")
         if self.backend is not None:
             asked = "" if self.attention == "auto" else " (asked for by name)"
             table.add_row("attention", f"{self.backend}{asked}")

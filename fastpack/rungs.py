@@ -11,6 +11,15 @@ from torch import nn
 
 from fastpack.families import RUNGS, Rung
 
+WORDS: dict[str, str] = {
+    "fast": "fastpack's own forwards: packed attention, norms and MLP",
+    "varlen": "packed attention, and norms and MLPs that are known; the rest is the stock model, on real tokens only",
+    "re-padded mixer": "what mixes tokens and knows no boundaries runs on one row a sequence; attention is packed, and "
+    "the rest runs on real tokens only",
+    "re-padded model": "the stock model on rows of equal length: exact, no faster",
+}
+"""What each rung means, for people."""
+
 
 def layer_rungs(backbone: nn.Module, modules: Iterable[tuple[nn.Module, Rung]]) -> dict[str, tuple[str, ...]]:
     """Names of the modules that mix tokens, by rung, the highest first.
@@ -25,20 +34,18 @@ def layer_rungs(backbone: nn.Module, modules: Iterable[tuple[nn.Module, Rung]]) 
     return {rung: tuple(names) for rung, names in found.items() if names}
 
 
-def unpadded_share(backbone: Any, head: Any, on_rows: Sequence[nn.Module]) -> float:
-    """How much of a forward's products with weights runs on real tokens alone: from 0 to 1.
+def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
+    """How much of a backbone's products with weights runs on real tokens alone: from 0 to 1.
 
-    Of experts, as many count as each token takes. Attention's scores and recurrences have no weights and don't count.
+    Of experts, as many count as each token takes; a module that is run several times counts once. Attention's scores
+    and recurrences have no weights and don't count.
 
     Args:
-        head: the model around the backbone, or None.
         on_rows: the modules that run on padded rows.
     """
-    output = None if head is None else getattr(head, "lm_head", None)
     config = backbone.config.get_text_config(decoder=True)
     padded = {id(inner) for module in on_rows for inner in module.modules()}
     whole = sum(_products(module, config) for module in backbone.modules())
-    whole += 0 if output is None else sum(_products(module, config) for module in output.modules())
     rows = sum(_products(module, config) for module in backbone.modules() if id(module) in padded)
     return 1 - rows / whole if whole else 1.0
 
@@ -49,18 +56,22 @@ def _products(module: Any, config: Any) -> float:
         return 0
     if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:
         return float(module.in_features * module.out_features)  # in 4 bits, a weight's own size is another
+    taken, experts = _experts(config)
     total = 0.0
-    for weight in module._parameters.values():
-        if weight is not None and weight.ndim == 2:
-            total += weight.numel()
-        if weight is not None and weight.ndim == 3:
-            total += weight.numel() * min(_experts_a_token(config) / len(weight), 1)
+    for name, weight in module._parameters.items():
+        if weight is None or not ("weight" in name or "proj" in name):
+            continue
+        share = taken / experts if weight.ndim == 3 and len(weight) == experts else 1
+        total += weight.numel() * share if weight.ndim > 1 else 0
     return total
 
 
-def _experts_a_token(config: Any) -> int:
-    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
-    return next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 1)
+def _experts(config: Any) -> tuple[int, int]:
+    """How many each token takes, and how many there are; 1 and 0 where there are none."""
+    taken = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
+    all_of_them = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+    found = [next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (taken, all_of_them)]
+    return (int(found[0]), int(found[1])) if all(isinstance(x, int) and x for x in found) else (1, 0)
 
 
 def describe(names: Sequence[str]) -> str:

@@ -159,10 +159,12 @@ class _Probe:
         finally:
             handle.remove()
         mask = batch.get("attention_mask")
-        real = logits.flatten(0, -2) if mask is None else logits.flatten(0, -2)[mask.flatten() != 0]
-        weights = torch.randn(at + len(real), 64, generator=torch.Generator().manual_seed(self.seed + 1))[at:]
-        spread = weights.to(real.device).repeat(1, -(-real.shape[-1] // 64))[:, : real.shape[-1]]
-        gradients = torch.autograd.grad((real.float() * spread).sum(), [out for _, out in seen], allow_unused=True)
+        with torch.enable_grad():
+            real = logits.flatten(0, -2) if mask is None else logits.flatten(0, -2)[mask.flatten() != 0]
+            weights = torch.randn(at + len(real), 64, generator=torch.Generator().manual_seed(self.seed + 1))[at:]
+            spread = weights.to(real.device).repeat(1, -(-real.shape[-1] // 64))[:, : real.shape[-1]]
+            total = (real.float() * spread).sum()
+        gradients = torch.autograd.grad(total, [out for _, out in seen], allow_unused=True)
         return _Found(real.detach().float(), self._by_token(batch, seen, gradients))
 
     def _by_token(

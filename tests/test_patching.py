@@ -271,16 +271,12 @@ def test_an_unknown_upstream_source_drops_to_the_varlen_rung(monkeypatch: pytest
         return stock(self, hidden_states * 1.0, *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    from fastpack.families import source_hash
-
-    source_hash.cache_clear()
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
     with pytest.raises(fastpack.PatchError, match="strict"):
         fastpack.patch(model, strict=True)
     fastpack.patch(model)
     report = fastpack.report(model)
-    source_hash.cache_clear()
     assert report.rung == "varlen"
     assert report.skipped[0][0] == "LlamaAttention"
     check_exact(model, alone)
@@ -310,6 +306,12 @@ def test_each_form_of_attention_has_a_family_in_the_tests() -> None:
 def test_a_model_that_gets_no_faster_warns() -> None:
     with pytest.warns(fastpack.NoFasterWarning, match="nothing gets faster"):
         fastpack.patch(build_tiny("xlnet"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = build_tiny("xlnet")
+        with pytest.raises(fastpack.NoFasterWarning):
+            fastpack.patch(model)
+        assert not fastpack.is_patched(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fastpack.patch(build_tiny("bamba"))

@@ -1,4 +1,4 @@
-"""TRL's unmodified preference trainers: patched equals stock padded, step by step, and no padding reaches the backbone."""
+"""TRL's unmodified ``DPOTrainer``: patched equals stock padded, step by step, and no padding reaches the backbone."""
 
 from __future__ import annotations
 

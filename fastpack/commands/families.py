@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastpack.commands import UsageError
+from fastpack.rungs import WORDS
 
 if TYPE_CHECKING:
     from fastpack.smoke.record import Record
@@ -65,13 +66,13 @@ def markdown(rows: Sequence[dict[str, str]]) -> str:
     for rung in _rungs(rows):
         names = [f"`{row['model_type']}`" for row in rows if row["rung"] == rung]
         if names:
-            lines.append(f"| **{rung}** ({len(names)}) | {RUNGS.get(rung, '')} | {', '.join(names)} |")
+            lines.append(f"| **{rung}** ({len(names)}) | {WORDS.get(rung, '')} | {', '.join(names)} |")
     return "\n".join(lines)
 
 
 def _rungs(rows: Sequence[dict[str, str]]) -> list[str]:
     """Those that are described here in their order, then what else the rows have."""
-    return [*RUNGS, *sorted({row["rung"] for row in rows} - RUNGS.keys())]
+    return [*WORDS, *sorted({row["rung"] for row in rows} - WORDS.keys())]
 
 
 BEGIN = "<!-- families: written by `fastpack families --from RUN.json --into README.md` -->"
@@ -130,15 +131,6 @@ def proved(record: Record) -> str:
     return "\n".join(lines)
 
 
-RUNGS = {
-    "fast": "fastpack's own forwards: packed attention, norms and MLP",
-    "varlen": "packed attention, and norms and MLPs that are known; the rest is the stock model, on real tokens only",
-    "re-padded mixer": "what mixes tokens and knows no boundaries runs on one row a sequence; attention is packed, and "
-    "the rest runs on real tokens only",
-    "re-padded model": "the stock model on rows of equal length: exact, no faster",
-}
-
-
 def _print_table(rows: Sequence[dict[str, str]]) -> None:
     from rich import box
     from rich.console import Console
@@ -152,5 +144,5 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
         table.add_row(row["model_type"], row["rung"], row["backbone"], style="" if row["rung"] == "fast" else "dim")
     console = Console()
     console.print(table)
-    for rung, what in RUNGS.items():
+    for rung, what in WORDS.items():
         console.print(f"[bold]{rung}[/bold]: {what}")

@@ -31,6 +31,7 @@ from fastpack.families.spec import (
     Family,
     HeadSpec,
     LatentAttentionSpec,
+    MixerSpec,
     MlpSpec,
     NormSpec,
     Rung,
@@ -55,6 +56,7 @@ __all__ = [
     "Family",
     "HeadSpec",
     "LatentAttentionSpec",
+    "MixerSpec",
     "MlpSpec",
     "NormSpec",
     "Rung",
@@ -82,11 +84,14 @@ _LEFT_OUT = ("eager_attention_forward",)
 """Attention itself, which is read from the call of the interface."""
 
 
-@functools.cache
+UNREADABLE = "no source"
+
+
 def source_hash(cls: Any) -> str:
     """Hash of what a class's forward computes: the forward, and what it calls of its own class and module.
 
-    Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter.
+    Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter, and
+    each time anew: others replace forwards and helpers. :data:`UNREADABLE` where one of them has no source to read.
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
@@ -94,6 +99,8 @@ def source_hash(cls: Any) -> str:
     while waiting:
         name, function = waiting.pop()
         tree = _normal_form(function)
+        if tree is None:
+            return UNREADABLE
         parts[name] = ast.unparse(tree)
         for node in ast.walk(tree):
             found = None
@@ -108,19 +115,21 @@ def source_hash(cls: Any) -> str:
     return hashlib.sha256("\n".join(parts[name] for name in sorted(parts)).encode()).hexdigest()[:12]
 
 
-@functools.cache
 def forward_hash(forward: Any) -> str:
-    """Hash of a forward alone, under whatever decorators; ``unknown`` where its source is not there."""
-    inner = inspect.unwrap(forward)
+    """Hash of a forward alone, under whatever decorators; :data:`UNREADABLE` where its source is not there."""
+    tree = _normal_form(inspect.unwrap(forward))
+    return UNREADABLE if tree is None else hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _normal_form(function: FunctionType) -> ast.FunctionDef | None:
+    """The syntax tree of a function, not to be changed; None for one of ``exec``, a lambda or a callable object."""
     try:
-        return hashlib.sha256(ast.unparse(_normal_form(inner)).encode()).hexdigest()[:12]
-    except (OSError, TypeError):
-        return "unknown"
-
-
-def _normal_form(function: FunctionType) -> ast.FunctionDef:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(tree, ast.FunctionDef)
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    if not isinstance(tree, ast.FunctionDef):
+        return None
     tree.decorator_list = []
     tree.returns = None
     for argument in ast.walk(tree.args):

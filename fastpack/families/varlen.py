@@ -1,4 +1,6 @@
-"""Families of the varlen rung: their attention goes through :mod:`fastpack.attention_dispatch`, all else is stock.
+"""Families of the varlen rung: their attention goes through :mod:`fastpack.attention_dispatch` in its stock forward.
+
+Norms and MLPs whose forms are known are fast, all else is stock.
 
 A family belongs here when, read in its source and proved against each sequence alone (``tests/families``):
 

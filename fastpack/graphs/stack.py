@@ -53,7 +53,9 @@ class Stack:
         self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
         self._adapters = [m for m in inner if hasattr(m, "active_adapter") and hasattr(m, "disable_adapters")]
         self._dropouts = [m for m in inner if isinstance(m, nn.Dropout)]
-        self._attentions = [m for m in inner if hasattr(m, "attention_dropout")]
+        self._probabilities = [
+            (m, name) for m in inner for name in ("attention_dropout", "residual_dropout") if hasattr(m, name)
+        ]
         self._checkpointed = [m for m in self.modules if hasattr(m, "gradient_checkpointing")]
 
     def unchanged(self) -> bool:
@@ -75,7 +77,7 @@ class Stack:
             any(map(contains, self._own, repeat("_hf_hook"))),
             tuple(map(_adapter_state, self._adapters)),
             tuple(map(_probability, self._dropouts)),
-            tuple(map(_attention_dropout, self._attentions)),
+            tuple(getattr(module, name) for module, name in self._probabilities),
             tuple((m.gradient_checkpointing, _checkpointing(m)) for m in self._checkpointed),
         )
 
@@ -179,7 +181,6 @@ _training = attrgetter("training")
 _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks")
 _probability = attrgetter("p")
-_attention_dropout = attrgetter("attention_dropout")
 
 
 def _adapter_state(module: Any) -> Hashable:

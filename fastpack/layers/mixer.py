@@ -8,6 +8,7 @@ Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from fastpack.backends import mixer_kernels
 from fastpack.families.spec import MixerSpec
-from fastpack.layers.packed_mixer import packed_forward, packed_rejects
 from fastpack.layers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, is_stand_in
@@ -37,6 +37,8 @@ def mixer_forward(
     if packed is None:
         return call_stock(module, stock, *args, **kwargs)
     if spec.scan is not None:
+        from fastpack.layers.packed_mixer import packed_forward, packed_rejects  # which brings torch's compiler along
+
         device, dtype = _computed_in(next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
         if packed_rejects(module, spec, stock, device, dtype) is None:
             return packed_forward(module, spec, packed, *args, **kwargs)
@@ -82,20 +84,29 @@ def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
     if why is None:
         ops = dict.fromkeys(mixer_kernels.names(op, device, dtype) for op in ("conv", spec.scan))
         return [f"mixers: {', '.join(ops)} on packed tokens"]
-    if dtype == torch.float32 and packed_rejects(module, spec, _replaced(module), device, torch.bfloat16) is None:
+    if dtype == torch.float32 and _why_rows(module, spec, torch.bfloat16) is None:
         return ["mixers: on rows while these float32 weights are not under autocast (bf16=True or fp16=True)"]
     return [f"mixers: on rows: {why}"]
 
 
-def _why_rows(module: nn.Module, spec: MixerSpec) -> str | None:
+def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = None) -> str | None:
+    """Why not on packed tokens of this dtype, or of the module's own; None where it will be."""
     if spec.scan is None:
         return "no kernel knows boundaries"
-    return packed_rejects(module, spec, _replaced(module), *_placed(module))
+    from fastpack.layers.packed_mixer import packed_rejects
+
+    device, own = _placed(module)
+    return packed_rejects(module, spec, _replaced(module), device, dtype or own)
 
 
 def _replaced(module: nn.Module) -> Forward | None:
-    """What a patch finds in the place of the class's forward; None for what accelerate's hooks keep of it."""
-    return None if hasattr(module, "_hf_hook") else module.__dict__.get("forward")
+    """What a patch finds, or found, in the place of the class's forward; None for what accelerate's hooks keep."""
+    if hasattr(module, "_hf_hook"):
+        return None
+    found: Forward | None = module.__dict__.get("forward")
+    if isinstance(found, functools.partial) and found.func is mixer_forward:
+        found = found.args[-1]
+    return found
 
 
 def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:

@@ -46,6 +46,7 @@ def packed_rejects(
     return mixer_kernels.rejects(spec.scan, device, dtype)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_forward(module: nn.Module, spec: MixerSpec, packed: PackedSeqLens, /, *args: Any, **kwargs: Any) -> Any:
     """The stock forward on ``[1, T, ...]``, each sequence by itself."""
     given = {name: _argument(value) for name, value in kwargs.items() if name not in (*spec.left_out, *_MADE_HERE)}
@@ -71,7 +72,6 @@ def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> 
     inner = inspect.unwrap(forward)
     assert isinstance(inner, FunctionType)
     known = {**inner.__globals__, **names}
-    del known["__name__"]  # by which torch.compile would look names up in the file itself, and find the others
     made = FunctionType(inner.__code__, known, inner.__name__, inner.__defaults__, inner.__closure__)
     made.__kwdefaults__ = inner.__kwdefaults__
     return made

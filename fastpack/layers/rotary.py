@@ -44,10 +44,13 @@ def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: 
         trained = module.config.rope_parameters["original_max_position_embeddings"]
         kinds = torch.where(length > trained, trained + 1, 0)
         values = [0, trained + 1]
+        # some choose by the longest position that they are given
+        given = [position_ids.clamp(max=trained - 1), position_ids]
     else:
         kinds = torch.where(length > module.config.max_position_embeddings, length, 0)
         values = kinds.unique().tolist()
-    tables = [_tables(module, x, position_ids, value) for value in values]
+        given = [position_ids] * len(values)
+    tables = [_tables(module, x, positions, value) for positions, value in zip(given, values, strict=True)]
     cos, sin = tables[0]
     for value, (other_cos, other_sin) in zip(values[1:], tables[1:], strict=True):
         chosen = (kinds == value)[None, :, None]
@@ -66,7 +69,11 @@ def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[
     if length:
         inv_freq, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, x.device, seq_len=length)
     settings = SimpleNamespace(
-        inv_freq=inv_freq, attention_scaling=module.attention_scaling, config=module.config, rope_type=module.rope_type
+        inv_freq=inv_freq,
+        attention_scaling=module.attention_scaling,
+        config=module.config,
+        rope_type=module.rope_type,
+        rope_init_fn=getattr(module, "rope_init_fn", None),
     )
     own_forward: Any = inspect.unwrap(type(module).forward)
     with torch.no_grad():

@@ -146,9 +146,15 @@ def take(x: Any, rows: Rows, total: int) -> Any:
     return x
 
 
-def _are_weights(x: Tensor, n: int, length: int) -> bool:
-    """Of attention, ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4 has compressed ones)."""
-    return x.ndim == 4 and x.shape[0] == n and x.shape[1] != length == x.shape[2] <= x.shape[3]
+def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
+    """Of attention, ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4 has compressed ones).
+
+    With as many heads as tokens a group can't tell; the others do, or all are square.
+    """
+    pairs = list(zip(results, shapes, strict=True))
+    if not all(x.ndim == 4 and x.shape[0] == n and x.shape[2] == s <= x.shape[3] for x, (n, s) in pairs):
+        return False
+    return any(x.shape[1] != s for x, (_, s) in pairs) or all(x.shape[3] == s for x, (_, s) in pairs)
 
 
 def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
@@ -169,7 +175,7 @@ def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
     if not isinstance(first, Tensor) or isinstance(first, nn.Parameter):
         return first
     shapes = [(rows.count, rows.length) for rows in groups.groups]
-    if all(_are_weights(x, *shape) for x, shape in zip(results, shapes, strict=True)):
+    if _are_weights(results, shapes):
         return None  # nobody asked for them: those who do are on the stock path
     if all(x.ndim >= 2 and x.shape[:2] == shape for x, shape in zip(results, shapes, strict=True)):
         return groups.gather([x.flatten(0, 1) for x in results])[None]

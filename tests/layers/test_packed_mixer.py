@@ -232,6 +232,31 @@ def test_generate_is_stock(model_type: str, kernels: Kernels) -> None:
     assert not calls.made
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled(training: bool, compile_anew: None) -> None:
+    """A break in the graph at each mixer, and no other."""
+    model = fastpack.patch(build_tiny("lfm2").train(training))
+    ids = plain_tokens(1, 20, seed=0)
+    packed = PackedSeqLens.from_lengths([5, 1, 14])
+    with torch.set_grad_enabled(training):
+        want = model(input_ids=ids, packed_seq_lens=packed).logits
+        got = torch.compile(model, backend="aot_eager")(input_ids=ids, packed_seq_lens=packed).logits
+    assert float((got - want).abs().max() / want.abs().max()) <= 1e-5
+
+
+def test_the_report_follows_a_model_that_moves(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels("fla")
+    model = fastpack.patch(build_tiny("qwen3_next"))
+    assert fastpack.report(model).rung == "varlen"
+    monkeypatch.setattr(mixer_kernels, "rejects", lambda *_: "it is somewhere else now")
+    report = fastpack.report(model)
+    assert report.rung == "re-padded mixer"
+    assert report.unpadded is not None
+    assert report.unpadded < 1
+    assert "packed mixer" not in report.swapped
+    assert any("somewhere else" in note for note in report.notes)
+
+
 def test_copies_come_back_patched(kernels: Kernels) -> None:
     calls = kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next").train())

@@ -23,7 +23,7 @@ import fastpack
 from fastpack import PackedSeqLens
 from fastpack.backends import mixer_kernels
 from fastpack.backends.mixer_kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
-from fastpack.layers import mixer
+from fastpack.layers import packed_mixer
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -251,13 +251,13 @@ def test_layers_at_real_sizes(model_type: str, on_rows: bool, monkeypatch: pytes
     torch.cuda.empty_cache()
 
     calls: list[int] = []
-    forward = mixer.packed_forward
+    forward = packed_mixer.packed_forward
 
     def counted(module: nn.Module, spec: Any, packed: PackedSeqLens, /, *args: Any, **kwargs: Any) -> Any:
         calls.append(packed.total_tokens)
         return forward(module, spec, packed, *args, **kwargs)
 
-    monkeypatch.setattr(mixer, "packed_forward", counted)
+    monkeypatch.setattr(packed_mixer, "packed_forward", counted)
     model = fastpack.patch(build(model_type, torch.bfloat16))
     print(fastpack.report(model))
     assert fastpack.report(model).swapped["re-padded mixer" if on_rows else "packed mixer"] == LAYERS - 1

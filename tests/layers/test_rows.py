@@ -199,6 +199,19 @@ def test_unpatch_restores_everything(model_type: str) -> None:
     assert {name: sorted(m.__dict__) for name, m in model.named_modules()} == before
 
 
+@pytest.mark.parametrize("model_type", ["gptj", "bloom", "deepseek_v4", "llama4_text"])
+@pytest.mark.parametrize("lengths", [[4, 30], [4, 4], [30, 4, 4]])
+def test_rows_as_long_as_there_are_heads(model_type: str, lengths: list[int]) -> None:
+    """Attention's weights ``[n, 4, 4, 4]`` are not taken for something of each token."""
+    model = build_tiny(model_type).eval()
+    model.set_attn_implementation("eager")
+    ids = plain_tokens(1, sum(lengths), seed=0)
+    with torch.no_grad():
+        alone = torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in ids[0].split(lengths)])
+        packed = fastpack.patch(model)(input_ids=ids, packed_seq_lens=lengths).logits[0]
+    assert float((packed - alone).abs().max() / alone.abs().max()) <= 1e-4
+
+
 @pytest.mark.parametrize("model_type", ["bamba", "nemotron", "zaya"])
 def test_offloading_is_asked_on_every_rung(model_type: str) -> None:
     """On a CPU it can't be done, and says so; it was not asked at all where a scope is."""

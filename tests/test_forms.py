@@ -1,0 +1,86 @@
+"""A form is trusted for the source that it was proved on, and for no other: upstream changes, and others replace."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.phimoe.modeling_phimoe import PhimoeAttention
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
+
+import fastpack
+from fastpack.families import UNREADABLE, source_hash
+from fastpack.smoke.setting import Setting
+from fastpack.smoke.sweep import BOUND, oracle_of, sweep
+from fastpack.smoke.tiny import build_tiny, plain_tokens
+
+LENGTHS = [5, 1, 13]
+
+
+IDS = plain_tokens(1, sum(LENGTHS), seed=0)
+
+
+@torch.no_grad()
+def alone(model: Any) -> torch.Tensor:
+    return torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in IDS[0].split(LENGTHS)])
+
+
+def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((found - reference).abs().max() / reference.abs().max())
+
+
+def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return 2 * self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def hidden(function: FunctionType) -> FunctionType:
+    """The same function, without a file that its source could be read in."""
+    return FunctionType(function.__code__.replace(co_filename="<nowhere>"), function.__globals__)
+
+
+REPLACED: dict[str, tuple[Any, str, Any]] = {
+    "a forward": (llama.LlamaMLP, "forward", doubled),
+    "one without a source": (llama.LlamaMLP, "forward", hidden(doubled)),
+    "a lambda": (llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x))),
+    "a helper": (llama, "apply_rotary_pos_emb", lambda q, k, cos, sin, unsqueeze_dim=1: (q, k)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_someone_replaced_since_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a first patch of the same family."""
+    fastpack.patch(build_tiny("llama"))
+    where, attribute, value = REPLACED[name]
+    before = alone(build_tiny("llama").eval())
+    monkeypatch.setattr(where, attribute, value)
+    after = alone(build_tiny("llama").eval())
+    assert relative(after, before) > 0.01, "the replacement computes something else"
+    model = fastpack.patch(build_tiny("llama").eval())
+    assert fastpack.report(model).skipped
+    with torch.no_grad():
+        assert relative(model(input_ids=IDS, packed_seq_lens=LENGTHS).logits[0], after) <= BOUND
+
+
+def test_a_source_that_nobody_can_read_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = source_hash(llama.LlamaMLP)
+    monkeypatch.setattr(llama.LlamaMLP, "forward", hidden(llama.LlamaMLP.forward))
+    assert source_hash(llama.LlamaMLP) == UNREADABLE != known
+
+
+@pytest.mark.parametrize(("model_type", "cls"), [("qwen2_moe", Qwen2MoeAttention), ("phimoe", PhimoeAttention)])
+def test_a_window_in_the_mask_alone_outlives_its_form(
+    model_type: str, cls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' interface is not told of it, so that an unknown attention runs on rows, with masks."""
+    stock = cls.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Upstream has changed."""
+        return stock(self, hidden_states * 1.0, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "forward", forward)
+    found = sweep(model_type, oracle_of(model_type, Setting()))
+    assert (found.problem, found.rung) == (None, "re-padded mixer")
