@@ -122,6 +122,8 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
         notes.append("LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated")
+    if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+        notes.append("reentrant checkpointing loses gradients of the keys and values that layers share, stock too")
     swapped = Counter(swap.kind for swap in plan.forwards if swap.kind != MIXER)
     swapped.update(plan.mixing.kinds())
     if plan.interface_modules:

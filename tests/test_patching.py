@@ -317,6 +317,12 @@ def test_a_model_that_gets_no_faster_warns() -> None:
         fastpack.patch(build_tiny("bamba"))
 
 
+@pytest.mark.parametrize(("model_type", "said"), [("gemma4_text", True), ("gemma3n_text", True), ("llama", False)])
+def test_what_checkpointing_would_lose_is_said(model_type: str, said: bool) -> None:
+    notes = fastpack.report(fastpack.patch(build_tiny(model_type))).notes
+    assert any("reentrant checkpointing loses gradients" in note for note in notes) == said
+
+
 def test_report_says_what_was_done() -> None:
     model = tiny_model("qwen3")
     assert fastpack.report(model).rung == "stock"
