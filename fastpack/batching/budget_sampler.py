@@ -1,0 +1,233 @@
+"""A batch sampler for torch's ``DataLoader``, whose batches are those of a token-budget plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from fastpack.batching.budget import (
+    COST,
+    LOOK_AHEAD,
+    BatchPlan,
+    TooLong,
+    check_settings,
+    digest,
+    plan_batches,
+    read_lengths,
+)
+from fastpack.errors import PackingError
+
+_MENDS = {
+    "examples": "another data set: pass the one that it was made with",
+    "lengths": "another data set, or another order of it: pass the one that it was made with",
+    "ranks": "another number of processes: start as many",
+}
+
+
+class TokenBudgetSampler(Sampler[list[int]]):
+    """Lists of indices of whole examples, of at most ``max_tokens`` tokens together: one micro-batch each.
+
+    ``DataLoader(dataset, batch_sampler=TokenBudgetSampler(lengths_of(dataset), 8192), collate_fn=...)``. What is in
+    which batch, and how ranks share them, is :func:`plan_batches`'s to say; this holds the place in an epoch. It makes
+    the batches of its own rank: nothing may divide them among ranks again.
+
+    ``len()`` is the number of micro-batches of this rank in the whole epoch, the same on every rank; it may differ by
+    a few from epoch to epoch. Iterating goes through the epoch from its start, or from where a loaded state stopped.
+
+    Args:
+        lengths: tokens of each example, from :func:`lengths_of`; n ints or a whole 1-D tensor. The same on every rank.
+        max_tokens: of a micro-batch at most.
+        seed: decides the order, together with the epoch.
+        rank: which process this is, from 0. By default ``rank`` and ``ranks`` are those of ``torch.distributed`` where
+            a process group exists, and all ranks then compare their data and settings: a collective call.
+        ranks: how many processes there are.
+        look_ahead, too_long, cost: as in :func:`plan_batches`.
+
+    Raises:
+        PackingError: as :func:`plan_batches`; only one of ``rank`` and ``ranks`` is given; ranks have different data.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | Tensor,
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
+        look_ahead: int = LOOK_AHEAD,
+        too_long: TooLong = "error",
+        cost: tuple[float, float] = COST,
+    ) -> None:
+        if (rank is None) != (ranks is None):
+            raise PackingError(f"rank={rank} and ranks={ranks}: pass both, or neither to ask torch.distributed.")
+        grouped = rank is None and dist.is_available() and dist.is_initialized()
+        if rank is None or ranks is None:
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        check_settings(
+            max_tokens=max_tokens, ranks=ranks, rank=rank, look_ahead=look_ahead, too_long=too_long, cost=cost
+        )
+        self.lengths = read_lengths(lengths)
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.rank = rank
+        self.ranks = ranks
+        self.look_ahead = look_ahead
+        self.too_long = too_long
+        self.cost = cost
+        self.fingerprint = digest(self.lengths)
+        if grouped:  # before planning, which may raise on one rank alone, while the others would wait for it
+            self._compare(self._settings())
+        self._epoch = 0
+        self._start = 0
+        self._position = 0
+        self._plan = self._planned(0)
+
+    @property
+    def epoch(self) -> int:
+        """From 0."""
+        return self._epoch
+
+    @property
+    def plan(self) -> BatchPlan:
+        """This epoch's plan, for all ranks."""
+        return self._plan
+
+    def __len__(self) -> int:
+        return self._plan.micro_batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._plan.batches[self.rank]
+        # The loaded place holds until the epoch was gone through: whoever draws one batch to look at it loses nothing.
+        for at in range(self._start, len(batches)):
+            self._position = at + 1
+            yield list(batches[at])
+        self._start, self._position = 0, len(batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Plan another epoch, from its start; the one that it is in already is left as it is, and where it is.
+
+        Raises:
+            PackingError: not an int from 0 on, or as :func:`plan_batches`; then nothing has changed.
+        """
+        if epoch != self._epoch:
+            self._plan = self._planned(epoch)
+            self._epoch, self._start, self._position = epoch, 0, 0
+
+    def state_dict(self, done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as ints, floats and strings; the same on every rank, so one of them may save it.
+
+        Args:
+            done: how many micro-batches of this epoch were trained on, from its start. By default as many as were
+                drawn. A ``DataLoader`` with workers draws ahead: then pass it, or what waits in its queue is skipped.
+
+        Raises:
+            PackingError: ``done`` is not from 0 to ``len(self)``.
+        """
+        position = self._position if done is None else done
+        self._check_position(position, len(self))
+        return {"epoch": self._epoch, "position": position, "plan": self._plan.digest(), **self._settings()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state stopped: iterating then gives what remained of its epoch, in the same batches.
+
+        Raises:
+            PackingError: the state is not one of this class, was made with other lengths, settings or ranks, or its
+                plan comes out differently now; nothing has changed then.
+        """
+        settings = self._settings()
+        missing = [name for name in ("epoch", "position", "plan", *settings) if name not in state]
+        if missing:
+            raise PackingError(
+                f"the state holds {', '.join(map(str, state)) or 'nothing'}, and no {', '.join(missing)}: pass what "
+                "TokenBudgetSampler.state_dict() returned."
+            )
+        for name, value in settings.items():
+            if state[name] != value:
+                mend = _MENDS.get(name, f"pass {name}={state[name]!r} to go on in the middle of its epoch")
+                raise PackingError(f"the state has {name} {state[name]!r}, and this sampler {value!r}: {mend}.")
+        plan = self._plan if state["epoch"] == self._epoch else self._planned(state["epoch"])
+        if plan.digest() != state["plan"]:
+            raise PackingError(
+                f"the state's epoch {state['epoch']} comes out in other batches here, from the same lengths: go on "
+                "with the releases of fastpack and torch that it was made with, or start an epoch anew."
+            )
+        self._check_position(state["position"], plan.micro_batches)
+        self._plan, self._epoch = plan, state["epoch"]
+        self._start = self._position = state["position"]
+
+    def check_ranks(self) -> None:
+        """Compare the data, the settings and the place in the epoch with every other rank's. A collective call.
+
+        Raises:
+            PackingError: on every rank, where they differ; or no process group exists, and there are several ranks.
+        """
+        if dist.is_available() and dist.is_initialized():
+            self._compare(self.state_dict())
+        elif self.ranks > 1:
+            raise PackingError(
+                f"ranks={self.ranks}, and torch.distributed has no process group, so they can't be compared. Call "
+                "torch.distributed.init_process_group first."
+            )
+
+    def _compare(self, state: dict[str, Any]) -> None:
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, {"rank": self.rank, **state})
+        compare_ranks(found)
+
+    def _planned(self, epoch: int) -> BatchPlan:
+        return plan_batches(
+            self.lengths,
+            self.max_tokens,
+            seed=self.seed,
+            epoch=epoch,
+            ranks=self.ranks,
+            look_ahead=self.look_ahead,
+            too_long=self.too_long,
+            cost=self.cost,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "examples": len(self.lengths),
+            "lengths": self.fingerprint,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "ranks": self.ranks,
+            "look_ahead": self.look_ahead,
+            "too_long": self.too_long,
+            "cost": list(self.cost),
+        }
+
+    @staticmethod
+    def _check_position(position: Any, most: int) -> None:
+        if type(position) is not int or not 0 <= position <= most:
+            raise PackingError(f"{position!r} micro-batches are done; this epoch has from 0 to {most} of them.")
+
+
+def compare_ranks(states: Sequence[Mapping[str, Any]]) -> None:
+    """Raise unless processes hold the same, and are the ranks 0, 1, ... of it.
+
+    Args:
+        states: of each process, in order, its ``rank`` and whatever else has to be the same.
+
+    Raises:
+        PackingError: names what differs, and what each process has.
+    """
+    ranks = [state["rank"] for state in states]
+    if sorted(ranks) != list(range(len(states))) or any(state["ranks"] != len(states) for state in states):
+        raise PackingError(
+            f"{len(states)} processes say that they are ranks {ranks} of {[state['ranks'] for state in states]}: "
+            "examples would be lost or seen twice. Leave rank and ranks out to have them asked for."
+        )
+    for name in sorted(set(states[0]) - {"rank"}):
+        values = [state[name] for state in states]
+        if any(value != values[0] for value in values):
+            raise PackingError(
+                f"{name} is not the same on every rank: {values}. Each rank plans for all of them, so examples would "
+                "be lost or seen twice. Give every rank the whole data set, in the same order, and the same settings."
+            )
