@@ -62,10 +62,10 @@ def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
     """
     if op == "conv" or _serving(op, device, dtype) is not None:
         return None
-    why = {kernel.package: kernel.why_not(device) for kernel in KERNELS[op]}
-    if None in why.values():
+    why = [(kernel.package, kernel.why_not(device)) for kernel in KERNELS[op]]
+    if any(reason is None for _, reason in why):
         return _device_rejects(device, dtype)
-    return " and ".join(f"{package} {reason}" for package, reason in why.items())
+    return " and ".join(dict.fromkeys(f"{package} {reason}" for package, reason in why))
 
 
 def names(op: Op, device: torch.device, dtype: torch.dtype) -> str:
@@ -145,6 +145,7 @@ def _recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Ten
 
 
 def _run_delta(
+    by_channel: bool,
     function: Function,
     packed: PackedSeqLens,
     q: Tensor,
@@ -154,25 +155,14 @@ def _run_delta(
     beta: Tensor,
     normalised: bool,
 ) -> Tensor:
+    """``by_channel``: by kernels with a decay for each channel of a key: more work, and right everywhere."""
     k, v = k.to(q.dtype), v.to(q.dtype)
+    if by_channel:
+        g = g[..., None].expand(*g.shape, k.shape[-1])
     out: Tensor = function(
         q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalised, **_offsets(function, packed, q.device)
     )[0]
     return out
-
-
-def _run_delta_by_channel(
-    function: Function,
-    packed: PackedSeqLens,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    normalised: bool,
-) -> Tensor:
-    """A decay of a head is one of each channel of its keys: more work, by kernels that are right everywhere."""
-    return _run_delta(function, packed, q, k, v, g[..., None].expand(*g.shape, k.shape[-1]), beta, normalised)
 
 
 def _run_linear_attention(
@@ -275,6 +265,7 @@ def _seq_idx(packed: PackedSeqLens) -> Tensor:
     return packed.seq_idx.contiguous()
 
 
+@functools.cache
 def _hopper_rejects(device: torch.device) -> str | None:
     """flash-linear-attention's issue 640; its newer versions raise in the backward, older ones give wrong gradients."""
     import triton
@@ -294,10 +285,10 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
         Kernel(_FLA, "fla.modules.convolution", "causal_conv1d", _run_conv_fla),  # before 0.5
     ),
     "gated_delta": (
-        Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", _run_delta, _hopper_rejects),
-        Kernel(_FLA, "fla.ops.kda", "chunk_kda", _run_delta_by_channel),
+        Kernel(_FLA, "fla.ops.gated_delta_rule", "chunk_gated_delta_rule", partial(_run_delta, False), _hopper_rejects),
+        Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, True)),
     ),
-    "kda": (Kernel(_FLA, "fla.ops.kda", "chunk_kda", _run_delta),),
+    "kda": (Kernel(_FLA, "fla.ops.kda", "chunk_kda", partial(_run_delta, False)),),
     "ssd": (
         Kernel("mamba-ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined", _run_mamba2),
         Kernel(_FLA, "fla.ops.simple_gla", "chunk_simple_gla", partial(_run_linear_attention, False), _hopper_rejects),

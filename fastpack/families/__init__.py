@@ -13,7 +13,7 @@ import inspect
 import sys
 import textwrap
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -98,32 +98,42 @@ def source_hash(cls: Any) -> str:
     waiting = [("forward", inspect.unwrap(cls.forward))]
     while waiting:
         name, function = waiting.pop()
-        tree = _normal_form(function)
-        if tree is None:
+        said = _read(function)
+        if said is None:
             return UNREADABLE
-        parts[name] = ast.unparse(tree)
-        for node in ast.walk(tree):
-            found = None
-            if isinstance(node, ast.Name):
-                name, found = node.id, vars(module).get(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
-                name, found = f"self.{node.attr}", getattr(cls, node.attr, None)
-            if inspect.isfunction(found) and name not in (*parts, *_LEFT_OUT):
+        parts[name] = said.text
+        called = [(n, vars(module).get(n)) for n in said.names] + [
+            (f"self.{n}", getattr(cls, n, None)) for n in said.own
+        ]
+        for other, found in called:
+            if inspect.isfunction(found) and other not in (*parts, *_LEFT_OUT):
                 helper = inspect.unwrap(found)
                 if helper.__module__ == module.__name__:
-                    waiting.append((name, helper))
-    return hashlib.sha256("\n".join(parts[name] for name in sorted(parts)).encode()).hexdigest()[:12]
+                    waiting.append((other, helper))
+    return _short_hash("\n".join(parts[name] for name in sorted(parts)))
 
 
 def forward_hash(forward: Any) -> str:
     """Hash of a forward alone, under whatever decorators; :data:`UNREADABLE` where its source is not there."""
-    tree = _normal_form(inspect.unwrap(forward))
-    return UNREADABLE if tree is None else hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:12]
+    said = _read(inspect.unwrap(forward))
+    return UNREADABLE if said is None else _short_hash(said.text)
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+class _Said(NamedTuple):
+    """What a function's source says: its normal form, and which names it uses, plain ones and those of ``self``."""
+
+    text: str
+    names: tuple[str, ...]
+    own: tuple[str, ...]
 
 
 @functools.cache
-def _normal_form(function: FunctionType) -> ast.FunctionDef | None:
-    """The syntax tree of a function, not to be changed; None for one of ``exec``, a lambda or a callable object."""
+def _read(function: FunctionType) -> _Said | None:
+    """None for a function of ``exec``, a lambda or a callable object. Others replace functions, not their sources."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
@@ -141,4 +151,8 @@ def _normal_form(function: FunctionType) -> ast.FunctionDef | None:
     first = tree.body[0]
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         tree.body = tree.body[1:] or [ast.Pass()]
-    return tree
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    own = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
+    return _Said(ast.unparse(tree), tuple(sorted(names)), tuple(sorted(own)))

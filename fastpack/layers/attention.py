@@ -16,15 +16,12 @@ from torch.nn import functional as F
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 from fastpack.layers import latent_attention, shared_attention
-from fastpack.layers.projections import project_modules, read_norm
+from fastpack.layers.positions import Tables, normalise_and_turn, repeated
+from fastpack.layers.projections import project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
-from fastpack.ops.rope import apply_rope, norm_rope
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
-
-Tables = tuple[Tensor, Tensor]
-"""cos and sin, ``[1, T, R]``."""
 
 
 def attention_forward(
@@ -103,7 +100,7 @@ def attend_heads(
         modifiers["window"] = module.sliding_window
     else:
         q, k, v, gate = _heads(module, spec, projected)
-        q, k = _normalise_and_turn(module, spec, options, q, k, _tables(module, spec, position_embeddings))
+        q, k = normalise_and_turn(module, spec, options, q, k, _tables(module, spec, position_embeddings))
         if spec.window_if is None or getattr(module, spec.window_if):
             modifiers["window"] = _read(module, spec.window)
         modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
@@ -150,7 +147,7 @@ def _tables(module: Any, spec: AttentionSpec, given: Tables | None) -> Tables | 
         return None
     cos, sin = given[0][0], given[1][0]
     if spec.rope_tables == "repeated":
-        return latent_attention.repeated(cos), latent_attention.repeated(sin)
+        return repeated(cos), repeated(sin)
     if spec.rope_tables == "once":
         return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
     return cos, sin
@@ -158,29 +155,6 @@ def _tables(module: Any, spec: AttentionSpec, given: Tables | None) -> Tables | 
 
 def _holds(module: Any, name: str) -> bool:
     return not getattr(module, name[1:]) if name.startswith("!") else bool(getattr(module, name))
-
-
-def _normalise_and_turn(
-    module: Any, spec: AttentionSpec, options: PatchOptions, q: Tensor, k: Tensor, tables: Tables | None
-) -> tuple[Tensor, Tensor]:
-    """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions."""
-    settings: dict[str, Any] = {
-        "layout": spec.rope_layout,
-        "compute_in_float32": spec.rope_in_float32,
-        "implementation": options.kernels,
-    }
-    first, second = (getattr(module, name, None) for name in spec.norms)
-    if spec.qk_norm == "head" and first is not None and second is not None:
-        norm, other = read_norm(first), read_norm(second)
-        if norm is not None and other is not None and tables is not None and norm.weight.ndim == other.weight.ndim == 1:
-            how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
-            return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0], tables[1], **how, **settings)
-        q, k = first(q), second(k)
-    if tables is not None:
-        q, k = apply_rope(q, k, *tables, **settings)
-    if spec.qk_norm == "turned" and first is not None and second is not None:
-        q, k = first(q), second(k)
-    return q, k
 
 
 def _read(module: Any, name: str | None) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.layers.positions import repeated
 from fastpack.layers.projections import project_modules
 from fastpack.ops.rope import apply_rope
 from fastpack.options import PatchOptions
@@ -56,8 +57,3 @@ def heads(
     )
     k = torch.cat([kv[..., :size], shared.expand(-1, kv.shape[1], -1)], -1)
     return torch.cat([q[..., :size], turned], -1), k, kv[..., size:]
-
-
-def repeated(table: Tensor) -> Tensor:
-    """``[T, R]`` that holds each angle in its first half, to one that holds it for both elements of a pair."""
-    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)

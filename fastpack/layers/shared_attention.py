@@ -10,12 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from fastpack.layers.projections import read_norm
-from fastpack.ops.rope import apply_rope, norm_rope
+from fastpack.families.spec import AttentionSpec
+from fastpack.layers.positions import normalise_and_turn
+from fastpack.ops.rope import apply_rope
 from fastpack.options import PatchOptions
 
 SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
 """Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""
+_HEADS = AttentionSpec(qk_norm="head")
 
 
 def projections(module: Any) -> tuple[str, ...]:
@@ -44,12 +46,7 @@ def heads(
         k, v = (x.squeeze(0).transpose(0, 1).to(q.device) for x in shared[module.layer_type])
         return q, k, v
     k, v = rest[0], module.v_norm(rest[-1])
-    norm, other = read_norm(module.q_norm), read_norm(module.k_norm)
-    if norm is not None and other is not None:
-        how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
-        q, k = norm_rope(q, k, norm.weight, other.weight, norm.eps, cos, sin, implementation=options.kernels, **how)
-    else:
-        q, k = apply_rope(module.q_norm(q), module.k_norm(k), cos, sin, implementation=options.kernels)
+    q, k = normalise_and_turn(module, _HEADS, options, q, k, (cos, sin))
     if module.store_full_length_kv:
         shared[module.layer_type] = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     return q, k, v
