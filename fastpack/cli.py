@@ -14,6 +14,7 @@ from fastpack import FastpackError, __version__
 
 COMMANDS = {
     "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
+    "dpo": "train on preferences with TRL's DPOTrainer, padding-free (every DPOConfig flag works)",
     "demo": "train a tiny model stock and patched, side by side, without network",
     "bench": "stock padded, stock padding_free and fastpack: time, memory and losses, in one run",
     "verify": "prove on a model that sequences don't see each other",

@@ -50,7 +50,7 @@ from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
-from fastpack.targets import Parts, find_parts
+from fastpack.targets import Parts, find_parts, refuse_wrapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,7 @@ class Plan:
 def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     """Plan a patch; see :func:`fastpack.patch` for arguments and errors."""
     attention = options.attention
+    refuse_wrapped(model)
     parts = find_parts(model)
     family = covered_family(parts)
     backbone = parts.backbone

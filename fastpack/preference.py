@@ -44,6 +44,7 @@ from torch import Tensor
 from fastpack.errors import PackingError
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import CHUNK, Weight, linear_cross_entropy
+from fastpack.ops.sequence_log_probs import segment_sums
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
@@ -293,11 +294,11 @@ def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: floa
 
 def _finished(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogProbs:
     """From cross-entropies ``[T]`` of tokens, and WPO's sums of squares ``[T]``, to pairs."""
-    sums = -_segment_sums(losses, pairs.offsets)
+    sums = -segment_sums(losses, pairs.offsets)
     weights: Tensor | None = None
     if squares is not None:
         with torch.no_grad():
-            aligned = sums.detach() - _segment_sums(squares, pairs.offsets)
+            aligned = sums.detach() - segment_sums(squares, pairs.offsets)
             if pairs.ld_alpha is not None:
                 aligned = aligned.view(-1, 2).sum(1)
             weights = (aligned / pairs.tokens.clamp(min=1)).exp().view(2, -1).prod(0)
@@ -307,14 +308,6 @@ def _finished(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogP
     chosen, rejected = sums.chunk(2)
     chosen_tokens, rejected_tokens = pairs.tokens.chunk(2)
     return PairLogProbs(chosen, rejected, chosen_tokens, rejected_tokens, weights)
-
-
-def _segment_sums(each: Tensor, offsets: Tensor) -> Tensor:
-    """The sum of ``[T]`` values between each two offsets; tokens past the last one belong to none."""
-    owner = torch.bucketize(torch.arange(len(each), device=each.device), offsets[1:].contiguous(), right=True)
-    wide = torch.float32 if each.device.type == "mps" else torch.float64
-    sums = torch.zeros(len(offsets), dtype=wide, device=each.device).index_add(0, owner, each.to(wide))
-    return sums[:-1]
 
 
 def _squares(logits: Tensor) -> Tensor:

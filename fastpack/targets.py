@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,49 +37,86 @@ def models_of(target: Any) -> list[nn.Module]:
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Look through PEFT and value-head wrappers for the head and the backbone.
+    """Look through wrappers (PEFT, value heads, DDP, FSDP, ZeRO, ``torch.compile``) for the head and the backbone.
 
     Raises:
-        PatchError: the model is wrapped by FSDP, DataParallel, DistributedDataParallel or ``torch.compile``.
         UnsupportedModelError: there is no transformers model inside.
     """
-    _refuse_wrapped(model)
-    inner: Any = model
-    if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
-        inner = inner.get_base_model()
-    if isinstance(getattr(inner, "pretrained_model", None), nn.Module):
-        return find_parts(inner.pretrained_model)
-    _refuse_wrapped(inner)
+    inner: Any = _innermost(model)
     if not hasattr(inner, "base_model_prefix") or not hasattr(inner, "config"):
         raise UnsupportedModelError(
             f"{type(model).__name__} is not a transformers model. Pass a ...ForCausalLM, a classifier or a backbone of "
             "transformers, or one that PEFT has wrapped."
         )
-    backbone = inner.base_model
+    backbone = _innermost(inner.base_model)
     if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
-        backbone = inner.model  # Llama 4 and Mllama name it wrongly
+        backbone = _innermost(inner.model)  # Llama 4 and Mllama name it wrongly
     if backbone is inner:
         return Parts(None, inner)
     decoder = getattr(backbone, "decoder", None)
     if isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder") and family_of(decoder) is not None:
         backbone = decoder  # which is what such heads call
-    _refuse_wrapped(backbone)
     return Parts(inner, backbone)
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    wrappers = {
-        "OptimizedModule": "compiled (torch.compile)",
-        "DataParallel": "wrapped by nn.DataParallel",
-        "DistributedDataParallel": "wrapped by DistributedDataParallel",
-        "FullyShardedDataParallel": "wrapped by FSDP",
-    }
-    kinds = {base.__name__ for base in type(model).__mro__ if base.__module__.startswith("torch.")}
-    how = next((text for name, text in wrappers.items() if name in kinds), None)
-    if how is None and "FSDPModule" in kinds:
-        how = "sharded by FSDP2 (fully_shard)"
-    if how is not None:
-        raise PatchError(
-            f"this model is already {how}. Patch the plain model first, then wrap it; trainers wrap it themselves "
-            "when train() begins."
-        )
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise where a model that is to be patched was wrapped before: class names and weights are others then.
+
+    Raises:
+        PatchError: it, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
+            ``torch.compile``.
+    """
+    for module in (*_way_in(model), *_way_in(getattr(_innermost(model), "base_model", None))):
+        how = _wrapping(module)
+        if how is not None:
+            raise PatchError(
+                f"this model is already {how}. Patch the plain model first, then wrap it; trainers wrap it themselves "
+                "when train() begins. (TRL shards a reference model when its trainer is built: give it one that is "
+                "patched, ref_model=fastpack.patch(reference).)"
+            )
+
+
+_WRAPPERS = {
+    "OptimizedModule": ("compiled (torch.compile)", "_orig_mod"),
+    "DataParallel": ("wrapped by nn.DataParallel", "module"),
+    "DistributedDataParallel": ("wrapped by DistributedDataParallel", "module"),
+    "FullyShardedDataParallel": ("wrapped by FSDP", "module"),
+    "DeepSpeedEngine": ("wrapped by DeepSpeed", "module"),
+}
+"""How what is inside them is wrapped, and the attribute that holds it."""
+
+
+def _wrapper(module: nn.Module) -> tuple[str, str] | None:
+    names = (cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(("torch.", "deepspeed.")))
+    return next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
+
+
+def _wrapping(module: nn.Module) -> str | None:
+    """What wraps a module, or has sharded it in place; None for a plain one."""
+    wrapper = _wrapper(module)
+    if wrapper is not None:
+        return wrapper[0]
+    return "sharded by FSDP2 (fully_shard)" if is_sharded(module) else None
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """True for a module that FSDP2 has sharded: in place, with a class of its own over the one that it had."""
+    return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
+
+
+def _way_in(model: nn.Module | None) -> Iterator[Any]:
+    """The module itself, and one inside the other what wrappers hold, down to the model of transformers."""
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        yield inner
+        wrapper = _wrapper(inner)
+        if wrapper is not None:
+            inner = getattr(inner, wrapper[1])
+        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        else:
+            inner = getattr(inner, "pretrained_model", None)
+
+
+def _innermost(model: nn.Module) -> Any:
+    return list(_way_in(model))[-1]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastpack.errors import ContaminationError, PatchError
 from fastpack.layers.arguments import accepted
 from fastpack.patching import options_of, patch, unpatch
-from fastpack.targets import find_parts, models_of
+from fastpack.targets import find_parts, models_of, refuse_wrapped
 from fastpack.verification import Check, Verification
 
 LENGTHS = (13, 1, 20, 8, 17)
@@ -54,6 +54,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
             several tables, or others beside them.
     """
     model = models_of(target)[0]
+    refuse_wrapped(model)  # it will be unpatched and patched again
     parts = find_parts(model)
     options = options_of(model)
     if options is None:

@@ -146,11 +146,12 @@ def test_lora_on_four_bit_weights(work: Path) -> None:
 
 
 def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack.commands.sft_arguments import parse
+    from fastpack.commands.arguments import parse
+    from fastpack.commands.sft import SFT
 
     flags = ["--random_init", str(work / "llama.json"), "--dataset_name", "rows.jsonl"]
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    assert parse(flags).training.bf16 is False
+    assert parse(SFT, flags).training.bf16 is False
 
 
 @trains_on_cpu
@@ -181,7 +182,7 @@ def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Pat
     ("change", "said"),
     [
         ({"--dataset_name": "nowhere.jsonl"}, "no such file: nowhere.jsonl"),
-        ({"--dataset_name": None}, "pass --dataset_name"),
+        ({"--dataset_name": None}, "pass --data (or --dataset_name)"),
         ({"--tokenizer": None}, "holds no tokenizer: pass --tokenizer FOLDER"),
         ({"--tokenizer": "nowhere"}, "no tokenizer in nowhere: pass --tokenizer FOLDER"),
         ({"--random_init": None}, "either --model_name_or_path MODEL or --random_init CONFIG"),

@@ -1,4 +1,4 @@
-"""Tokenizer, data and model of ``fastpack sft``, from local files as well as from the hub."""
+"""Tokenizer, data and model of the commands that train, from local files as well as from the hub."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from fastpack.commands import UsageError
 
 if TYPE_CHECKING:
-    from fastpack.commands.sft_arguments import SftArguments
+    from fastpack.commands.arguments import Given
+    from fastpack.commands.training import Command
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
 """The reader of ``datasets`` for each kind of local file."""
 
 
-def load_tokenizer(given: SftArguments) -> Any:
+def load_tokenizer(given: Given) -> Any:
     """The tokenizer asked for, or the model's own."""
     from transformers import AutoTokenizer
 
@@ -33,11 +34,12 @@ def load_tokenizer(given: SftArguments) -> Any:
     return tokenizer
 
 
-def load_dataset(script: Any, training: Any) -> tuple[Any, Any]:
+def load_dataset(command: Command, given: Given) -> tuple[Any, Any]:
     """The training split, and the evaluation split where the trainer is to evaluate (else None)."""
     import datasets
     from datasets.exceptions import DatasetsError
 
+    script, training = given.script, given.training
     name = script.dataset_name
     path = Path(name)
     try:
@@ -59,7 +61,7 @@ def load_dataset(script: Any, training: Any) -> tuple[Any, Any]:
     if not isinstance(splits, dict):
         splits = {script.dataset_train_split: splits}
     train = _split(splits, script.dataset_train_split, name)
-    _check_columns(train, name, training)
+    _check_columns(train, name, command, training)
     if training.eval_strategy == "no":
         return train, None
     return train, _split(splits, script.dataset_test_split, name)
@@ -74,17 +76,13 @@ def _split(splits: Any, split: str, name: str) -> Any:
     return splits[split]
 
 
-def _check_columns(dataset: Any, name: str, training: Any) -> None:
+def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> None:
     columns = set(dataset.column_names or ())
-    known = ({"messages"}, {"conversations"}, {"prompt", "completion"}, {training.dataset_text_field}, {"input_ids"})
-    if columns and not any(wanted <= columns for wanted in known):
-        raise UsageError(
-            f"{name} has the columns {', '.join(sorted(columns))}; SFT takes messages, or prompt and completion, or "
-            f"{training.dataset_text_field} (--dataset_text_field names another)"
-        )
+    if columns and not any(wanted <= columns for wanted in command.columns(training)):
+        raise UsageError(f"{name} has the columns {', '.join(sorted(columns))}; {command.columns_in_words(training)}")
 
 
-def random_model(given: SftArguments) -> Any:
+def random_model(given: Given) -> Any:
     """A causal LM of the config of ``--random_init``, with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -5,7 +5,8 @@ Definition, for the tokens t of sequence n and logits as in :mod:`fastpack.ops.l
     log p_n = sum over t of log_softmax(logits_t)[label_t]
 
 The losses of the tokens come from that op, which computes the logits of one chunk at a time; the tokens' sequences are
-looked up in the offsets, and summed, on the device.
+looked up in the offsets, and summed, on the device. Sums are made in float64, so that the order in which a GPU adds
+does not show (on MPS, which has no float64, in float32).
 
 Shape suffixes: T tokens, H hidden, V vocabulary, R rank of LoRA, N sequences.
 """
@@ -34,6 +35,7 @@ def sequence_log_probs(
     num_kept: int | None = None,
     shift: bool = False,
     chunk: int | None = None,
+    dtype: torch.dtype | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """The log-probability of each packed sequence, the sum over its labels that are not ignored: float32 ``[N]``.
@@ -42,6 +44,7 @@ def sequence_log_probs(
         sequences: the sequences of ``hidden``, or their int offsets ``[N + 1]`` (``cu_seqlens``); tokens past the
             last offset belong to none.
         shift: token t predicts label t + 1 of its own sequence; else labels are aligned with the tokens already.
+        dtype: of the result, by default that of the losses; float64 gives the sums as they were made.
 
     For the others see :func:`linear_cross_entropy`. Nothing here waits for the device.
     """
@@ -72,7 +75,16 @@ def sequence_log_probs(
         chunk=chunk,
         implementation=implementation,
     )
-    # float64, so that the order in which a GPU adds does not show
-    wide = torch.float32 if hidden.device.type == "mps" else torch.float64
-    sums = torch.zeros(count + 1, dtype=wide, device=hidden.device).index_add(0, owner, losses.to(wide))
-    return -sums[:count].to(losses.dtype)
+    sums = -segment_sums(losses, offsets)
+    return sums.to(losses.dtype if dtype is None else dtype)
+
+
+def segment_sums(values: Tensor, offsets: Tensor) -> Tensor:
+    """The sum of ``[T]`` values between each two of int64 offsets ``[N + 1]``, float64 ``[N]`` (float32 on MPS).
+
+    Values past the last offset belong to none.
+    """
+    owner = torch.bucketize(torch.arange(len(values), device=values.device), offsets[1:].contiguous(), right=True)
+    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    sums = torch.zeros(len(offsets), dtype=wide, device=values.device).index_add(0, owner, values.to(wide))
+    return sums[:-1]

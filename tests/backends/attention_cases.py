@@ -43,7 +43,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call: ``value_dim`` "other" is twice the head size for 8, half of it for the rest."""
+    """One call: ``value_dim`` "other" is twice the head size up to 16, half of it for the rest."""
 
     lengths: str = "mixed"
     head_dim: int = 64
@@ -60,7 +60,7 @@ class Case:
     def values(self) -> int:
         if self.value_dim == "same":
             return self.head_dim
-        return 16 if self.head_dim == 8 else self.head_dim // 2
+        return 2 * self.head_dim if self.head_dim <= 16 else self.head_dim // 2
 
     def make(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, seed: int = 0, requires_grad: bool = True
