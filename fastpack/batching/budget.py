@@ -80,6 +80,7 @@ def plan_batches(
     look_ahead: int = LOOK_AHEAD,
     too_long: TooLong = "error",
     cost: tuple[float, float] = COST,
+    micro_batches: int = 1,
 ) -> BatchPlan:
     """Every example exactly once, in micro-batches of at most ``max_tokens`` tokens, equally many for every rank.
 
@@ -98,13 +99,21 @@ def plan_batches(
             as ``max_tokens`` and lists them in :attr:`BatchPlan.truncated`; whoever collates them cuts them.
         cost: ``(a, b)`` of ``a * l + b * l ** 2``, what an example of ``l`` tokens costs. A pair counts as one sequence
             of both sides' tokens.
+        micro_batches: at least so many for each rank: the dearest are halved until there are.
 
     Raises:
         PackingError: an argument is not what it has to be; an example is over the budget, and named; there are fewer
             examples than ranks; or hardly two examples fit one batch, and their number does not divide by the ranks.
     """
     values = read_lengths(lengths)
-    check_settings(max_tokens=max_tokens, ranks=ranks, look_ahead=look_ahead, too_long=too_long, cost=cost)
+    check_settings(
+        max_tokens=max_tokens,
+        ranks=ranks,
+        look_ahead=look_ahead,
+        too_long=too_long,
+        cost=cost,
+        micro_batches=micro_batches,
+    )
     longer = [i for i, length in enumerate(values) if length > max_tokens] if max(values) > max_tokens else []
     if longer and too_long == "error":
         _refuse_long(longer, values, max_tokens)
@@ -118,7 +127,7 @@ def plan_batches(
     generator = torch.Generator().manual_seed(_mixed(seed, epoch))
     order = torch.randperm(len(values), generator=generator).tolist()
     job = Job(values, max_tokens, ranks, cost)
-    batches = divided(job, filled(job, order, look_ahead))
+    batches = divided(job, filled(job, order, look_ahead), micro_batches)
     tokens, costs = sums(job, batches)
     shares = dealt(costs, ranks, generator)
     return BatchPlan(
@@ -151,10 +160,18 @@ def read_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
 
 
 def check_settings(
-    *, max_tokens: int, ranks: int, look_ahead: int, too_long: str, cost: tuple[float, float], rank: int = 0
+    *,
+    max_tokens: int,
+    ranks: int,
+    look_ahead: int,
+    too_long: str,
+    cost: tuple[float, float],
+    micro_batches: int = 1,
+    rank: int = 0,
 ) -> None:
     """Raise unless each setting is one that is allowed."""
-    for name, value in {"max_tokens": max_tokens, "ranks": ranks, "look_ahead": look_ahead}.items():
+    whole = {"max_tokens": max_tokens, "ranks": ranks, "look_ahead": look_ahead, "micro_batches": micro_batches}
+    for name, value in whole.items():
         if type(value) is not int or value < 1:
             raise PackingError(f"{name}={value!r}; it has to be an int from 1 on.")
     if type(rank) is not int or not 0 <= rank < ranks:

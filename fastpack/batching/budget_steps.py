@@ -12,7 +12,8 @@
 2. **Divide** (:func:`divided`). Ranks need equally many batches, none of them empty. With ``r`` left over, the last
    ``r`` that were made become ``ranks`` less full ones: longest processing time first, onto whichever is cheapest and
    has room (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). That is as many
-   batches as rounding up to a multiple of the ranks makes, and no more.
+   batches as rounding up to a multiple of the ranks makes, and no more. Where more were asked for, so that epochs are
+   as long as each other, the dearest are halved.
 3. **Deal** (:func:`dealt`). Ranks wait for each other, so the batches of one step should cost the same:
    ``a * sum(l) + b * sum(l ** 2)``. Sorted by cost and cut into runs of ``ranks``, the sum over steps of the dearest is
    the least there is for these batches (any swap between two steps can only raise it). The runs are shuffled. Within
@@ -121,8 +122,32 @@ def filled(job: Job, order: list[int], look_ahead: int) -> list[Batch]:
     return batches
 
 
-def divided(job: Job, batches: list[Batch]) -> list[Batch]:
-    """Step 2: as many batches as divide by the ranks, none empty."""
+def split(lengths: list[int], max_tokens: int, cost: tuple[float, float], parts: int = 1) -> list[Batch]:
+    """Examples that are to be gone through together, in batches of at most ``max_tokens``: at least ``parts`` of them.
+
+    An example that is longer has a batch of its own. The order of examples within a batch is theirs.
+    """
+    job = Job([min(length, max_tokens) for length in lengths], max_tokens, 1, cost)
+    order = list(range(len(lengths)))
+    return [sorted(batch) for batch in divided(job, filled(job, order, len(order)), parts)]
+
+
+def divided(job: Job, batches: list[Batch], micro_batches: int = 1) -> list[Batch]:
+    """Step 2: as many batches as divide by the ranks, none empty, and at least ``micro_batches`` for each."""
+    rounded = _rounded_up(job, batches)
+    wanted = micro_batches * job.ranks
+    if len(rounded) >= wanted:
+        return rounded
+    if len(job.lengths) < wanted:
+        raise PackingError(
+            f"{len(job.lengths)} examples for {wanted} batches: some would be empty. Give more examples, or ask for "
+            "fewer batches."
+        )
+    return _halved(job, rounded, wanted - len(rounded))
+
+
+def _rounded_up(job: Job, batches: list[Batch]) -> list[Batch]:
+    """As many batches as divide by the ranks."""
     examples, made, ranks = len(job.lengths), len(batches), job.ranks
     extra = -made % ranks
     if not extra:

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from operator import index
 from typing import Any
 
 from fastpack.errors import PackingError
 
-COLUMNS: tuple[dict[str, int], ...] = (
-    {"length": 1},
-    {"prompt_ids": 2, "chosen_ids": 1, "rejected_ids": 1},
-    {"prompt_input_ids": 2, "chosen_input_ids": 1, "rejected_input_ids": 1},
-    {"chosen_ids": 1, "rejected_ids": 1},
-    {"chosen_input_ids": 1, "rejected_input_ids": 1},
-    {"input_ids": 1},
+Sides = tuple[tuple[str, ...], ...]
+SIDES: tuple[Sides, ...] = (
+    (("length",),),
+    (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
+    (("prompt_input_ids", "chosen_input_ids"), ("prompt_input_ids", "rejected_input_ids")),
+    (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
+    (("prompt_ids", "completion_ids"),),
+    (("chosen_ids",), ("rejected_ids",)),
+    (("chosen_input_ids",), ("rejected_input_ids",)),
+    (("input_ids",),),
 )
-"""Columns that tell an example's tokens, and how often each counts; the first set that is there is read. A pair is two
-sequences, and its prompt begins both of them."""
+"""The sequences of an example, and the columns that each is made of; the first set whose columns are there is read."""
 _ROWS = 1000
 
 
-def lengths_of(dataset: Any) -> list[int]:
+def lengths_of(dataset: Any, *, max_length: int | None = None) -> list[int]:
     """Tokens of each example, which :func:`plan_batches` and :class:`TokenBudgetSampler` plan from.
 
     A ``length`` column is taken at its word. Else the ids are counted, as they are: padding among them counts. Of a
-    pair both sides do: ``2 * prompt + chosen + rejected``, or ``chosen + rejected`` where the sides hold their prompt.
+    pair both sides do: ``2 * prompt + chosen + rejected``, or ``chosen + rejected`` where the sides hold their prompt;
+    and of KTO's examples also the mismatched completions that its KL is estimated from.
 
     Args:
         dataset: a ``datasets.Dataset`` (nothing is decoded), a dict of columns, or anything with ``len()`` whose
             examples are dicts (each is made once, which may take a while).
+        max_length: tokens of a sequence at which the collator cuts, if it does.
 
     Returns:
         n ints.
@@ -57,24 +62,32 @@ def lengths_of(dataset: Any) -> list[int]:
                 "lengths yourself, one int an example."
             )
         names, read = list(first), None
-    weights = next((columns for columns in COLUMNS if columns.keys() <= set(names)), None)
-    if weights is None:
-        known = "; ".join(" + ".join(columns) for columns in COLUMNS)
+    sides = next((sides for sides in SIDES if set(chain.from_iterable(sides)) <= set(names)), None)
+    if sides is None:
+        known = "; ".join(" + ".join(columns_of(sides)) for sides in SIDES)
         raise PackingError(
             f"this {type(dataset).__name__} has {', '.join(map(str, names)) or 'no columns'}: nothing there tells how "
             f"many tokens an example has. One of these has to be there: {known}. Tokenize first, or add a length."
         )
+    columns = columns_of(sides)
     if read is not None:
-        counted = [list(_counted(name, read(name))) for name in weights]
+        counted = {name: list(_counted(name, read(name))) for name in columns}
     else:
-        counted = _counted_by_row(dataset, list(weights))
-    if len({len(column) for column in counted}) != 1:
-        sizes = ", ".join(f"{name} has {len(column)}" for name, column in zip(weights, counted, strict=True))
+        counted = _counted_by_row(dataset, columns)
+    if len({len(column) for column in counted.values()}) != 1:
+        sizes = ", ".join(f"{name} has {len(column)}" for name, column in counted.items())
         raise PackingError(f"columns are of different sizes: {sizes} examples.")
-    return [
-        sum(times * tokens for times, tokens in zip(weights.values(), example, strict=True))
-        for example in zip(*counted, strict=True)
-    ]
+    totals = [0] * len(counted[columns[0]])
+    for side in sides:
+        whole = map(sum, zip(*(counted[name] for name in side), strict=True))
+        for at, tokens in enumerate(whole):
+            totals[at] += tokens if max_length is None else min(tokens, max_length)
+    return totals
+
+
+def columns_of(sides: Sides) -> list[str]:
+    """Each column once."""
+    return list(dict.fromkeys(chain.from_iterable(sides)))
 
 
 def _arrow_column(dataset: Any, name: str) -> Iterator[Any]:
@@ -84,12 +97,12 @@ def _arrow_column(dataset: Any, name: str) -> Iterator[Any]:
         yield from column.to_pylist() if name == "length" else column
 
 
-def _counted_by_row(dataset: Any, names: list[str]) -> list[list[int]]:
+def _counted_by_row(dataset: Any, names: list[str]) -> dict[str, list[int]]:
     """Tokens of each example, column by column, from examples that are made one at a time, each once."""
-    found: list[list[int]] = [[] for _ in names]
+    found: dict[str, list[int]] = {name: [] for name in names}
     for at in range(len(dataset)):
         example = dataset[at]
-        for column, name in zip(found, names, strict=True):
+        for name, column in found.items():
             column += _counted(name, [example.get(name)], at)
     return found
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastpack.batching.budget import COST, BatchPlan, plan_batches
-from fastpack.batching.budget_steps import Job, _spread, divided, filled
+from fastpack.batching.budget_steps import Job, _spread, divided, filled, split
 from fastpack.errors import PackingError
 
 RANKS = st.sampled_from([1, 2, 8])
@@ -280,3 +280,37 @@ def test_refused(lengths: Any, changed: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"max_tokens": 100, "seed": 0, "epoch": 0, **changed}
     with pytest.raises(PackingError, match=message):
         plan_batches(lengths, **arguments)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=60), ranks=st.sampled_from([1, 2, 3]), data=st.data())
+def test_more_micro_batches_than_needed(lengths: list[int], ranks: int, data: st.DataObject) -> None:
+    assume(len(lengths) >= ranks)
+    most = len(lengths) // ranks
+    wanted = data.draw(st.integers(1, most))
+    try:
+        plan = plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks, micro_batches=wanted)
+    except PackingError:
+        with pytest.raises(PackingError):
+            plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks)
+        return
+    assert plan.micro_batches >= wanted
+    assert sorted(i for rank in plan.batches for batch in rank for i in batch) == list(range(len(lengths)))
+    assert all(tokens <= 64 for rank in plan.tokens for tokens in rank)
+    if plan.micro_batches > wanted:
+        assert plan == plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks)
+
+
+def test_more_micro_batches_than_examples() -> None:
+    with pytest.raises(PackingError, match="3 examples for 4 batches"):
+        plan_batches([1, 2, 3], 8, seed=0, epoch=0, micro_batches=4)
+
+
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), data=st.data())
+def test_split(lengths: list[int], data: st.DataObject) -> None:
+    parts = data.draw(st.integers(1, len(lengths)))
+    found = split(lengths, 40, COST, parts)
+    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
+    assert len(found) >= parts
+    for batch in found:
+        assert batch == sorted(batch)
+        assert sum(lengths[i] for i in batch) <= 40 or len(batch) == 1

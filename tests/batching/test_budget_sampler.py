@@ -175,3 +175,18 @@ def test_two_processes(tmp_path: Path) -> None:
     for one in found:
         assert "lengths is not the same on every rank" in one["other"]
         assert "lengths is not the same on every rank" in one["too_long"]
+
+
+def test_epochs_of_equal_length() -> None:
+    lengths = [i * 37 % 700 + 200 for i in range(90)]
+    short_sighted: dict[str, Any] = {"look_ahead": 4, "rank": 0, "ranks": 1}
+    counts: list[list[int]] = []
+    for epochs in (1, 6):
+        batches = TokenBudgetSampler(lengths, 1024, epochs=epochs, **short_sighted)
+        counts.append([])
+        for epoch in range(6):
+            batches.set_epoch(epoch)
+            counts[-1].append(len(batches))
+            assert sorted(i for batch in batches for i in batch) == list(range(90))
+    assert len(set(counts[0])) > 1, "or there is nothing to test"
+    assert counts[1] == [max(counts[0])] * 6

@@ -38,6 +38,8 @@ class Rows(torch.utils.data.Dataset[Any]):
         ([{name.replace("_ids", "_input_ids"): ids for name, ids in PAIR.items()}], [8]),
         ([{"chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}], [5]),
         ([{**PAIR, "input_ids": [1]}], [8]),
+        ([{"prompt_ids": [1, 2], "completion_ids": [3]}], [3]),
+        ([{"prompt_ids": [1, 2], "completion_ids": [3], "KL_completion_ids": [4, 5]}], [7]),
     ],
 )
 def test_lengths_of(kind: str, rows: list[dict[str, Any]], want: list[int]) -> None:
@@ -52,6 +54,12 @@ def test_lengths_of(kind: str, rows: list[dict[str, Any]], want: list[int]) -> N
     assert lengths_of(made[kind]) == want
     if kind == "map-style":
         assert made[kind].made == len(rows) + 1
+
+
+def test_sequences_are_cut_where_the_collator_cuts() -> None:
+    assert lengths_of([PAIR], max_length=4) == [3 + 4]
+    assert lengths_of([PAIR], max_length=2) == [2 + 2]
+    assert lengths_of([{"input_ids": [1, 2, 3]}], max_length=2) == [2]
 
 
 def test_tensors_have_lengths() -> None:
