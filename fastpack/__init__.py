@@ -19,6 +19,7 @@ from fastpack.errors import (
     PatchError,
     UnsupportedModelError,
 )
+from fastpack.options import TokenBudget
 from fastpack.packing import PackedSeqLens
 from fastpack.patching import is_patched, patch, patched, report, unpatch
 from fastpack.report import PatchReport
@@ -37,6 +38,7 @@ __all__ = [
     "PackingError",
     "PatchError",
     "PatchReport",
+    "TokenBudget",
     "UnsupportedModelError",
     "Verification",
     "__version__",

@@ -14,20 +14,26 @@ from torch import Tensor, nn
 
 from fastpack.hooks import carries_hooks
 from fastpack.ops.projection_parts import Lora, Projection
+from fastpack.sharding import is_gathered, is_partitioned, stock_class
 
 
-def read_projection(module: nn.Module) -> Projection | str:
-    """The parts of a linear layer, plain, 4-bit or wrapped by LoRA; or why it is to be called as a module."""
+def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection | str:
+    """The parts of a linear layer, plain, 4-bit or wrapped by LoRA; or why it is to be called as a module.
+
+    Args:
+        at_rest: what is read is told, and not computed with: a weight that FSDP2 has sharded counts as the whole one
+            that it is while its layer runs.
+    """
     reason = _why_opaque(module)
     if reason is not None:
         return reason
     cls = type(module)
     if cls is nn.Linear:
-        return _read_linear(module)
+        return _read_linear(module, at_rest)
     if cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes."):
         return _read_4bit(module)
     if hasattr(module, "lora_A") and cls.__module__ in _PEFT_MODULES:
-        return _read_lora(module)
+        return _read_lora(module, at_rest)
     if _base_layer(module) is not None:
         return f"wrapped by {cls.__module__}.{cls.__name__}, an adapter that is not read (plain LoRA is)"
     if cls.__name__ == "Linear8bitLt":
@@ -55,20 +61,20 @@ def _why_opaque(module: nn.Module) -> str | None:
     return None
 
 
-def _why_not_plain(weight: Tensor) -> str | None:
+def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
     """Why a weight can't be used as it is, or None."""
-    if type(weight) not in (nn.Parameter, Tensor):
+    if type(weight) not in (nn.Parameter, Tensor) and not (at_rest and is_gathered(weight)):
         return f"its weight is a {type(weight).__name__}"
-    if weight.numel() == 0 or hasattr(weight, "ds_id"):
+    if weight.numel() == 0 or is_partitioned(weight):
         return "its weight is partitioned"
     if weight.device.type == "meta":
         return "its weight is offloaded"
     return None
 
 
-def _read_linear(module: Any) -> Projection | str:
+def _read_linear(module: Any, at_rest: bool) -> Projection | str:
     weight: Tensor = module.weight
-    return _why_not_plain(weight) or Projection(weight, _product_dtype(weight), module.bias)
+    return _why_not_plain(weight, at_rest) or Projection(weight, _product_dtype(weight), module.bias)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
@@ -89,17 +95,17 @@ def _read_4bit(module: Any) -> Projection | str:
     return Projection(weight, module.compute_dtype, module.bias, quant_state=state)
 
 
-def _read_lora(module: Any) -> Projection | str:
-    base = read_projection(module.base_layer)
+def _read_lora(module: Any, at_rest: bool) -> Projection | str:
+    base = read_projection(module.base_layer, at_rest=at_rest)
     if isinstance(base, str):
         return f"under LoRA, {base}"
-    update = _active_update(module)
+    update = _active_update(module, at_rest)
     if isinstance(update, str):
         return update
     return base if update is None else Projection(base.weight, base.dtype, base.bias, update, base.quant_state)
 
 
-def _active_update(module: Any) -> Lora | str | None:
+def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
     """The one low-rank update in force, None where there is none, or why it is PEFT's own to compute."""
     if module.merged:
         return "an adapter is merged into it" if module.disable_adapters else None
@@ -123,7 +129,7 @@ def _active_update(module: Any) -> Lora | str | None:
     weight_a, weight_b = a._parameters["weight"], b._parameters["weight"]
     if weight_a is None or weight_b is None:
         return "its adapter has no weight"
-    reason = _why_not_plain(weight_a) or _why_not_plain(weight_b)
+    reason = _why_not_plain(weight_a, at_rest) or _why_not_plain(weight_b, at_rest)
     if reason is not None:
         return f"of its adapter, {reason}"
     probability = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
@@ -137,7 +143,7 @@ def _base_layer(module: nn.Module) -> nn.Module | None:
 
 def _adapter(module: nn.Module) -> str:
     """PEFT's name of the adapter that wraps a layer: ``lora``, ``ia3``, ``vera``; else the name of its class."""
-    cls = type(module)
+    cls = stock_class(module)
     package = cls.__module__.split(".")
     return package[2] if package[:2] == ["peft", "tuners"] else cls.__name__
 
@@ -175,5 +181,5 @@ def count_projections(model: nn.Module) -> dict[str, int]:
 
 def count_opaque(model: nn.Module) -> dict[str, int]:
     """Why projections are called as modules, with how many of each, the most frequent first."""
-    found = (read_projection(module) for module in projections_of(model))
+    found = (read_projection(module, at_rest=True) for module in projections_of(model))
     return dict(Counter(reason for reason in found if isinstance(reason, str)).most_common())

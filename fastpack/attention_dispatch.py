@@ -9,6 +9,7 @@ No backend ever builds a mask of size T x T, and none waits for the device.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -26,6 +27,7 @@ from fastpack.backends import (
 )
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.errors import BackendUnavailableError
+from fastpack.ops.copies import first_copies, spread
 
 __all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "attend", "choose", "explain"]
 
@@ -115,7 +117,7 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
 
     Args:
         call: queries, keys and values ``[T, heads, dim]`` with the lengths of the sequences and what modifies the
-            scores.
+            scores. Where sequences share tokens, each such token is there once, in the result too.
         attention: ``auto`` or the name of a backend.
 
     Returns:
@@ -127,7 +129,20 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
     call = _under_autocast(call)
     if torch.compiler.is_compiling():
         return _attend_compiled(call, attention)
+    if call.packed.shared is not None:
+        return _attend_shared(call, attention)
     return BACKENDS[choose(call.shape, attention)].run(call)
+
+
+def _attend_shared(call: AttentionCall, attention: str) -> Tensor:
+    """Every sequence whole for the kernel, and of its results each token's once."""
+    shared = call.packed.shared
+    assert shared is not None
+    copies = shared.copies
+    # nobody reads the results of other copies, so the gradients of their queries are zero
+    q = spread(call.q, copies, only_first=True)
+    k, v = spread(call.k, copies), spread(call.v, copies)
+    return first_copies(attend(replace(call, q=q, k=k, v=v, packed=shared.full), attention), copies)
 
 
 def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:

@@ -5,6 +5,8 @@
     FastpackError                   anything fastpack itself raises
     ├── PackingError (ValueError)   a batch whose lengths, masks or positions contradict each other
     ├── UnsupportedModelError       a model that no rung of the ladder covers (TypeError)
+    ├── ReferenceCacheError (ValueError)    a cache of another reference model, or a damaged one
+    │   └── MissingReferenceError (LookupError)    examples that a cache does not have
     ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
     ├── BackendUnavailableError     an attention backend, asked for by name, that can't serve (RuntimeError)
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
@@ -47,6 +49,14 @@ class ContaminationError(FastpackError):
             f"the family with this table:\n{verification}"
         )
         self.verification = verification
+
+
+class ReferenceCacheError(FastpackError, ValueError):
+    """A cache of another model or other settings, or a damaged one. Nothing in its folder was changed."""
+
+
+class MissingReferenceError(ReferenceCacheError, LookupError):
+    """Examples that a cache has no log-probabilities of."""
 
 
 class BackendUnavailableError(FastpackError, RuntimeError):

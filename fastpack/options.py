@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from fastpack.attention_dispatch import check_name
 from fastpack.errors import PatchError
 from fastpack.ops.implementation import Implementation, triton_installed
 
+if TYPE_CHECKING:
+    from fastpack.batching.budget import TooLong
+
 Graphs = Literal["auto"] | None
 Loss = Literal["fused"] | None
 Offload = Literal["checkpoints"] | None
+SharePrefixes = Literal["auto"] | None
+
+
+@dataclass(frozen=True)
+class TokenBudget:
+    """How many tokens a micro-batch may have, and what becomes of the trainer's own batches.
+
+    Attributes:
+        max_tokens: of a micro-batch on each rank, at most; a pair counts with both sides.
+        same_steps: False fills micro-batches from the whole data set, whatever ``per_device_train_batch_size`` is, and
+            an optimiser step has ``gradient_accumulation_steps`` of them. True leaves the trainer its own batches, so
+            that each optimiser step holds the examples that it would hold without a budget, and splits those over it.
+        too_long: what becomes of an example longer than ``max_tokens``: ``error``; or ``truncate``, which keeps its
+            first tokens, for data sets of ``input_ids`` (``max_length`` of a trainer's config cuts pairs).
+    """
+
+    max_tokens: int
+    same_steps: bool = False
+    too_long: TooLong = "error"
 
 
 class PatchKeywords(TypedDict, total=False):
@@ -22,7 +44,9 @@ class PatchKeywords(TypedDict, total=False):
     graphs: Graphs
     loss: Loss
     offload: Offload
+    share_prefixes: SharePrefixes
     strict: bool
+    max_tokens: int | TokenBudget | None
 
 
 @dataclass(frozen=True)
@@ -34,6 +58,7 @@ class PatchOptions:
     graphs: Graphs = None
     loss: Loss = None
     offload: Offload = None
+    share_prefixes: SharePrefixes = None
     strict: bool = False
 
     def check(self) -> None:
@@ -42,7 +67,7 @@ class PatchOptions:
         Raises:
             BackendUnavailableError: no attention backend has this name.
             PatchError: another option has a value that it doesn't take; Triton was asked for and is not installed;
-                ``graphs`` and ``offload`` were both asked for.
+                ``graphs`` was asked for together with ``offload`` or ``share_prefixes``.
         """
         check_name(self.attention)
         for name, allowed in (
@@ -50,6 +75,7 @@ class PatchOptions:
             ("graphs", (None, "auto")),
             ("loss", (None, "fused")),
             ("offload", (None, "checkpoints")),
+            ("share_prefixes", (None, "auto")),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -63,6 +89,12 @@ class PatchOptions:
                 f"graphs={self.graphs!r} and offload={self.offload!r} exclude each other: what a recorded step saves "
                 "has its fixed place on the device. Pass one of them; graphs gain where layers are small, offloading "
                 "where they are big."
+            )
+        if self.graphs is not None and self.share_prefixes is not None:
+            raise PatchError(
+                f"graphs={self.graphs!r} and share_prefixes={self.share_prefixes!r} exclude each other: a recorded "
+                "step has sizes that come again, and every batch shares another number of tokens. Pass one of them; "
+                "graphs gain where layers are small, shared prefixes where they are big."
             )
 
     def to_dict(self) -> dict[str, Any]:

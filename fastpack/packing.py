@@ -13,12 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
+from fastpack.ops.views import reshaped
+
+if TYPE_CHECKING:
+    from fastpack.prefixes import Prefixes, SharedTokens
 
 IGNORE_INDEX = -100
 TOKEN_MULTIPLE = 64
@@ -101,6 +105,9 @@ class PackedSeqLens:
         tail: lengths of the sequences behind the real ones, made of copies of the batch's first token.
         max_seqlen: the longest length, or the bucket's bound on it; made from the others, as is the next.
         real_tokens: T without the tail.
+        prefixes: what the sequences have in common at their beginnings, where whoever read the batch found it.
+        shared: for modules that run on each token of those prefixes once (:mod:`fastpack.prefixes`); all else here is
+            that of the whole batch. None where they run on all T tokens.
     """
 
     lengths: tuple[int, ...]
@@ -113,6 +120,8 @@ class PackedSeqLens:
     tail: tuple[int, ...] = ()
     max_seqlen: int = 0
     real_tokens: int = 0
+    prefixes: Prefixes | None = None
+    shared: SharedTokens | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -185,6 +194,7 @@ class PackedSeqLens:
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             position_ids=self.position_ids.to(device, non_blocking=non_blocking),
             indices=None if indices is None else indices.to(device, non_blocking=non_blocking),
+            shared=None if self.shared is None else self.shared.to(device, non_blocking),
             _memo={},
         )
 
@@ -268,8 +278,10 @@ class PackedSeqLens:
         """``[1, T, ...]`` to ``[B, S, ...]``: each token back in its slot, zeros in the others; without the tail."""
         if self.batch_shape is None:
             return x_1T[:, : self.real_tokens] if self.tail else x_1T
-        rows, columns = self.batch_shape
-        return self._scatter(x_1T.squeeze(0)).reshape(rows, columns, *x_1T.shape[2:])
+        shape = (*self.batch_shape, *x_1T.shape[2:])
+        x_T = x_1T.squeeze(0)
+        slots = self._scatter(x_T)
+        return reshaped(slots, shape) if len(slots) > len(x_T) else slots.reshape(shape)  # new, or x itself
 
     def repad_flat(self, x_T: Tensor) -> Tensor:
         """``[T, ...]`` to ``[B * S, ...]``, for what a stock model returns without a batch dimension."""

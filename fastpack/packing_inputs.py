@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastpack.errors import PackingError
 from fastpack.packing import PackedSeqLens, build_lengths, check_lengths, check_vector
+from fastpack.prefixes import find_prefixes
 
 PACKING_KEYWORDS = (
     "packed_seq_lens",
@@ -35,6 +36,7 @@ def pack_inputs(
     attention_mask: Any = None,
     position_ids: Tensor | None = None,
     packing: Mapping[str, Any] | None = None,
+    ids: Tensor | None = None,
 ) -> PackedSeqLens:
     """Read where sequences begin and end from whatever a batch carries.
 
@@ -46,6 +48,8 @@ def pack_inputs(
         position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``; a value that does not grow begins a new sequence.
             Values under padding are ignored.
         packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
+        ids: ``[B, S]``, the batch's ``input_ids``, where the prefixes that its sequences share are to be found too.
+            They come to the host in the same copy as the rest.
 
     Raises:
         PackingError: the inputs contradict each other, or are of a kind that does not say where sequences end.
@@ -72,7 +76,7 @@ def pack_inputs(
     slots = rows * columns
     if slots == 0:
         raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
-    host = _to_host(shape, attention_mask, position_ids, given)
+    host = _to_host(shape, attention_mask, position_ids, given, ids)
     # index of every real token in the flattened batch, and the sequence number its mask gives it
     mask = host.get("attention_mask")
     if mask is None:
@@ -132,13 +136,16 @@ def pack_inputs(
     starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
     _check_max_length(given, host, max(lengths))
-    return build_lengths(
+    packed = build_lengths(
         lengths,
         device,
         positions=real_positions,
         indices=None if index.numel() == slots else index,
         batch_shape=shape,
     )
+    if ids is None:
+        return packed
+    return replace(packed, prefixes=find_prefixes(lengths, host["input_ids"][index], real_positions))
 
 
 def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
@@ -152,11 +159,15 @@ def _empty(shape: tuple[int, int], device: torch.device) -> PackedSeqLens:
 
 
 def _to_host(
-    shape: tuple[int, int], attention_mask: Any, position_ids: Tensor | None, given: Mapping[str, Any]
+    shape: tuple[int, int],
+    attention_mask: Any,
+    position_ids: Tensor | None,
+    given: Mapping[str, Any],
+    ids: Tensor | None,
 ) -> dict[str, Tensor]:
     """Bring every tensor that describes the batch to the host, flat and int64, in one copy."""
     rows, columns = shape
-    parts: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {} if ids is None else {"input_ids": ids}
     if attention_mask is not None:
         if not isinstance(attention_mask, Tensor):
             raise PackingError(

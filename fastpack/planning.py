@@ -44,6 +44,7 @@ from fastpack.layers.loss import fused_loss_rejects
 from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
+from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
@@ -102,6 +103,13 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
             f"family {family.model_type} has no fast forwards; it would run on the {rung} rung"
         )
         raise PatchError(f"strict=True, but not every layer is on the fast rung: {why}.")
+
+    not_shared = None if options.share_prefixes is None else sharing_rejects(backbone, family)
+    if not_shared is not None:
+        raise PatchError(
+            f"share_prefixes={options.share_prefixes!r} can't be exact for {type(backbone).__name__}: {not_shared}. "
+            "Leave the option out. Nothing was changed."
+        )
 
     plan = Plan(backbone, PatchReport.stock(backbone), scope=PackingScope() if family.needs_scope else None)
     _plan_backbone(plan, parts, options, family, skipped, notes)
@@ -205,16 +213,17 @@ def _plan_backbone(
     if graphs is not None:
         notes.append(graphs.describe(next(backbone.parameters()).device))
     offload = CheckpointOffload() if options.offload == "checkpoints" else None
-    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, plan.scope, family))
+    sharing = PrefixSharing() if options.share_prefixes == "auto" else None
+    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, family))
     plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))
         return
     kind = _head_kind(head)
     loss = _head_loss(head, kind, options, family, skipped)
-    bind = functools.partial(_bind, head_forward, head, (kind, loss, plan.scope))
+    bind = functools.partial(_bind, head_forward, head, (kind, loss, plan.scope, sharing is not None))
     plan.forwards.append(ForwardSwap(head, bind, "head"))
-    plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind, plan.scope)))
+    plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind, plan.scope, sharing is not None)))
 
 
 def _head_loss(

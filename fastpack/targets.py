@@ -10,6 +10,7 @@ from torch import nn
 
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import family_of
+from fastpack.sharding import is_sharded
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,23 +100,21 @@ def _wrapping(module: nn.Module) -> str | None:
     return "sharded by FSDP2 (fully_shard)" if is_sharded(module) else None
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """True for a module that FSDP2 has sharded: in place, with a class of its own over the one that it had."""
-    return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
-
-
-def _way_in(model: nn.Module | None) -> Iterator[Any]:
+def _way_in(model: Any) -> Iterator[Any]:
     """The module itself, and one inside the other what wrappers hold, down to the model of transformers."""
-    inner: Any = model
-    while isinstance(inner, nn.Module):
-        yield inner
-        wrapper = _wrapper(inner)
-        if wrapper is not None:
-            inner = getattr(inner, wrapper[1])
-        elif hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        else:
-            inner = getattr(inner, "pretrained_model", None)
+    while isinstance(model, nn.Module):
+        yield model
+        model = _held(model)
+
+
+def _held(module: Any) -> Any:
+    """What a wrapper holds: a module; anything else, mostly None, where it is none."""
+    wrapper = _wrapper(module)
+    if wrapper is not None:
+        return getattr(module, wrapper[1])
+    if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
+        return module.get_base_model()
+    return getattr(module, "pretrained_model", None)
 
 
 def _innermost(model: nn.Module) -> Any:

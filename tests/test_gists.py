@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 BASH = shutil.which("bash")
+OURS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+"""A PATH on which this very Python comes first."""
 pytestmark = pytest.mark.skipif(BASH is None, reason="no bash here")
 
 
@@ -22,7 +25,7 @@ def bash(*arguments: str, path: str | None = None) -> subprocess.CompletedProces
 
 
 @pytest.mark.parametrize(
-    "script", ["gists/setup.sh", "gists/quickstart.sh", "gists/smoke.sh", "gists/test.sh", ".ci/run"]
+    "script", ["gists/ddp.sh", "gists/setup.sh", "gists/quickstart.sh", "gists/smoke.sh", "gists/test.sh", ".ci/run"]
 )
 def test_scripts_parse(script: str) -> None:
     done = bash("-n", script)
@@ -30,8 +33,7 @@ def test_scripts_parse(script: str) -> None:
 
 
 def test_what_is_installed_is_kept() -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = bash("-euo", "pipefail", "-c", "source gists/setup.sh; satisfied torch; satisfied trl,plot", path=path)
+    done = bash("-euo", "pipefail", "-c", "source gists/setup.sh; satisfied torch; satisfied trl,plot", path=OURS)
     assert done.returncode == 0, done.stderr
 
 
@@ -43,3 +45,28 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
     done = bash("-euo", "pipefail", "-c", "source gists/setup.sh; make_venv", path=str(tmp_path))
     assert done.returncode == 1
     assert "needs Python 3.11 or newer" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--", "train"], "comes sft or dpo"),
+        (["two"], "not 'two'"),
+        (["3"], "deals 8 rows"),
+        (["--fsdp"], "needs GPUs"),
+    ],
+)
+def test_what_cannot_be_started_on_many_gpus_is_refused(arguments: list[str], said: str) -> None:
+    if torch.cuda.is_available() and arguments[0] in ("3", "--fsdp"):
+        pytest.skip("how many GPUs there are decides")
+    done = bash("gists/ddp.sh", *arguments, path=OURS)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
+
+
+@pytest.mark.slow
+def test_the_losses_of_two_processes_are_those_of_one() -> None:
+    done = bash("gists/ddp.sh", path=OURS)
+    assert done.returncode == 0, done.stderr
+    assert "the losses are those of one process" in done.stdout
+    assert done.stdout.count("fastpack sft") == 2, "each run has one summary, however many take part"

@@ -69,7 +69,7 @@ class AttentionCall:
 
     Attributes:
         q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; contiguous in the last dimension.
-        packed: where sequences begin and end.
+        packed: where sequences begin and end; where it says that tokens are shared, q, k and v have each of them once.
         scale: multiplies the scores.
         sinks: ``[H]`` or None.
         window, softcap, dropout: as in :class:`AttentionShape`.
@@ -87,8 +87,10 @@ class AttentionCall:
 
     def __post_init__(self) -> None:
         tokens = (self.q.shape[0], self.k.shape[0], self.v.shape[0])
-        if any(count != self.packed.total_tokens for count in tokens):
-            raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens {self.packed.total_tokens}.")
+        packed = self.packed
+        expected = packed.total_tokens if packed.shared is None else packed.shared.total_tokens
+        if any(count != expected for count in tokens):
+            raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens {expected}.")
         if self.window is not None and self.window < 1:
             raise ValueError(f"a window counts the query itself, so it is at least 1, not {self.window}.")
 

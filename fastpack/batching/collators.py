@@ -35,6 +35,7 @@ class _WithPackedSeqLens:
             attention_mask=batch.get("attention_mask"),
             position_ids=batch.get("position_ids"),
             packing={name: batch[name] for name in PACKING_KEYWORDS if name in batch},
+            ids=batch.get("input_ids"),
         )
         return batch
 
@@ -42,8 +43,9 @@ class _WithPackedSeqLens:
 def with_packed_seq_lens(collator: Collator) -> Collator:
     """The collator, whose batches also carry their packing, read and checked on the host.
 
-    A patched model then waits for the device nowhere, where it would wait once a step to read lengths from it. Padded
-    and packed batches alike, of TRL's, transformers' or your own collator; nothing in them is changed.
+    A patched model then waits for the device nowhere, where it would wait once a step to read lengths from it, and the
+    prefixes that its sequences may share (``share_prefixes=``). Padded and packed batches alike, of TRL's,
+    transformers' or your own collator; nothing in them is changed.
 
     Args:
         collator: from examples to a dict of CPU tensors with ``input_ids`` or ``inputs_embeds``.

@@ -13,7 +13,7 @@ Shape suffixes: T tokens, N sequences, P pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastpack.errors import PackingError
 from fastpack.packing import IGNORE_INDEX, Bucket, PackedSeqLens
+from fastpack.prefixes import find_prefixes
 
 Example = Mapping[str, Any]
 
@@ -66,6 +67,7 @@ class _PackedCollator:
         sequences = list(chain.from_iterable(zip(*groups, strict=True)))
         packed = PackedSeqLens.from_lengths([len(s.ids) for s in sequences])
         ids_1T = torch.cat([s.ids for s in sequences])[None]
+        prefixes = find_prefixes(packed.lengths, ids_1T[0])
         labels_1T = packed.mask_first_labels(torch.cat([s.labels for s in sequences])[None])
         total = packed.total_tokens
         if self.pad_to is not None:
@@ -75,7 +77,7 @@ class _PackedCollator:
         elif self.pad_to_multiple_of is not None and total % self.pad_to_multiple_of:
             rest = self.pad_to_multiple_of - total % self.pad_to_multiple_of
             packed = PackedSeqLens.from_lengths([*packed.lengths, rest])
-        packed = packed.flattened()
+        packed = replace(packed.flattened(), prefixes=prefixes)
         tail = packed.total_tokens - total
         return {
             "input_ids": torch.cat([ids_1T, ids_1T[:, :1].expand(1, tail)], 1),
@@ -118,7 +120,8 @@ class PackedSFTCollator(_PackedCollator):
 
     - ``input_ids``, ``labels``, ``position_ids``: int64 ``[1, T]``. The first label of each sequence is ignored,
       since the token before it belongs to another one; positions restart.
-    - ``packed_seq_lens``: a :class:`fastpack.PackedSeqLens`, so that a patched model reads no length from the device.
+    - ``packed_seq_lens``: a :class:`fastpack.PackedSeqLens`, so that a patched model reads nothing from the device: no
+      lengths, nor the prefixes that sequences share (``fastpack.patch(..., share_prefixes="auto")``).
 
     Attributes:
         pad_to: T of every batch, as compiled steps and CUDA graphs want it. What is missing is one sequence at the

@@ -18,6 +18,7 @@ from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.loops import train_plainly, train_with_trl
 from fastpack.bench.models import build_model
+from fastpack.bench.preference import train_with_dpo
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
 
@@ -36,9 +37,12 @@ def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figure
             torch.cuda.reset_peak_memory_stats()
         clock = Clock(settings.warmup, settings.steps, profile=on_gpu, on_step=on_step)
         vocabulary = make_config(settings.shape).vocab_size
-        rows = make_rows(settings.row_lengths(extra_steps=int(on_gpu)), vocabulary, settings.seed)
-        train = train_plainly if settings.loop == "plain" else train_with_trl
-        losses, norms = train(model, settings, rows, clock)
+        if settings.trainer == "dpo":
+            losses, norms, backend = train_with_dpo(model, backend, settings, vocabulary, clock)
+        else:
+            rows = make_rows(settings.row_lengths(extra_steps=int(on_gpu)), vocabulary, settings.seed)
+            train = train_plainly if settings.loop == "plain" else train_with_trl
+            losses, norms = train(model, settings, rows, clock)
     except torch.OutOfMemoryError:
         return Figures(settings.contestant, error=OUT_OF_MEMORY)
     measured = settings.warmup + settings.steps

@@ -17,6 +17,8 @@ class Contestant:
         liger: Liger's kernels are applied.
         patched: by fastpack.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
+        shared: what pairs have in common at their beginnings runs once.
+        trainers: of which trainers it is a way. DPO's pads whatever it is told.
     """
 
     what: str
@@ -25,6 +27,8 @@ class Contestant:
     liger: bool = False
     patched: bool = False
     collated: bool = False
+    shared: bool = False
+    trainers: tuple[str, ...] = ("sft",)
 
     def unavailable(self, on_gpu: bool) -> str | None:
         """Why it can't take part here, or None."""
@@ -35,12 +39,17 @@ class Contestant:
         return None
 
 
+TRAINERS = ("sft", "dpo")
+
 CONTESTANTS = {
-    "stock padded": Contestant("padded batches, transformers' sdpa attention"),
+    "stock padded": Contestant("padded batches, transformers' sdpa attention", trainers=TRAINERS),
     "stock padding_free": Contestant("flattened batches, transformers' sdpa attention", packed=True),
     "stock + FA2": Contestant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
     "stock + FA2 + Liger": Contestant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
-    "fastpack": Contestant("patched, fed the padded batches", patched=True),
+    "fastpack": Contestant("patched, fed the padded batches", patched=True, trainers=TRAINERS),
+    "fastpack, prompts shared": Contestant(
+        "the same, each prompt run once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
+    ),
     "fastpack packed": Contestant("patched, fed the flattened batches", packed=True, patched=True),
     "fastpack collated": Contestant(
         "the same, lengths read in the collator, not from the device", packed=True, patched=True, collated=True

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.contestants import CONTESTANTS, TRAINERS
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES
 from fastpack.errors import FastpackError
@@ -16,12 +16,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
     parser.add_argument("--shape", choices=SHAPES, default=None, help="default: llama8b on a GPU, tiny on a CPU")
     parser.add_argument("--mode", choices=("full", "lora", "qlora"), default="full")
-    parser.add_argument("--rows", type=_positive, default=16, help="rows of a batch")
+    parser.add_argument("--trainer", choices=TRAINERS, default="sft", help="TRL's SFTTrainer, or its DPOTrainer")
+    parser.add_argument("--rows", type=_positive, help="rows of a batch, of dpo pairs (default: 16, of dpo 4)")
     parser.add_argument("--steps", type=_positive, default=20, help="timed steps")
     parser.add_argument("--warmup", type=int, help="steps before those (default: 3, with --graphs 5)")
-    parser.add_argument("--lengths", default="alpaca", help="'alpaca', a number of tokens, or a JSON file of lengths")
+    parser.add_argument(
+        "--lengths",
+        "--data",
+        help="'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a file of "
+        "[prompt, chosen, rejected], which python -m fastpack.bench.pair_lengths makes",
+    )
     parser.add_argument("--max-length", type=_positive, help="truncate rows to so many tokens")
-    parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's SFTTrainer, or a plain loop")
+    parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's trainer, or a plain loop")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, for everybody")
     what = "; ".join(f"{name}: {contestant.what}" for name, contestant in CONTESTANTS.items())
     parser.add_argument(
@@ -47,18 +53,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
-    """What the flags ask for."""
+    """What the flags ask for.
+
+    Raises:
+        FastpackError: a plain loop of DPO.
+    """
+    dpo = arguments.trainer == "dpo"
+    if dpo and arguments.loop == "plain":
+        raise FastpackError("--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss.")
     warmup = arguments.warmup
     if warmup is None:
         warmup = 5 if arguments.graphs else 3
     return Settings(
         contestant="",
+        trainer=arguments.trainer,
         shape=arguments.shape or ("llama8b" if on_gpu else "tiny"),
         mode=arguments.mode,
-        rows=arguments.rows,
+        rows=arguments.rows or (4 if dpo else 16),
         steps=arguments.steps,
         warmup=warmup,
-        lengths=arguments.lengths,
+        lengths=arguments.lengths or ("chat" if dpo else "alpaca"),
         max_length=arguments.max_length,
         checkpointing=arguments.checkpointing,
         loop=arguments.loop,
@@ -70,14 +84,17 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
     )
 
 
-def choose(only: list[str] | None, *, on_gpu: bool) -> tuple[list[str], dict[str, str]]:
-    """Who takes part, and who does not and why.
+def choose(only: list[str] | None, *, on_gpu: bool, trainer: str = "sft") -> tuple[list[str], dict[str, str]]:
+    """Who takes part, and who of this trainer's ways does not and why.
 
     Raises:
         FastpackError: one that was asked for by name can't.
     """
-    reasons = {name: contestant.unavailable(on_gpu) for name, contestant in CONTESTANTS.items()}
+    ways = {name: contestant for name, contestant in CONTESTANTS.items() if trainer in contestant.trainers}
+    reasons = {name: contestant.unavailable(on_gpu) for name, contestant in ways.items()}
     for name in only or ():
+        if name not in ways:
+            raise FastpackError(f"--only {name!r}: not a way of --trainer {trainer}, whose are {', '.join(ways)}.")
         if reasons[name] is not None:
             raise FastpackError(f"--only {name!r}: it {reasons[name]}.")
     if only:
@@ -101,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fastpack.bench.table import print_outcome
 
     settings = make_settings(arguments, on_gpu=on_gpu)
-    names, left_out = choose(arguments.only, on_gpu=on_gpu)
+    names, left_out = choose(arguments.only, on_gpu=on_gpu, trainer=arguments.trainer)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)
     if arguments.json:

@@ -1,43 +1,18 @@
 """How many floating-point operations of matrix products one training step needs, for the floor under its time.
 
-Counted exactly from the config of a dense decoder with a gated MLP (Llama, Qwen 2, Qwen 3), a multiplication and its
-addition as two operations:
-
-- each linear layer of P = inputs x outputs on T tokens: 2 T P forward, as much for the gradient of its input, as much
-  for that of its weight where that trains. With frozen weights nothing below the first layer needs a gradient, so the
-  inputs of its q, k and v have none;
-- LoRA of rank R: 2 T R (inputs + outputs) each of forward, gradients of inputs and gradients of A and B;
-- causal attention: two products of 2 D operations for each head and each pair of a token and one at or before it in
-  its own sequence, so 4 D l (l + 1) / 2 a sequence of l; five such products in the backward, since nobody keeps the
-  scores (Dao et al., "FlashAttention", arXiv:2205.14135, algorithm 4);
-- the head on the tokens that have a next one to predict, T - N;
-- with gradient checkpointing, each layer's forward once more, but for what only its result would need: the product of
-  ``down_proj`` (with LoRA also that of its B).
+From the config alone of a dense decoder with a gated MLP (Llama, Qwen 2, Qwen 3). The formulas are those of
+:mod:`fastpack.flops`. Here the head is given the tokens that have a next one to predict, T - N. With frozen
+weights nothing below the first layer needs a gradient, so the inputs of its q, k and v have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
+from fastpack.flops import Attention, Layer, Load, Product, StepFlops, training_flops
+
 Mode = Literal["full", "lora", "qlora"]
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """Operations of one step by what needs them."""
-
-    linear: int
-    lora: int
-    attention: int
-    head: int
-    recomputed: int
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.linear + self.lora + self.attention + self.head + self.recomputed
 
 
 def step_flops(
@@ -52,32 +27,22 @@ def step_flops(
         checkpointing: whether layers are computed anew in the backward.
         rank: of LoRA.
     """
-    tokens, scored = sum(lengths), sum(lengths) - len(lengths)
-    layer = layer_projections(config)
-    layers: int = config.num_hidden_layers
-    frozen = mode != "full"
-    rank = rank if frozen else 0
-
-    weights = sum(ins * outs for ins, outs in layer.values())
-    low = rank * sum(ins + outs for ins, outs in layer.values())
-    first = [layer[name] for name in ("q", "k", "v")] if frozen else []
-    unneeded = 2 * tokens * sum(ins * outs for ins, outs in first)
-    unneeded_low = 2 * tokens * rank * sum(ins for ins, _ in first)
-
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
-    attention = 4 * pairs * config.num_attention_heads * head_dim(config)
-
-    recomputed = 0
-    if checkpointing:
-        ins, outs = layer["down"]
-        recomputed = layers * (2 * tokens * (weights + low - ins * outs - rank * outs) + attention)
-    return StepFlops(
-        linear=layers * 2 * tokens * weights * (2 if frozen else 3) - unneeded,
-        lora=layers * 2 * tokens * low * 3 - unneeded_low,
-        attention=layers * (attention + attention // 2 * 5),
-        head=2 * scored * config.hidden_size * config.vocab_size * (2 if frozen else 3),
-        recomputed=recomputed,
-    )
+    full = mode == "full"
+    size = head_dim(config)
+    attention = Attention(config.num_attention_heads, size, size)
+    layers = []
+    for first in [True] + [False] * (config.num_hidden_layers - 1):
+        products = []
+        for name, (ins, outs) in layer_projections(config).items():
+            input_grad = full or not (first and name in ("q", "k", "v"))
+            last = name == "down"
+            products.append(Product(ins, outs, weight_grad=full, input_grad=input_grad, recomputed=not last))
+            if not full:
+                products.append(Product(ins, rank, input_grad=input_grad, lora=True))
+                products.append(Product(rank, outs, lora=True, recomputed=not last))
+        layers.append(Layer(tuple(products), (attention,), checkpointing))
+    head = Product(config.hidden_size, config.vocab_size, weight_grad=full)
+    return training_flops(layers, [head], Load.of(lengths))
 
 
 def layer_projections(config: Any) -> dict[str, tuple[int, int]]:

@@ -28,17 +28,8 @@ Row = list[int]
 def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock) -> tuple[list[float], list[float]]:
     """TRL's ``SFTTrainer``, as a user would call it. Returns loss and norm of the gradients of the first steps."""
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
-
-    class Callback(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            clock.begin()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            clock.end()
-            control.should_log |= state.global_step <= GATE_STEPS
 
     contestant = CONTESTANTS[settings.contestant]
     with tempfile.TemporaryDirectory() as folder:
@@ -66,13 +57,33 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
             args=arguments,
             train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
             processing_class=tokenizer_of_ids(),
-            callbacks=[Callback()],
+            callbacks=[clock_callback(clock)],
         )
         if contestant.packed:
             trainer.data_collator = with_boundaries(trainer.data_collator)
         if contestant.collated:
             trainer.data_collator = with_packed_seq_lens(trainer.data_collator)
         trainer.train()
+    return logged_of_first_steps(trainer)
+
+
+def clock_callback(clock: Clock) -> Any:
+    """What tells the clock when a trainer's steps begin and end, and has the first of them logged."""
+    from transformers import TrainerCallback
+
+    class Callback(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            clock.end()
+            control.should_log |= state.global_step <= GATE_STEPS
+
+    return Callback()
+
+
+def logged_of_first_steps(trainer: Any) -> tuple[list[float], list[float]]:
+    """Loss and norm of the gradients, as the trainer logged them."""
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][:GATE_STEPS]
     return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
 

@@ -15,10 +15,11 @@ LORA_RANK = 16
 
 
 def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
-    """The contestant's model on ``device``, in training mode, and the name of its attention kernel."""
-    from transformers import AutoModelForCausalLM
+    """The contestant's model on ``device``, in training mode, and the name of its attention kernel.
 
-    import fastpack
+    For ``DPOTrainer`` without adapters and not patched: it makes them itself, and a reference beside the model.
+    """
+    from transformers import AutoModelForCausalLM
 
     contestant = CONTESTANTS[settings.contestant]
     stock = backend = "sdpa"
@@ -34,18 +35,28 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
         )
     if settings.mode == "qlora":
         quantise(model, dtype)
+    if settings.trainer == "dpo":
+        return model.train(), backend
     if settings.mode != "full":
         model = with_lora(model)
     if contestant.patched:
-        fastpack.patch(
-            model,
-            attention=settings.attention,
-            kernels=settings.kernels,
-            graphs=settings.graphs,
-            loss=settings.loss,
-        )
-        backend = str(fastpack.report(model).backend)
+        backend = patch(model, settings)
     return model.train(), backend
+
+
+def patch(target: Any, settings: Settings) -> str:
+    """Patch a model or trainer as the flags say; the name of its attention backend."""
+    import fastpack
+
+    fastpack.patch(
+        target,
+        attention=settings.attention,
+        kernels=settings.kernels,
+        graphs=settings.graphs,
+        loss=settings.loss,
+        share_prefixes="auto" if CONTESTANTS[settings.contestant].shared else None,
+    )
+    return str(fastpack.report(target).backend)
 
 
 def quantise(model: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -86,17 +97,23 @@ def quantise(model: nn.Module, compute_dtype: torch.dtype) -> None:
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT and TRL ask
 
 
+def lora_config() -> Any:
+    """LoRA of rank 16 on every linear layer but the head, without dropout."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=LORA_RANK, lora_alpha=2 * LORA_RANK, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+
+
 def with_lora(model: Any) -> Any:
     """LoRA of rank 16 on every linear layer but the head.
 
     On 4-bit weights A and B are bfloat16, which is what TRL makes of them.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import get_peft_model
 
-    config = LoraConfig(
-        r=LORA_RANK, lora_alpha=2 * LORA_RANK, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
-    wrapped = get_peft_model(model, config)
+    wrapped = get_peft_model(model, lora_config())
     if getattr(model, "is_loaded_in_4bit", False):
         for parameter in wrapped.parameters():
             if parameter.requires_grad:

@@ -16,6 +16,7 @@ from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.flops import step_flops
 from fastpack.bench.gate import Precision, Verdict, compare
 from fastpack.bench.models import LORA_RANK
+from fastpack.bench.preference import dpo_step_flops
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
 from fastpack.errors import FastpackError
@@ -53,7 +54,8 @@ class Outcome:
     def title(self) -> str:
         """What was trained, in one line."""
         given = self.settings
-        words = [given.shape, given.mode, f"{given.rows} rows", f"{given.lengths.split('/')[-1]} lengths"]
+        batch = f"DPO, {given.rows} pairs" if given.trainer == "dpo" else f"{given.rows} rows"
+        words = [given.shape, given.mode, batch, f"{given.lengths.split('/')[-1]} lengths"]
         words += ["checkpointing"] if given.checkpointing else []
         words += ["a plain loop"] if given.loop == "plain" else []
         words += ["a trainer that waits"] if given.trainer_waits else []
@@ -101,7 +103,7 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     return Outcome(
         settings,
         figures,
-        compare(figures, precision),
+        compare(figures, precision, settings.trainer),
         ceiling,
         floor_rate(settings, ceiling),
         found["machine"],
@@ -113,6 +115,9 @@ def floor_rate(settings: Settings, ceiling: Ceiling) -> float:
     """Real tokens a second over the timed steps, if their matrix products took all the time."""
     config = make_config(settings.shape)
     batches = settings.timed_batches()
+    if settings.trainer == "dpo":
+        needed = sum(dpo_step_flops(config, pairs, settings) for pairs in settings.timed_pairs())
+        return sum(map(sum, batches)) / (needed / ceiling.flops)
     needed = sum(
         step_flops(config, batch, mode=settings.mode, checkpointing=settings.checkpointing, rank=LORA_RANK).total
         for batch in batches

@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastpack.bench.flops import Mode
+from fastpack.bench.pair_lengths import Pair, make_pair_lengths, sequences
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run does; the flags of ``fastpack bench``."""
+    """What one run does; the flags of ``fastpack bench``. ``rows`` are those of a batch; of DPO, its pairs."""
 
     contestant: str
+    trainer: str = "sft"
     shape: str = "tiny"
     mode: Mode = "full"
     rows: int = 16
@@ -40,8 +42,21 @@ class Settings:
         lengths += lengths[-self.rows :] * extra_steps
         return lengths if self.max_length is None else [min(length, self.max_length) for length in lengths]
 
+    def pair_lengths(self, extra_steps: int = 0) -> list[Pair]:
+        """As :meth:`row_lengths`, of pairs."""
+        count = self.rows * (self.warmup + self.steps)
+        found = make_pair_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
+        return found + found[-self.rows :] * extra_steps
+
+    def timed_pairs(self) -> list[list[Pair]]:
+        """Pairs of each timed step."""
+        timed = self.pair_lengths()[self.rows * self.warmup :]
+        return [timed[i : i + self.rows] for i in range(0, len(timed), self.rows)]
+
     def timed_batches(self) -> list[list[int]]:
-        """Tokens of the rows of each timed step."""
+        """Tokens of the rows of each timed step; of a pair there are two."""
+        if self.trainer == "dpo":
+            return [sequences(batch) for batch in self.timed_pairs()]
         timed = self.row_lengths()[self.rows * self.warmup :]
         return [timed[i : i + self.rows] for i in range(0, len(timed), self.rows)]
 

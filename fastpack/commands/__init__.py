@@ -55,4 +55,4 @@ def quiet() -> None:
     """Turn off what libraries say to nobody: of kernels that this run doesn't call, of their own defaults."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     # TRL sets this by default; transformers 5.23 then warns of it
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing. is deprecated", category=FutureWarning)
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)

@@ -98,4 +98,6 @@ def random_model(given: Given) -> Any:
         settings["dtype"] = getattr(torch, given.model.dtype)
     if given.model.attn_implementation is not None:
         settings["attn_implementation"] = given.model.attn_implementation
-    return AutoModelForCausalLM.from_config(config, **settings)
+    # where it will train: a large model is drawn in a second there, and in minutes on the host
+    with given.training.device:
+        return AutoModelForCausalLM.from_config(config, **settings)

@@ -1,19 +1,21 @@
 """What a training run did: losses, real tokens and slots of every step, speed, memory.
 
-A *slot* is an entry of ``input_ids`` as the collator made them; it holds a real token or padding.
+Counted as :mod:`fastpack.metrics.counting` does, which says what a slot is.
 """
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
+
+from fastpack.metrics.counting import Count, count_slots, peak_memory
+
+__all__ = ["Feeding", "Meter", "StepRecord", "Summary", "count_slots", "hint", "peak_memory"]
 
 
 @dataclass
@@ -51,7 +53,7 @@ class _Step:
     number: int
     seconds: float
     slots: int
-    real: list[Tensor | int] = field(default_factory=list)
+    real: list[Count] = field(default_factory=list)
 
 
 class Meter(TrainerCallback):
@@ -64,7 +66,7 @@ class Meter(TrainerCallback):
     def __init__(self, trainer: Any) -> None:
         self._losses: dict[int, float] = {}
         self._steps: list[_Step] = []
-        self._batches: list[tuple[Tensor | int, int]] = []
+        self._batches: list[tuple[Count, int]] = []
         self._start = 0.0
         self._device = trainer.args.device
         self._hook = trainer.model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -127,32 +129,6 @@ class Meter(TrainerCallback):
             peak_memory_bytes=memory,
             memory_kind=kind,
         )
-
-
-def count_slots(batch: Mapping[str, Any]) -> tuple[Tensor | int, int]:
-    """How many real tokens and how many slots a batch has, without waiting for the device."""
-    source = batch.get("input_ids")
-    slots = source.numel() if source is not None else batch["inputs_embeds"][..., 0].numel()
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None:
-        return mask.ne(0).sum(), slots
-    if positions is not None:
-        # TRL rounds a flattened batch up to `pad_to_multiple_of` with tokens at position 0
-        trailing = positions.flip(-1).ne(0).cumsum(-1).eq(0).sum()
-        return slots - trailing, slots
-    return slots, slots
-
-
-def peak_memory(device: torch.device) -> tuple[int | None, str]:
-    """The most memory used so far, and whose: torch's on the GPU, else the process's (None where it is not told)."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), f"allocated on {torch.cuda.get_device_name(device)}"
-    if sys.platform == "win32":
-        return None, "not measured on Windows"
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident, whole process"
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ def _refuses_length(training: Any) -> bool:
 def _advise(summary: Summary, given: Given, ranks: int) -> str | None:
     from fastpack.commands.meter import Feeding, hint
 
+    if given.ours.max_tokens is not None:
+        return None  # each step is full, as far as whole examples go
     training = given.training
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
     full_step = per_step * given.max_length if given.max_length else None

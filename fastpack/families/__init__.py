@@ -39,6 +39,7 @@ from fastpack.families.spec import (
     Spec,
 )
 from fastpack.families.varlen import VARLEN_FAMILIES
+from fastpack.sharding import stock_class
 
 __all__ = [
     "FAMILIES",
@@ -73,7 +74,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL_FAMIL
 
 def family_of(backbone: nn.Module) -> Family | None:
     """The family whose backbone class this is, matched by its exact class, or None."""
-    cls = type(backbone)
+    cls = stock_class(backbone)
     for family in FAMILIES.values():
         if cls.__name__ == family.backbone and cls.__module__ == family.module:
             return family

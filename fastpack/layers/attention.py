@@ -20,6 +20,7 @@ from fastpack.layers.positions import Tables, normalise_and_turn, repeated
 from fastpack.layers.projections import project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.ops.views import as_row
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
 
@@ -56,7 +57,7 @@ def attention_forward(
     shared = kwargs.get("shared_kv_states")
     out = attend_heads(module, spec, options, projected, position_embeddings, packed_seq_lens, shared)
     (out,), _ = project_modules([getattr(module, spec.out)], out, options)
-    return drop(module, spec.out_dropout, out).unsqueeze(0), None
+    return as_row(drop(module, spec.out_dropout, out)), None
 
 
 def project_qkv(

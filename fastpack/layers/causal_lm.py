@@ -18,11 +18,14 @@ from fastpack.families.spec import Family, HeadSpec
 from fastpack.graphs import GraphRunner, runner_of
 from fastpack.layers.arguments import accepted, bind, parameters, shape_of, source_of, wants_tuple
 from fastpack.layers.loss import fused_head, fused_loss_serves
+from fastpack.layers.outputs import put_back, spread_out
+from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
+from fastpack.sharding import stock_class
 
 if TYPE_CHECKING:
     from fastpack.offload import CheckpointOffload
@@ -49,6 +52,7 @@ def backbone_forward(
     backbone: Any,
     graphs: GraphRunner | None,
     offload: CheckpointOffload | None,
+    sharing: PrefixSharing | None,
     scope: PackingScope | None,
     family: Family,
     stock: Forward | None,
@@ -59,8 +63,9 @@ def backbone_forward(
 
     Takes what the stock forward takes, and the packing keywords. Returns what it returns, with everything per token
     back in the slot that it came from, zeros in the slots of padding. Where there are ``graphs``, they run the stock
-    forward; where there is an ``offload``, it sees what the forward saves; where there is a ``scope``, modules that no
-    keyword reaches find the packing there. A re-padded ``family`` runs the stock forward on rows of equal length.
+    forward; where there is an ``offload``, it sees what the forward saves; where there is a ``sharing``, tokens that
+    sequences share run once; where there is a ``scope``, modules that no keyword reaches find the packing there. A
+    re-padded ``family`` runs the stock forward on rows of equal length.
 
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
@@ -75,21 +80,26 @@ def backbone_forward(
         return call_stock(backbone, stock, **arguments)
     _refuse_media(arguments)
 
-    packed = _pack(arguments, packing)
+    if torch.compiler.is_compiling():
+        graphs = offload = sharing = None
+    packed = _pack(arguments, packing, prefixes=sharing is not None)
+    run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
+    shared = run.shared
     ids, embeddings = _embedded(backbone, arguments, packed)
+    if shared is not None:
+        assert ids is not None
+        ids = shared.keep_ids(ids)
     as_tuple = wants_tuple(backbone, arguments)
     arguments.update({name: packed.unpad(arguments[name]) for name in PER_TOKEN if arguments.get(name) is not None})
     arguments.update(
         input_ids=ids,
         inputs_embeds=embeddings,
         attention_mask=None if family.unmasked else mask_stand_in(packed),
-        position_ids=packed.position_ids,
-        packed_seq_lens=packed,
+        position_ids=packed.position_ids if shared is None else shared.position_ids,
+        packed_seq_lens=run,
         use_cache=False,
         return_dict=True,
     )
-    if torch.compiler.is_compiling():
-        graphs = offload = None
     if graphs is not None:
         outputs = graphs.run(backbone, stock, arguments)
     else:
@@ -97,13 +107,15 @@ def backbone_forward(
             arguments = accepted(type(backbone).forward, arguments)
         with (
             nullcontext() if offload is None else offload.around(backbone, packed.cu_seqlens.device),
-            nullcontext() if scope is None else scope.around(backbone, packed),
+            nullcontext() if scope is None else scope.around(backbone, run),
         ):
             if family.repadded:
                 outputs = repadded_forward(backbone, stock, arguments, packed)
             else:
                 outputs = call_stock(backbone, stock, **arguments)
-    outputs = _put_back(outputs, packed)
+    if shared is not None:
+        outputs = spread_out(outputs, shared)
+    outputs = put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
@@ -119,6 +131,7 @@ def head_forward(
     kind: HeadKind,
     loss: HeadSpec | None,
     scope: PackingScope | None,
+    prefixes: bool,
     stock: Forward | None,
     *args: Any,
     **kwargs: Any,
@@ -126,11 +139,12 @@ def head_forward(
     """A head's forward, its labels seen to (:func:`prepare_head`).
 
     Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. With
-    ``loss``, the head's declaration, its own loss is computed without logits in training.
+    ``loss``, the head's declaration, its own loss is computed without logits in training. With ``prefixes``, those that
+    sequences share are found where the lengths are read.
     """
     graphs = None if torch.compiler.is_compiling() else runner_of(head.base_model)
     with nullcontext() if graphs is None else graphs.looking_ahead(head.base_model):
-        return _run_head(head, kind, loss, scope, stock, args, kwargs)
+        return _run_head(head, kind, loss, scope, prefixes, stock, args, kwargs)
 
 
 def _run_head(
@@ -138,11 +152,12 @@ def _run_head(
     kind: HeadKind,
     loss: HeadSpec | None,
     scope: PackingScope | None,
+    prefixes: bool,
     stock: Forward | None,
     args: tuple[Any, ...],
     kwargs: Any,
 ) -> Any:
-    args, kwargs = prepare_head(head, kind, scope, args, kwargs)
+    args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
     kwargs = _without_first_labels(kind, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
@@ -161,7 +176,7 @@ def _run_head(
         kwargs = {**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened()}
     outputs = run(**kwargs, return_dict=True)
     if flatten:
-        outputs = _put_back(outputs, packed)
+        outputs = put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
@@ -186,12 +201,17 @@ def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[st
         return False
     if packed.indices is None or arguments.get("shift_labels") is not None or arguments.get("logits_to_keep"):
         return False
-    own_head = type(head).__module__.startswith("transformers.models.")
+    own_head = stock_class(head).__module__.startswith("transformers.models.")
     return own_head and not _adds_noise(head.base_model, packed)
 
 
 def head_pre_hook(
-    kind: HeadKind, scope: PackingScope | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    kind: HeadKind,
+    scope: PackingScope | None,
+    prefixes: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The same before a head whose ``forward`` someone replaced after us, as TRL does; None where ours is in place.
 
@@ -202,7 +222,7 @@ def head_pre_hook(
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.func is head_forward:
         return None  # it does so itself
-    args, kwargs = prepare_head(module, kind, scope, args, kwargs)
+    args, kwargs = prepare_head(module, kind, scope, prefixes, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if scope is not None and isinstance(packed, PackedSeqLens):
         scope.offer(source_of(kwargs), packed)
@@ -224,7 +244,12 @@ def refuse_replica(module: nn.Module) -> None:
 
 
 def prepare_head(
-    head: Any, kind: HeadKind, scope: PackingScope | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    head: Any,
+    kind: HeadKind,
+    scope: PackingScope | None,
+    prefixes: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Read the packing where the head needs it: hand it on, and ignore the first label of each sequence, on a copy.
 
@@ -238,7 +263,7 @@ def prepare_head(
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
         return args, kwargs
-    packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments))
+    packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments), prefixes=prefixes)
     rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
@@ -273,7 +298,7 @@ def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     return "labels" in names[: len(args)] and args[names.index("labels")] is not None
 
 
-def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> PackedSeqLens:
+def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
     shape = shape_of(arguments)
     return pack_inputs(
         shape,
@@ -281,6 +306,7 @@ def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> PackedSeq
         attention_mask=arguments.get("attention_mask"),
         position_ids=arguments.get("position_ids"),
         packing=packing,
+        ids=arguments.get("input_ids") if prefixes else None,
     )
 
 
@@ -344,30 +370,3 @@ def _refuse_media(arguments: Mapping[str, Any]) -> None:
             f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
             "model unpatched (fastpack.unpatch(model))."
         )
-
-
-def _put_back(outputs: Any, packed: PackedSeqLens) -> Any:
-    """Everything per token into its slot of the padded batch; the rest as it is."""
-    if packed.indices is None and (packed.batch_shape is None or packed.batch_shape[0] == 1):
-        return outputs
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def put_back(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(put_back(item) for item in value)
-        if not isinstance(value, Tensor):
-            return value
-        for before, after in seen:
-            if before is value:  # hidden_states[-1] is last_hidden_state, and stays so
-                return after
-        if value.ndim >= 2 and value.shape[:2] == (1, packed.total_tokens):
-            seen.append((value, packed.repad(value)))
-        elif value.ndim >= 2 and value.shape[0] == packed.total_tokens:
-            seen.append((value, packed.repad_flat(value)))  # router_logits
-        else:
-            return value
-        return seen[-1][1]
-
-    for key in list(outputs.keys()):
-        outputs[key] = put_back(outputs[key])
-    return outputs

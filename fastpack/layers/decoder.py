@@ -19,6 +19,7 @@ from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.ops.views import as_row
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
 
@@ -103,7 +104,7 @@ def _run(
     (out,), _ = project_modules([getattr(module, attention.out)], out, options, residual=x if fuses else None)
     if not fuses:
         out = _added(layer, spec, x, drop(module, attention.out_dropout, out), spec.post_attention, attention_dropout)
-    return _run_mlp(layer, spec, options, out, mlp_dropout).unsqueeze(0)
+    return as_row(_run_mlp(layer, spec, options, out, mlp_dropout))
 
 
 def _run_mlp(layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dropout: Any) -> Tensor:

@@ -13,6 +13,7 @@ from fastpack.errors import PatchError
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, require_packing
 from fastpack.packing import PackedSeqLens
+from fastpack.sharding import stock_class
 
 INTERFACE_PREFIX = "fastpack_"
 """Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
@@ -85,7 +86,7 @@ def stock_interface(module: Any) -> Forward:
     from transformers import AttentionInterface
 
     name = module.config._fastpack_stock_attention
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
     found: Forward = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]  # None for no eager

@@ -26,6 +26,7 @@ from fastpack.ops.dequantize import dequantize
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
+from fastpack.sharding import stock_class
 
 
 def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | None:
@@ -146,7 +147,7 @@ def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: Pa
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None
     if spec.experts == "balanced" and arguments["output_router_logits"]:
-        balance = sys.modules[type(head).__module__].load_balancing_loss_func(
+        balance = sys.modules[stock_class(head).__module__].load_balancing_loss_func(
             outputs.router_logits, head.num_experts, head.num_experts_per_tok, arguments.get("attention_mask")
         )
         loss = loss + head.router_aux_loss_coef * balance.to(loss.device)

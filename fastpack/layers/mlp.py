@@ -12,13 +12,14 @@ from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.glu import activation_kind, gated, gated_halves
+from fastpack.ops.views import reshaped
 from fastpack.options import PatchOptions
 
 
 def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
-    out = mlp_block(module, spec, options, x.reshape(-1, x.shape[-1])).view(x.shape)
-    return drop(module, spec.out_dropout, out)
+    out = mlp_block(module, spec, options, x.reshape(-1, x.shape[-1]))
+    return drop(module, spec.out_dropout, reshaped(out, x.shape))
 
 
 def mlp_block(

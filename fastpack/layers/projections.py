@@ -17,6 +17,7 @@ from fastpack.ops.lora import add_updates
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.projections import project
 from fastpack.options import PatchOptions
+from fastpack.sharding import is_partitioned
 
 
 def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:
@@ -36,7 +37,7 @@ def read_norm(module: Any) -> Norm | None:
     if settings is None:
         return None
     spec: NormSpec = settings[0]
-    if spec.kind != "rms":
+    if spec.kind != "rms" or is_partitioned(module.weight):
         return None
     return Norm(module.weight, getattr(module, spec.eps), spec.rounding, spec.unit_offset)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,35 @@ def test_the_same_under_trl(mode: Any) -> None:
     assert all(len(row.gradient_norms) == 4 for row in figures)
 
 
+DPO = replace(SMALL, trainer="dpo", loop="trl", rows=2, lengths="pairs.json")
+
+
+@trains_on_cpu
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
+def test_dpo_is_the_same_padded_and_patched(mode: Any) -> None:
+    if mode == "qlora":
+        pytest.importorskip("bitsandbytes")
+    Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 6]]")
+    figures = train(replace(DPO, mode=mode, checkpointing=mode == "lora"), "stock padded", "fastpack")
+    verdict = compare(figures, "half precision" if mode == "qlora" else "full precision")
+    assert verdict.agree, str(verdict)
+    assert [len(row.losses) for row in figures] == [4, 4]
+    assert figures[0].losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert (figures[0].backend, figures[1].backend) == ("sdpa", "segments")
+    # of the two timed steps: pairs 1 and 2, then 0 and 1, a prompt with each of its completions
+    assert figures[0].tokens == [23 + 6 + 64 + 7, 39 + 23 + 21 + 64] == figures[1].tokens
+    assert figures[0].slots == 4 * 64 + 4 * 64 == figures[1].slots
+
+
+@trains_on_cpu
+def test_dpo_on_other_pairs_is_noticed() -> None:
+    """Negative control."""
+    Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 6]]")
+    honest = train(DPO, "stock padded")
+    Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 7]]")
+    assert not compare([*honest, *train(DPO, "fastpack")], "full precision").agree
+
+
 def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import fastpack
 
@@ -74,9 +104,10 @@ def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
         return stock_patch(model, attention=options["attention"])
 
     monkeypatch.setattr(fastpack, "patch", patch)
-    settings = replace(SMALL, attention="reference", kernels="torch", graphs="auto", loss="fused")
+    chosen = {"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused"}
+    settings = replace(SMALL, **chosen)  # type: ignore[arg-type]
     stock, ours = train(settings, "stock padded", "fastpack")
-    assert given == [{"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused"}]
+    assert given == [{**chosen, "share_prefixes": None}]
     assert (stock.backend, ours.backend) == ("sdpa", "reference")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, list[dict[str, str]]]
-"""A chat in TRL's format: ``{"messages": [{"role": ..., "content": ...}, ...]}``."""
+"""Chats by name, in TRL's format: ``{"messages": [{"role": ..., "content": ...}, ...]}``; of pairs, three."""
 
 ANIMALS = ("fox", "otter", "heron", "badger", "owl", "hare", "mole", "swan", "goat", "wren")
 PLACES = ("river", "mill", "orchard", "harbour", "meadow", "tower", "market", "quarry", "garden", "bridge")
@@ -95,6 +95,24 @@ def make_rows(count: int, seed: int = 0) -> list[Row]:
     return rows
 
 
+def make_pairs(count: int, seed: int = 0) -> list[Row]:
+    """Preferences in TRL's format: a prompt, a good answer, and one to another question of its kind."""
+    draw = random.Random(seed)
+    rows: list[Row] = []
+    for _ in range(count):
+        (kind,) = draw.choices(KINDS, WEIGHTS)
+        question, answer = kind(draw)
+        _, other = kind(draw)
+        completions = {"chosen": answer, "rejected": other}
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": question}],
+                **{name: [{"role": "assistant", "content": text}] for name, text in completions.items()},
+            }
+        )
+    return rows
+
+
 def write_rows(rows: Sequence[Row], folder: Path) -> Path:
     """Write the rows as JSON lines into the folder."""
     path = folder / ROWS_FILE
@@ -121,7 +139,7 @@ def train_tokenizer(rows: Sequence[Row], vocab_size: int = 768) -> Any:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (f"{message['role']}\n{message['content']}" for row in rows for message in row["messages"])
+    texts = (f"{message['role']}\n{message['content']}" for row in rows for chat in row.values() for message in chat)
     bpe.train_from_iterator(texts, trainer)
     pad, _, end = SPECIAL_TOKENS
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=pad, eos_token=end)

@@ -1,0 +1,98 @@
+"""A contestant of ``fastpack bench --trainer dpo``: TRL's unmodified ``DPOTrainer`` on pairs of random tokens."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import torch
+
+from fastpack.bench.clock import Clock
+from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.flops import step_flops
+from fastpack.bench.loops import (
+    LEARNING_RATE,
+    WITHOUT_WAITING,
+    clock_callback,
+    logged_of_first_steps,
+    tokenizer_of_ids,
+)
+from fastpack.bench.models import LORA_RANK, lora_config, patch
+from fastpack.bench.pair_lengths import Pair, sequences
+from fastpack.bench.settings import Settings
+
+
+def train_with_dpo(
+    model: Any, backend: str, settings: Settings, vocabulary: int, clock: Clock
+) -> tuple[list[float], list[float], str]:
+    """As a user would call it. Returns loss and norm of the gradients of the first steps, and the attention kernel.
+
+    With LoRA the reference is the policy with its adapters off, else a copy. ``backend`` is the stock model's.
+    """
+    from datasets import Dataset
+    from trl.trainer.dpo_config import DPOConfig
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    lora = settings.mode != "full"
+    pairs = settings.pair_lengths(extra_steps=clock.total_steps - settings.warmup - settings.steps)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = DPOConfig(
+            output_dir=folder,
+            per_device_train_batch_size=settings.rows,
+            max_steps=clock.total_steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            max_length=None,
+            gradient_checkpointing=settings.checkpointing,
+            bf16=False,
+            **({} if settings.trainer_waits else WITHOUT_WAITING),
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            train_sampling_strategy="sequential",
+            seed=settings.seed,
+        )
+        trainer = DPOTrainer(
+            model,
+            ref_model=None if lora else copy.deepcopy(model),
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": "<s>", "chosen": "<s>", "rejected": "<s>"}]),
+            processing_class=tokenizer_of_ids(),
+            peft_config=lora_config() if lora else None,
+            callbacks=[clock_callback(clock)],
+        )
+        # which tokenizes texts and takes nothing else; these are token ids already
+        trainer.train_dataset = Dataset.from_list(make_pairs(pairs, vocabulary, settings.seed))
+        if CONTESTANTS[settings.contestant].patched:
+            backend = patch(trainer, settings)
+        trainer.train()
+    return *logged_of_first_steps(trainer), backend
+
+
+def make_pairs(lengths: list[Pair], vocab_size: int, seed: int) -> list[dict[str, list[int]]]:
+    """Random tokens, pairs of these lengths, under the names that TRL's collator reads."""
+    generator = torch.Generator().manual_seed(seed)
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return [
+        {
+            name: torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+            for name, length in zip(names, pair, strict=True)
+        }
+        for pair in lengths
+    ]
+
+
+def dpo_step_flops(config: Any, pairs: list[Pair], settings: Settings) -> int:
+    """Operations of the matrix products of one step: the policy's training and the reference's forward.
+
+    Each sequence is counted whole, as it is trained; a prompt that its pair's sequences share is counted with both. The
+    head is needed where a token of a completion is predicted.
+    """
+    rows = sequences(pairs)
+    every, wanted = sum(rows) - len(rows), sum(chosen + rejected for _, chosen, rejected in pairs)
+    policy = step_flops(config, rows, mode=settings.mode, checkpointing=settings.checkpointing, rank=LORA_RANK)
+    # of training in full a third is the forward; of attention 2 of 2 + 5 products
+    whole = step_flops(config, rows)
+    reference = whole.linear // 3 + whole.attention * 2 // 7 + whole.head // 3 // every * wanted
+    return policy.total - policy.head + policy.head // every * wanted + reference

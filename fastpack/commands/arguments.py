@@ -1,0 +1,165 @@
+"""The arguments of the commands that train: TRL's, and ours beside them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import trl
+from trl import ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
+
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.commands import UsageError
+from fastpack.ops.implementation import IMPLEMENTATIONS
+from fastpack.options import PatchKeywords, TokenBudget
+
+if TYPE_CHECKING:
+    from fastpack.commands.training import Command
+
+PATCH_OPTIONS = ("attention", "kernels", "graphs", "offload", "share_prefixes")
+"""Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
+
+
+@dataclass
+class OwnArguments:
+    """What fastpack's commands add to TRL's arguments."""
+
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Folder or hub id of the tokenizer. Default: that of the model."}
+    )
+    random_init: str | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of --model_name_or_path: a config (JSON file, folder or hub id) of which to build a "
+            "model with random weights."
+        },
+    )
+    attention: str = field(
+        default="auto",
+        metadata={"help": "Attention backend of the patched model.", "choices": ["auto", *BACKENDS]},
+    )
+    kernels: str = field(
+        default="auto",
+        metadata={"help": "What computes norms, RoPE and gated units.", "choices": list(IMPLEMENTATIONS)},
+    )
+    graphs: str | None = field(
+        default=None,
+        metadata={"help": "Replay the decoder stack as CUDA graphs wherever that is right.", "choices": ["auto"]},
+    )
+    offload: str | None = field(
+        default=None,
+        metadata={"help": "With gradient checkpointing: layer inputs wait in host memory.", "choices": ["checkpoints"]},
+    )
+    share_prefixes: str | None = field(
+        default=None,
+        metadata={"help": "Run what sequences have in common at their beginnings once.", "choices": ["auto"]},
+    )
+    max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches of whole examples, of at most so many tokens on each rank, instead of "
+            "--per_device_train_batch_size examples; of a pair both sides count."
+        },
+    )
+    same_steps: bool = field(
+        default=False,
+        metadata={
+            "help": "With --max_tokens: each step keeps the examples that it has without, and batches over the budget "
+            "are split."
+        },
+    )
+    metrics: bool = field(
+        default=True,
+        metadata={"help": "Log tokens, padding, MFU and where time goes, to whatever --report_to names."},
+    )
+    patch: bool = field(
+        default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains it stock, to compare."}
+    )
+    json: str | None = field(
+        default=None, metadata={"help": "File to write what each step logged and the summary's figures to."}
+    )
+
+    def patch_keywords(self) -> PatchKeywords:
+        """What of these :func:`fastpack.patch` takes, for a model."""
+        found: Any = {name: getattr(self, name) for name in PATCH_OPTIONS}
+        keywords: PatchKeywords = found
+        return keywords
+
+    def trainer_keywords(self) -> PatchKeywords:
+        """The same for a trainer."""
+        budget = None if self.max_tokens is None else TokenBudget(self.max_tokens, same_steps=self.same_steps)
+        return {**self.patch_keywords(), "max_tokens": budget}
+
+
+@dataclass
+class Given:
+    """Everything that was asked for.
+
+    Attributes:
+        script, training, model: TRL's ``ScriptArguments``, the trainer's config and ``ModelConfig``.
+        max_length: as asked for; ``training.max_length`` is None where the trainer refuses its own default.
+    """
+
+    script: Any
+    training: Any
+    model: Any
+    ours: OwnArguments
+    max_length: int | None
+
+
+class _Unset(int):
+    """A default that can be told from the same number given by the user."""
+
+
+class _Parser(TrlParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def parse(command: Command, arguments: Sequence[str]) -> Given:
+    """Parse the command line, and ``--config FILE`` as TRL does.
+
+    Raises:
+        UsageError: unknown flags, values out of range, or nothing to train.
+    """
+    types: Any = (ScriptArguments, getattr(trl, command.config), ModelConfig, OwnArguments)
+    parser = _Parser(
+        types,
+        prog=f"fastpack {command.name}",
+        usage=f"fastpack {command.name} --model_name_or_path MODEL --data DATA {command.flags}"
+        f"[any flag of TRL's {command.config}]",
+        description=f"{command.what} MODEL: a folder or hub id. DATA: a .jsonl file, a folder or hub id, in any format "
+        f"that TRL takes ({command.formats}).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", dest="dataset_name", metavar="DATA", help="The same as --dataset_name.")
+    default_length = _Unset(parser.get_default("max_length"))
+    parser.set_defaults(
+        logging_steps=1,
+        output_dir=f"outputs/{command.name}",
+        max_length=default_length,
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        ddp_find_unused_parameters=False,  # each has a gradient, and looking fails with reentrant checkpointing
+    )
+    if not torch.accelerator.is_available():
+        # TRL's default is bfloat16, which it refuses on a CPU; and unless told, torchrun's processes each train alone
+        parser.set_defaults(bf16=False, use_cpu=True)
+    try:
+        script, training, model, ours = parser.parse_args_and_config(list(arguments))
+    except (OSError, ValueError, RuntimeError, ImportError) as error:  # what TRL's dataclasses check
+        raise UsageError(str(error)) from error
+    if (ours.random_init is None) == (model.model_name_or_path is None):
+        raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
+    if ours.max_tokens is not None and not ours.patch:
+        raise UsageError("--max_tokens is fastpack's, and --no_patch asks for a stock run: pass one of them")
+    if ours.same_steps and ours.max_tokens is None:
+        raise UsageError("--same_steps says how --max_tokens is kept: pass that too")
+    if script.dataset_name is None:
+        raise UsageError("pass --data (or --dataset_name): a .jsonl file, a folder or a hub id")
+    wanted = training.max_length
+    if isinstance(wanted, _Unset):  # what the user did not ask for is no reason to refuse
+        training.max_length = None if command.refuses_length(training) else int(wanted)
+    return Given(script, training, model, ours, None if wanted is None else int(wanted))

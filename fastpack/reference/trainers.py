@@ -1,0 +1,161 @@
+"""``precompute``: the reference of a trainer of TRL, asked once and padding-free, then not needed any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fastpack.errors import PatchError
+from fastpack.reference.cache import ReferenceCache
+from fastpack.reference.columns import with_columns
+from fastpack.reference.compute import Score, is_peft, scoring
+from fastpack.reference.examples import Examples
+from fastpack.reference.identity import identify
+from fastpack.reference.lookup import Compute, Work, look_up
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Where a trainer's data sets get their columns from.
+
+    Attributes:
+        trainer: whose reference is asked, while it is there.
+        cache: of that reference.
+        adapter: the one of the policy that is on in the reference.
+        adapted: whether the policy is PEFT's.
+    """
+
+    trainer: Any
+    cache: ReferenceCache
+    work: Work
+    adapter: str | None
+    adapted: bool
+    ld_alpha: float | None
+
+    @classmethod
+    def of(cls, trainer: Any, folder: Path, work: Work) -> _Source:
+        adapted = is_peft(trainer.model)
+        adapter = "ref" if trainer.ref_model is None and adapted and "ref" in trainer.model.peft_config else None
+        model = trainer.model if trainer.ref_model is None else trainer.ref_model
+        ld_alpha = getattr(trainer, "ld_alpha", None)
+        with trainer.accelerator.autocast():
+            identity = identify(model, adapter=adapter, ld_alpha=ld_alpha)
+        return cls(trainer, ReferenceCache(folder, identity), work, adapter, adapted, ld_alpha)
+
+    def filled(self, datasets: Mapping[str, Any]) -> dict[str, Any]:
+        """These data sets with their columns, in one go."""
+        wanted = [
+            Examples(data, self.trainer.data_collator, self.ld_alpha is not None, f"the trainer's data ({name})")
+            for name, data in datasets.items()
+        ]
+        gone = self.trainer.ref_model is None and not self.adapted
+        found = look_up(wanted, self.cache, self.work, None if gone else self._scoring)
+        return {
+            name: with_columns(examples, columns)
+            for name, examples, columns in zip(datasets, wanted, found, strict=True)
+        }
+
+    @contextmanager
+    def _scoring(self) -> Iterator[Score]:
+        model = self.trainer.model if self.trainer.ref_model is None else self.trainer.ref_model
+        with (
+            self.trainer.accelerator.autocast(),
+            scoring(model, adapter=self.adapter, ld_alpha=self.ld_alpha) as score,
+        ):
+            yield score
+
+
+def _serve(source: _Source, dataset: Any, name: str, batch_size: int) -> Any:
+    """In the place of TRL's ``_precompute_ref_logps``."""
+    return source.filled({name: dataset})[name]
+
+
+def _check(trainer: Any) -> None:
+    name = type(trainer).__name__
+    needed = ("model", "ref_model", "precompute_ref_logps", "data_collator", "train_dataset", "accelerator")
+    missing = [attribute for attribute in needed if not hasattr(trainer, attribute)]
+    if missing:
+        raise PatchError(
+            f"a {name} has no {', '.join(missing)}: precompute takes a DPOTrainer or KTOTrainer of TRL, 1.15 or newer."
+        )
+    if getattr(trainer, "_is_vision_dataset", False):
+        raise PatchError("the data are images: reference log-probabilities are computed of text alone.")
+    if getattr(trainer.args, "sync_ref_model", False):
+        raise PatchError(
+            "sync_ref_model=True changes the reference while it trains: what is computed now would be stale. Build "
+            "the trainer without it."
+        )
+    if getattr(trainer, "is_deepspeed_enabled", False) or getattr(trainer, "is_fsdp_enabled", False):
+        raise PatchError(
+            "the trainer runs on DeepSpeed or FSDP, where models are not whole, or not on their device yet. Call "
+            "with_reference_log_probs on its data sets in a run without, and give them to the trainer."
+        )
+    if trainer.ref_model is None and not is_peft(trainer.model) and not trainer.precompute_ref_logps:
+        raise PatchError(f"this {name} has neither a ref_model nor adapters to leave out: there is no reference.")
+
+
+def _set_free(trainer: Any) -> None:
+    """Let go of the reference model; accelerate holds it too."""
+    held = getattr(trainer.accelerator, "_models", None)
+    if isinstance(held, list):
+        held[:] = [model for model in held if model is not trainer.ref_model]
+    trainer.ref_model = None
+
+
+def precompute(
+    trainer: T,
+    *,
+    folder: str | Path,
+    compute: Compute = "new",
+    max_tokens: int = 16384,
+    save_every: int = 16,
+    progress: bool = True,
+) -> T:
+    """Give a ``DPOTrainer`` or ``KTOTrainer`` that is built its reference's log-probabilities, and let the model go.
+
+    What TRL's ``precompute_ref_log_probs=True`` does while the trainer is built, but without padding, and from a cache
+    that knows which model it is of: build the trainer without that flag. Its data sets get the columns, and its loss
+    reads them. A reference model of the trainer's own (``trainer.ref_model``) is set free; the base of a PEFT policy
+    (or the copy of its adapter that TRL made, ``ref``) stays, as does a reference model beside a PEFT policy.
+
+    What is scored is what ``trainer.data_collator`` sends, truncated as it truncates, under the trainer's autocast.
+    A data set that is handed to ``trainer.evaluate`` later is looked up too.
+
+    Args:
+        trainer: as TRL built it, patched or not, before or after training.
+
+    For the others see :func:`fastpack.reference.with_reference_log_probs`.
+
+    Returns:
+        ``trainer`` itself.
+
+    Raises:
+        PatchError: no such trainer, or one whose reference changes while it trains (``sync_ref_model``), or whose data
+            are images, or without a reference. As for all errors, the trainer is as it was.
+
+    and what :func:`with_reference_log_probs` raises.
+    """
+    held: Any = trainer
+    work = Work(compute, max_tokens, save_every, progress)
+    _check(held)
+    source = _Source.of(held, Path(folder), work)
+    evaluated = held.eval_dataset
+    splits = evaluated if isinstance(evaluated, dict) else {} if evaluated is None else {None: evaluated}
+    filled = source.filled(
+        {"train": held.train_dataset, **{f"eval {name or ''}".strip(): splits[name] for name in splits}}
+    )
+    held.train_dataset = filled.pop("train")
+    if evaluated is not None:
+        made = dict(zip(splits, filled.values(), strict=True))
+        held.eval_dataset = made if isinstance(evaluated, dict) else made[None]
+    held.precompute_ref_logps = True
+    held._precompute_ref_logps = partial(_serve, source)  # what evaluate() asks for data sets of its own
+    if held.ref_model is not None and not source.adapted:
+        _set_free(held)
+    return trainer

@@ -1,0 +1,231 @@
+"""``python -m fastpack.smoke.preference``: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fastpack.commands import UsageError, quiet, require, require_trl_on_cpu
+from fastpack.errors import FastpackError
+from fastpack.smoke.preference.cases import LOSSES, TRAINERS, WIDER, Case, Work, all_cases, run
+from fastpack.smoke.preference.judge import STEP_BOUND, SUM_BOUND, Differences, Verdict, judge
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+MADE_UP_PAIRS = 256
+"""Of which the tokenizer is trained where no data is given."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: its verdict and what float32 itself is off by, or why the stock trainer can't be run so."""
+
+    case: Case
+    verdict: Verdict | None = None
+    noise: Differences | None = None
+    left_out: str | None = None
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Empty where the two runs are equal."""
+        return () if self.verdict is None else self.verdict.problems
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """1 where a patched run is not equal to the stock one, 2 where something is missing."""
+    given = _parser().parse_args(arguments)
+    try:
+        require("smoke", "trl", "datasets", extra="trl")
+        _quiet()
+        work = make_work(given)
+    except FastpackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    cases = chosen_cases(given)
+    begun = time.monotonic()
+    rows = _with_progress(cases, work, noise=given.noise)
+    console = Console(width=150)
+    console.print(
+        table(rows, f"{len(rows)} runs of {work.steps} steps of {work.pairs} pairs each, patched against stock")
+    )
+    console.print(_legend(time.monotonic() - begun), style="dim", highlight=False)
+    for row in rows:
+        if row.left_out is not None:
+            print(f"{row.case.trainer}, {row.case.variant}: left out: {row.left_out}")
+        for problem in row.problems:
+            print(f"{row.case.trainer}, {row.case.variant}: {problem}", file=sys.stderr)
+    if given.json:
+        given.json.write_text(json.dumps([_record(row) for row in rows], indent=1))
+    return 1 if any(row.problems for row in rows) else 0
+
+
+def make_work(given: argparse.Namespace) -> Work:
+    """Data, tokenizer and config as asked for, or made up.
+
+    Raises:
+        UsageError: data without prompt, chosen and rejected; too few of them; data without a tokenizer.
+    """
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from fastpack.commands.demo.data import make_pairs, tiny_llama, train_tokenizer
+
+    if not torch.cuda.is_available():
+        require_trl_on_cpu("smoke")
+    count = given.pairs * given.steps
+    if given.data is None:
+        made_up = make_pairs(max(count, MADE_UP_PAIRS), given.seed)
+        rows, tokenizer = made_up[:count], train_tokenizer(made_up)
+    else:
+        if given.tokenizer is None:
+            raise UsageError("--data needs --tokenizer FOLDER")
+        rows, tokenizer = read_pairs(given.data, count), AutoTokenizer.from_pretrained(given.tokenizer)
+    config = AutoConfig.from_pretrained(given.config) if given.config else tiny_llama(tokenizer, **SIZES)
+    return Work(rows, tokenizer, config, given.pairs, given.steps, given.max_length, given.learning_rate, given.seed)
+
+
+def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
+    """The first ``count`` rows of a JSON-lines file.
+
+    Raises:
+        UsageError: there are fewer, or one lacks a prompt, a chosen or a rejected completion.
+    """
+    with path.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+    if len(rows) < count:
+        raise UsageError(f"{path} holds {len(rows)} rows, the steps take {count}: pass fewer --pairs or --steps")
+    if any(not {"prompt", "chosen", "rejected"} <= row.keys() for row in rows):
+        raise UsageError(f"{path}: every row needs prompt, chosen and rejected")
+    return rows
+
+
+def chosen_cases(given: argparse.Namespace) -> list[Case]:
+    """Those asked for by trainer, loss and variant."""
+    losses = LOSSES if "all" in given.loss_types else given.loss_types
+    cases = [case for case in all_cases(losses) if case.trainer in given.trainers]
+    return [case for case in cases if not given.variants or case.variant in given.variants]
+
+
+def rows_of(cases: Sequence[Case], work: Work, *, noise: bool) -> Iterator[Row]:
+    """Train every case stock and patched, and for the noise stock with wider padding."""
+    for case in cases:
+        try:
+            stock = run(case, work, patch=False)
+            wider = run(case, work, patch=False, wider=True) if noise else None
+        except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
+            yield Row(case, left_out=f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}")
+            continue
+        patched = run(case, work, patch=True)
+        verdict = judge(patched, stock, starts_at_ln_2=case.starts_at_ln_2, steepness=case.steepness)
+        yield Row(case, verdict, None if wider is None else Differences.between(wider, stock))
+
+
+FIGURES = {"loss": "loss", "grad norm": "grad_norm", "log-probs": "log_probs", "rewards": "rewards"}
+OF_FLOAT32 = "(float32)"
+
+
+def table(rows: Sequence[Row], title: str) -> Table:
+    """For people: a line for each case; beside each figure what float32 itself is off by, where that was measured."""
+    noise = any(row.noise is not None for row in rows)
+    made = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for name in ("trainer", "variant"):
+        made.add_column(name)
+    for name in FIGURES:
+        made.add_column(name, justify="right")
+        if noise:
+            made.add_column(OF_FLOAT32, justify="right", style="dim")
+    made.add_column("")
+    before = ""
+    for row in rows:
+        measured = [None if row.verdict is None else row.verdict.off] + [row.noise] * noise
+        figures = [_shown(off, name) for name in FIGURES.values() for off in measured]
+        name = row.case.trainer if row.case.trainer != before else ""
+        said = "left out" if row.verdict is None else "FAILED" if row.problems else "equal"
+        made.add_row(name, row.case.variant, *figures, said, style="bold red" if row.problems else None)
+        before = row.case.trainer
+    return made
+
+
+def _shown(off: Differences | None, name: str) -> str:
+    value = math.nan if off is None else getattr(off, name)
+    return "" if math.isnan(value) else f"{value:.0e}"
+
+
+def _legend(seconds: float) -> str:
+    return (
+        "The largest difference over all steps, relative; rewards: of beta times the largest log-probability (other "
+        f"scores: of the largest). {OF_FLOAT32}: the stock run with batches padded to a multiple of {WIDER}. Bounds: "
+        f"{SUM_BOUND:g} for log-probs and DPO's rewards, {STEP_BOUND:g} for the rest, or what rounding the largest "
+        f"log-probability does to a loss if that is more. {seconds:.0f} s."
+    )
+
+
+def _record(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {"trainer": row.case.trainer, "variant": row.case.variant, "left_out": row.left_out}
+    if row.verdict is not None:
+        found["off"] = asdict(row.verdict.off)
+    if row.noise is not None:
+        found["noise"] = asdict(row.noise)
+    return {**found, "problems": row.problems}
+
+
+def _with_progress(cases: Sequence[Case], work: Work, *, noise: bool) -> list[Row]:
+    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    rows: list[Row] = []
+    with Progress(*columns, transient=True) as progress:
+        bar = progress.add_task("", total=len(cases))
+        for row in rows_of(cases, work, noise=noise):
+            rows.append(row)
+            progress.update(bar, advance=1, description=f"{row.case.trainer}, {row.case.variant}")
+    return rows
+
+
+def _quiet() -> None:
+    import datasets
+    import transformers
+
+    quiet()
+    datasets.disable_progress_bars()
+    datasets.disable_caching()  # or a precomputed reference of the stock run would be read by the patched one
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fastpack.smoke.preference",
+        description="Train TRL's DPO, KTO, reward and GRPO trainers on the same pairs, stock and patched, in float32, "
+        "and compare every step: a table, and 1 where they differ.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="JSON lines of prompt, chosen, rejected; made up where not given")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer of --data")
+    parser.add_argument("--config", help="of the models (default: a Llama of two small layers)")
+    parser.add_argument("--trainers", nargs="+", choices=tuple(TRAINERS), default=list(TRAINERS))
+    parser.add_argument("--loss-types", nargs="+", choices=("all", *LOSSES), default=["all"], help="of DPO, plain")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="only these lines of the table")
+    parser.add_argument("--pairs", type=int, default=4, help="of a batch; an even number")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of a prompt and its completion")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", action="store_true", help="train stock again, padded wider: float32's own noise")
+    parser.add_argument("--json", type=Path, help="write the differences here")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""What the loss of each trainer is a mean of, and how a collated batch of it is counted and cut into pieces.
+
+A micro-batch's loss is a mean over its tokens, pairs or sequences; trainers take the mean of those means over an
+optimiser step. With uneven micro-batches that is not the mean over the step, so each is weighed by its share.
+
+Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Inputs = Mapping[str, Any]
+Count = Callable[[Inputs], "Tensor | int"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One trainer's way.
+
+    Attributes:
+        unit: what the loss is a mean of, for people.
+        count: how many of them a collated batch has, without waiting for the device.
+        planned: batches are drawn from a data set whose lengths are known beforehand.
+        rows_of_a_unit: rows that have to stay together: 2 where chosen and rejected are rows i and i + P.
+        scaled: the loss comes divided by the number of micro-batches of a step (GRPO's); a whole micro-batch is left as
+            it is then, and the pieces of one are weighed by their share of it.
+        refuses: why these settings of a trainer can't be kept exact, or None.
+        whole: why one of its micro-batches can't be split, or None.
+    """
+
+    unit: str
+    count: Count
+    planned: bool = True
+    rows_of_a_unit: int = 1
+    scaled: bool = False
+    refuses: Callable[[Any], str | None] = lambda trainer: None
+    whole: Callable[[Any], str | None] = lambda trainer: None
+
+
+def pairs(inputs: Inputs) -> int:
+    """P."""
+    return rows(inputs) // 2
+
+
+def rows(inputs: Inputs) -> int:
+    """B."""
+    name = "input_ids" if "input_ids" in inputs else "completion_ids"
+    return int(inputs[name].shape[0])
+
+
+def trained_tokens(inputs: Inputs) -> Tensor:
+    """Labels that something predicts: all but the first of each row, and those that are ignored. 0-d int64."""
+    labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
+    if "shift_labels" not in inputs and labels.ndim > 1:  # one for each row where rows are classified
+        labels = labels[..., 1:]
+    counted: Tensor = labels.ne(-100).sum()
+    return counted
+
+
+def chosen_tokens(inputs: Inputs) -> Tensor:
+    """Tokens of the chosen completions that something predicts. 0-d int64."""
+    mask: Tensor = inputs["completion_mask"]
+    return mask[: mask.shape[0] // 2, 1:].sum()
+
+
+def completion_tokens(inputs: Inputs) -> Tensor:
+    """0-d; TRL's own mask, with tools' answers left out."""
+    mask: Tensor = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
+
+
+def _no_dpo(trainer: Any) -> str | None:
+    sorted_ = [name for name in trainer.loss_types if name.startswith("aot")]
+    return f"loss_type {sorted_[0]!r} sorts the pairs of a micro-batch, and changes with them" if sorted_ else None
+
+
+def _whole_sft(trainer: Any) -> str | None:
+    if getattr(trainer, "padding_free", False):
+        return "padding_free makes one row of a batch; leave it off, a patched model runs without padding all the same"
+    return None
+
+
+def _whole_kto(trainer: Any) -> str | None:
+    if getattr(trainer, "calculate_KL", False):
+        return f"loss_type {trainer.loss_type!r} compares with a KL that is a mean over the micro-batch"
+    return None
+
+
+def _no_grpo(trainer: Any) -> str | None:
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        return "top_entropy_quantile takes its threshold from the whole batch, which a part of it doesn't know"
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "the entropy bonus is a mean over other tokens than the loss"
+    if trainer.loss_type not in GRPO_LOSSES:
+        return f"loss_type {trainer.loss_type!r} is not known to fastpack: what it is a mean of"
+    return None
+
+
+GRPO_LOSSES: dict[str, Count | None] = {
+    "grpo": rows,
+    "sapo": rows,
+    "luspo": rows,
+    "dr_grpo": rows,
+    "bnpo": completion_tokens,
+    "dapo": None,
+    "cispo": None,
+    "vespo": None,
+}
+"""What each loss of GRPO is a mean of within a micro-batch; None where it is a sum over a number of the whole step."""
+
+KINDS: dict[str, Kind] = {
+    "DPOTrainer": Kind("pairs", pairs, rows_of_a_unit=2, refuses=_no_dpo),
+    "RewardTrainer": Kind("pairs", pairs, rows_of_a_unit=2),
+    "KTOTrainer": Kind("sequences", rows, whole=_whole_kto),
+    "RLOOTrainer": Kind("sequences", rows, planned=False),
+    "GRPOTrainer": Kind("sequences", rows, planned=False, scaled=True, refuses=_no_grpo),
+    "SFTTrainer": Kind("trained tokens", trained_tokens, whole=_whole_sft),
+    "Trainer": Kind("trained tokens", trained_tokens),
+}
+"""By the name of the class, or of the nearest one that it inherits from."""
+
+
+def kind_of(trainer: Any) -> Kind | None:
+    """The kind of a trainer, None for one that is not transformers' or TRL's."""
+    for base in type(trainer).__mro__:
+        if base.__name__ in KINDS and base.__module__.split(".")[0] in ("trl", "transformers"):
+            return KINDS[base.__name__]
+    return None
+
+
+def lengths(inputs: Inputs, kind: Kind) -> list[int]:
+    """Real tokens of each unit of a collated batch. Waits for the device, once."""
+    if "attention_mask" in inputs:
+        per_row = inputs["attention_mask"].ne(0).sum(-1)
+    elif "prompt_mask" in inputs:
+        per_row = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)
+    else:
+        per_row = torch.full((rows(inputs),), inputs["input_ids"].shape[-1])
+    if "KL_attention_mask" in inputs:
+        per_row = per_row + inputs["KL_attention_mask"].ne(0).sum(-1)
+    found: list[int] = per_row.view(kind.rows_of_a_unit, -1).sum(0).tolist()
+    return found
+
+
+def piece(inputs: Inputs, units: list[int], kind: Kind) -> dict[str, Any]:
+    """Those units alone: rows of every tensor and list that has one for each row, or for each unit."""
+    total = rows(inputs)
+    count = total // kind.rows_of_a_unit
+    each = [unit + count * part for part in range(kind.rows_of_a_unit) for unit in units]
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if value.ndim == 0 or len(value) not in (total, count):
+                return value
+            chosen = each if len(value) == total else units
+            return value.index_select(0, torch.tensor(chosen, device=value.device))
+        if isinstance(value, list) and len(value) in (total, count):
+            return [value[i] for i in (each if len(value) == total else units)]
+        return value
+
+    return {name: taken(value) for name, value in inputs.items()}

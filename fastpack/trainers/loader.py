@@ -1,0 +1,128 @@
+"""Token-budget batches in the place of a trainer's own: the same data set, collator and workers, another sampler."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from fastpack.batching.budget import TooLong
+from fastpack.batching.budget_sampler import TokenBudgetSampler
+from fastpack.errors import PackingError
+
+_COPIED = (
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+class BatchesOfEpochs(TokenBudgetSampler):
+    """A :class:`TokenBudgetSampler` that accelerate's and the Trainer's ways of telling the epoch all reach."""
+
+    @property
+    def sampler(self) -> BatchesOfEpochs:
+        """Itself: who skips the first batches of an epoch looks for the epoch's sampler here."""
+        return self
+
+    def settings(self, args: Any) -> dict[str, Any]:
+        """What a checkpoint's place in an epoch depends on."""
+        kept = {name: value for name, value in self.state_dict(0).items() if name not in ("epoch", "position", "plan")}
+        return {**kept, "micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
+
+
+def make_sampler(
+    lengths: Sequence[int], max_tokens: int, too_long: TooLong, args: Any, *, epochs: int = 1
+) -> BatchesOfEpochs:
+    """The sampler for a trainer's arguments."""
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return BatchesOfEpochs(lengths, max_tokens, seed=seed, too_long=too_long, epochs=epochs)
+
+
+def count_epochs(args: Any, micro_batches: int) -> int:
+    """How many epochs a run goes through, at most, with so many micro-batches in each."""
+    if args.max_steps > 0:
+        return math.ceil(args.max_steps / math.ceil(micro_batches / args.gradient_accumulation_steps))
+    return math.ceil(args.num_train_epochs)
+
+
+def get_train_dataloader(trainer: Any, stock: Any, budget: Any) -> Any:
+    """``Trainer.get_train_dataloader``, whose batches are those of a :class:`TokenBudgetSampler`.
+
+    Accelerate divides the batches of a loader among ranks; these are each rank's own already, so it is told of one.
+    """
+    from accelerate.data_loader import prepare_data_loader
+
+    made = stock()
+    sampler = budget.start(trainer)
+    kept = {name: getattr(made, name) for name in _COPIED if hasattr(made, name)}
+    if sampler.too_long == "truncate":
+        kept["collate_fn"] = functools.partial(_cut, kept["collate_fn"], sampler.max_tokens)
+    accelerator = trainer.accelerator
+    return prepare_data_loader(
+        DataLoader(made.dataset, batch_sampler=sampler, **kept),
+        device=accelerator.device,
+        num_processes=1,
+        process_index=0,
+        put_on_device=accelerator.device_placement,
+        non_blocking=accelerator.non_blocking,
+    )
+
+
+def _cut(collate: Callable[[Any], Any], max_tokens: int, examples: Sequence[Mapping[str, Any]]) -> Any:
+    """Collate examples of at most so many tokens: the first ones, of every column that has one for each."""
+
+    def cut(example: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = len(example["input_ids"])
+        columns = {name for name, value in example.items() if hasattr(value, "__len__") and len(value) == tokens}
+        return {name: value[:max_tokens] if name in columns else value for name, value in example.items()}
+
+    return collate([cut(example) if len(example["input_ids"]) > max_tokens else example for example in examples])
+
+
+class BudgetCallback(TrainerCallback, ExportableState):
+    """Saves with each checkpoint what its batches were planned from, and compares when a run goes on from there."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = {}
+
+    def state(self) -> dict[str, Any]:
+        """What transformers writes into ``trainer_state.json``."""
+        return {"args": {}, "attributes": {"settings": self.settings}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Compare with the checkpoint that a run goes on from.
+
+        Raises:
+            PackingError: its batches were others; going on would lose examples, or show some twice.
+        """
+        self.settings = kwargs["train_dataloader"].batch_sampler.settings(args)
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if state.global_step == 0 or args.ignore_data_skip:
+            return
+        made = f"the checkpoint at step {state.global_step} was made"
+        if saved["attributes"]["settings"] is self.settings:
+            raise PackingError(
+                f"{made} without max_tokens: its place in the epoch is counted in other batches. Go on without "
+                "max_tokens, or pass ignore_data_skip=True to begin an epoch."
+            )
+        for name, ours in self.settings.items():
+            theirs = saved["attributes"]["settings"].get(name)
+            if theirs != ours:
+                raise PackingError(
+                    f"{made} with {name} {theirs!r}, and this run has {ours!r}: its batches are others, and examples "
+                    "would be lost or seen twice. Go on with the same data, settings and number of processes, or pass "
+                    "ignore_data_skip=True to begin an epoch."
+                )

@@ -1,0 +1,191 @@
+"""Losses over a whole optimiser step, whatever is in which micro-batch; and micro-batches split where they are large.
+
+A trainer takes the mean over a step's micro-batches, and over ranks, of each one's mean. What is wanted is the mean
+over the step: with n units in a micro-batch, N in the step on all ranks, K micro-batches a rank and W ranks, each mean
+is weighed by n K W / N, which is 1 where they are even. (Losses that are sums over a number that the step shares, such
+as SFT's over ``num_items_in_batch``, are right already.)
+
+A micro-batch over the budget is run in pieces, each with its own forward and backward; the last backward is left to the
+trainer, so that gradients are exchanged as often as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.batching.budget import COST
+from fastpack.batching.budget_steps import split
+from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, lengths, piece, rows
+
+
+@dataclass
+class Weighing:
+    """What is known of the optimiser step in hand.
+
+    Attributes:
+        kind: of the trainer.
+        split_at: tokens above which a micro-batch is split; None where it never is.
+        units: of the whole step on all ranks, 0-d; None where losses need no weight.
+        chosen: trained tokens of chosen completions, of the whole step on all ranks; None where nothing needs them.
+        micro_batches: of the step, on each rank.
+        pieces: how many pieces have run, and of how many micro-batches, in all; for the report.
+    """
+
+    kind: Kind
+    split_at: int | None
+    units: Tensor | None = None
+    chosen: Tensor | None = None
+    micro_batches: int = 1
+    pieces: int = 0
+    wholes: int = 0
+
+
+def get_batch_samples(
+    trainer: Any, stock: Any, weighing: Weighing, *args: Any, **kwargs: Any
+) -> tuple[list[Any], Tensor | int | None]:
+    """``Trainer.get_batch_samples``: the micro-batches of an optimiser step; counts what they hold on all ranks."""
+    batches, num_items = stock(*args, **kwargs)
+    weighing.units = weighing.chosen = None
+    summed = num_items is not None and weighing.kind.unit == "trained tokens"
+    if batches and not weighing.kind.scaled and weighing.kind.planned and not summed:
+        device = trainer.accelerator.device
+        counts = [sum(weighing.kind.count(batch) for batch in batches)]
+        if "sft" in getattr(trainer, "loss_types", ()):
+            counts.append(sum(chosen_tokens(batch) for batch in batches))
+        totals = torch.stack([torch.as_tensor(count, device=device) for count in counts])
+        units, *chosen = trainer.accelerator.gather(totals[None]).sum(0)
+        weighing.units, weighing.micro_batches = units, len(batches)
+        weighing.chosen = chosen[0] if chosen else None
+    return batches, num_items
+
+
+def compute_loss(
+    trainer: Any,
+    stock: Any,
+    weighing: Weighing,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Any:
+    """``Trainer.compute_loss`` in training: weighed, and in pieces where the micro-batch is over the budget."""
+    if return_outputs or not (trainer.model.training and torch.is_grad_enabled()):
+        return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+    parts = _pieces(trainer, weighing, inputs)
+    weighing.wholes += 1
+    weighing.pieces += len(parts)
+    *earlier, last = parts
+    before: Tensor | float = 0.0
+    for part in earlier:
+        with _not_the_last(trainer, model):
+            loss = _weighed(trainer, stock, weighing, model, part, inputs, num_items_in_batch)
+            before = before + loss.detach()
+            _backward(trainer, loss, num_items_in_batch)
+    return _weighed(trainer, stock, weighing, model, last, inputs, num_items_in_batch) + before
+
+
+def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parts of a micro-batch of at most the budget each, equally many on every rank."""
+    if weighing.split_at is None:
+        return [inputs]
+    tokens = lengths(inputs, weighing.kind)
+    found = split(tokens, weighing.split_at, COST)
+    if trainer.accelerator.num_processes > 1:
+        count = torch.tensor([len(found)], device=trainer.accelerator.device)
+        most = int(trainer.accelerator.gather(count).max())
+        if most > len(found):
+            found = split(tokens, weighing.split_at, COST, most)
+    return [inputs] if len(found) == 1 else [piece(inputs, units, weighing.kind) for units in found]
+
+
+def _weighed(
+    trainer: Any,
+    stock: Any,
+    weighing: Weighing,
+    model: Any,
+    part: dict[str, Any],
+    whole: dict[str, Any],
+    num_items: Tensor | int | None,
+) -> Tensor:
+    weight, sft = _weights(trainer, weighing, part, whole)
+    with _sft_weighed(trainer, sft):
+        loss: Tensor = stock(model, part, num_items_in_batch=num_items)
+    return loss if weight is None else loss * weight
+
+
+def _weights(
+    trainer: Any, weighing: Weighing, part: Inputs, whole: Inputs
+) -> tuple[Tensor | float | None, Tensor | None]:
+    """What a piece's loss is weighed by, and what DPO's ``sft`` term, a mean over tokens, is by on top of it."""
+    kind = weighing.kind
+    if weighing.units is not None:
+        times = weighing.micro_batches * trainer.accelerator.num_processes
+        weight = kind.count(part) * times / weighing.units.clamp(min=1)
+        if weighing.chosen is None:
+            return weight, None
+        return weight, chosen_tokens(part) * times / weighing.chosen.clamp(min=1) / weight
+    if part is whole or kind.planned:  # of planned ones only sums are without a weight
+        return None, None
+    count = GRPO_LOSSES[trainer.loss_type] if kind.scaled else rows
+    if count is None:
+        return None, None
+    share = torch.as_tensor(count(part)) / torch.as_tensor(count(whole)).clamp(min=1)
+    return share.to(trainer.accelerator.device), None
+
+
+@contextlib.contextmanager
+def _sft_weighed(trainer: Any, factor: Tensor | None) -> Iterator[None]:
+    """DPO's loss weights for one micro-batch, with the ``sft`` term's times ``factor``."""
+    if factor is None:
+        yield
+        return
+    before = trainer.loss_weights
+    trainer.loss_weights = [
+        weight * factor if name == "sft" else weight for name, weight in zip(trainer.loss_types, before, strict=True)
+    ]
+    try:
+        yield
+    finally:
+        trainer.loss_weights = before
+
+
+@contextlib.contextmanager
+def _not_the_last(trainer: Any, model: Any) -> Iterator[None]:
+    """Gradients stay on this rank, and nobody takes this for the end of a step."""
+    state = trainer.accelerator.gradient_state
+    before = state.sync_gradients
+    state._set_sync_gradients(False)
+    try:
+        with trainer.accelerator.no_sync(model):
+            yield
+    finally:
+        state._set_sync_gradients(before)
+
+
+def _backward(trainer: Any, loss: Tensor, num_items: Tensor | int | None) -> None:
+    """What ``Trainer.training_step`` does with a loss that ``compute_loss`` returns."""
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
+    if not scaled:
+        loss = loss / trainer.current_gradient_accumulation_steps
+    trainer.accelerator.backward(loss)
+
+
+def gather(accelerator: Any, stock: Any, tensor: Any) -> Any:
+    """``Accelerator.gather`` of a tensor whose first size differs between ranks, which the stock one can't do."""
+    if accelerator.num_processes == 1 or not isinstance(tensor, Tensor) or tensor.ndim == 0:
+        return stock(tensor)
+    sizes = stock(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    if len(set(sizes)) == 1:
+        return stock(tensor)
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    found = stock(padded).split(max(sizes))
+    return torch.cat([part[:size] for part, size in zip(found, sizes, strict=True)])

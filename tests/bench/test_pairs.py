@@ -1,0 +1,128 @@
+"""``fastpack bench --trainer dpo``: lengths of pairs, who takes part, and the floor under a step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastpack.bench import pair_lengths
+from fastpack.bench.flags import add_arguments, choose, make_settings
+from fastpack.bench.flops import layer_projections, step_flops
+from fastpack.bench.pair_lengths import count_tokens, make_pair_lengths, sequences
+from fastpack.bench.preference import dpo_step_flops, make_pairs
+from fastpack.bench.settings import Settings
+from fastpack.bench.shapes import make_config
+from fastpack.commands.demo import data
+from fastpack.errors import FastpackError
+
+PAIRS = [(5, 7, 11), (3, 2, 4)]
+
+
+def test_drawn_lengths_are_those_of_chats() -> None:
+    drawn = make_pair_lengths(4000, seed=1)
+    assert drawn == make_pair_lengths(4000, seed=1) != make_pair_lengths(4000, seed=2)
+    prompt, chosen, rejected = zip(*drawn, strict=True)
+    assert statistics.median(prompt) == pytest.approx(pair_lengths.PROMPT, rel=0.1)
+    for completions in (chosen, rejected):
+        assert statistics.median(completions) == pytest.approx(pair_lengths.COMPLETION, rel=0.1)
+    assert 0.3 < statistics.correlation(chosen, rejected) < 0.7
+
+
+def test_lengths_from_files_and_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(PAIRS))
+    (tmp_path / "a.jsonl").write_text("[5, 7, 11]\n[3, 2, 4]\n")
+    for name in ("a.json", "a.jsonl"):
+        assert make_pair_lengths(3, kind=str(tmp_path / name)) == [*PAIRS, PAIRS[0]]
+    assert make_pair_lengths(2, kind="9") == [(4, 5, 5)] * 2
+    # rows are cut, and prompts that fill one are left out
+    assert make_pair_lengths(3, kind=str(tmp_path / "a.json"), max_length=10) == [(5, 5, 5), (3, 2, 4), (5, 5, 5)]
+    assert make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=5) == [(3, 2, 2)] * 2
+    with pytest.raises(ValueError, match="no prompt"):
+        make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=3)
+    for wrong in ("[[1, 2]]", "[3, 4]", "[]", "{}", "[[1, 2, 0]]"):
+        (tmp_path / "a.json").write_text(wrong)
+        with pytest.raises(ValueError, match="tokens of prompt, chosen and rejected"):
+            make_pair_lengths(2, kind=str(tmp_path / "a.json"))
+
+
+def test_rows_of_a_batch() -> None:
+    assert sequences(PAIRS) == [12, 5, 16, 7]
+    made = make_pairs(PAIRS, 100, seed=0)
+    assert [tuple(len(row[name]) for name in ("prompt_ids", "chosen_ids", "rejected_ids")) for row in made] == PAIRS
+    assert made[0]["chosen_ids"] != made[0]["rejected_ids"][:7]
+
+
+@pytest.mark.parametrize("conversational", [True, False])
+def test_tokens_are_counted_as_trl_does(conversational: bool, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+
+    rows = data.make_pairs(12)
+    tokenizer = data.train_tokenizer(rows)
+    if not conversational:
+        rows = [{name: text[0]["content"] for name, text in row.items()} for row in rows]  # type: ignore[misc]
+    model = AutoModelForCausalLM.from_config(data.tiny_llama(tokenizer, hidden_size=32, num_hidden_layers=1))
+    trainer = trl.DPOTrainer(
+        model,
+        ref_model=AutoModelForCausalLM.from_config(model.config),
+        args=trl.DPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, use_cpu=True),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    theirs = [tuple(len(row[name]) for name in names) for row in trainer.train_dataset]
+    assert count_tokens(iter(rows), tokenizer) == theirs
+
+
+def test_the_file_of_lengths(tmp_path: Path) -> None:
+    rows = data.make_pairs(12)
+    tokenizer = data.train_tokenizer(rows)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    pair_lengths.main(str(data.write_rows(rows, tmp_path)), str(tmp_path / "tokenizer"), str(tmp_path / "found.json"))
+    assert make_pair_lengths(12, kind=str(tmp_path / "found.json")) == count_tokens(iter(rows), tokenizer)
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_floor_counts_policy_reference_and_completions(mode: str, checkpointing: bool) -> None:
+    config = make_config("tiny")
+    settings = Settings("", trainer="dpo", mode=mode, checkpointing=checkpointing)  # type: ignore[arg-type]
+    tokens, wanted = 40, 24
+    layer = sum(ins * outs for ins, outs in layer_projections(config).values())
+    pairs = sum(n * (n + 1) // 2 for n in sequences(PAIRS))
+    head = 2 * config.hidden_size * config.vocab_size * wanted
+    forward = config.num_hidden_layers * (2 * tokens * layer + 4 * pairs * config.hidden_size) + head
+    policy = step_flops(config, sequences(PAIRS), mode=settings.mode, checkpointing=checkpointing)
+    expected = policy.total - policy.head + head * (3 if mode == "full" else 2) + forward
+    assert dpo_step_flops(config, PAIRS, settings) == expected
+
+
+def flags(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_flags() -> None:
+    settings = make_settings(flags("--trainer", "dpo"), on_gpu=False)
+    assert (settings.trainer, settings.rows, settings.lengths) == ("dpo", 4, "chat")
+    settings = make_settings(flags(), on_gpu=False)
+    assert (settings.trainer, settings.rows, settings.lengths) == ("sft", 16, "alpaca")
+    assert make_settings(flags("--data", "a.json", "--rows", "3"), on_gpu=False) == replace(
+        settings, lengths="a.json", rows=3
+    )
+    with pytest.raises(FastpackError, match="--loop plain is for --trainer sft"):
+        make_settings(flags("--trainer", "dpo", "--loop", "plain"), on_gpu=False)
+
+
+def test_who_takes_part() -> None:
+    assert choose(None, on_gpu=True, trainer="dpo") == (["stock padded", "fastpack", "fastpack, prompts shared"], {})
+    with pytest.raises(FastpackError, match="not a way of --trainer dpo, whose are stock padded, fastpack"):
+        choose(["fastpack packed"], on_gpu=torch.cuda.is_available(), trainer="dpo")

@@ -1,0 +1,127 @@
+"""TRL's unmodified trainers on each rank, as `torchrun` and `accelerate launch` would run them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from accelerate import state
+from accelerate.utils import DistributedType
+from preferences import pairs, settings, word_tokenizer
+from test_adapters import with_lora
+from test_trainers import rows, tokenizer
+from tiny import tiny_model
+from trainer_cases import BUILD, Gradients, grpo, ids_of, watch_batches
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+import fastpack
+
+EXAMPLES = 8
+"""Of a step, on all ranks."""
+STEPS = 3
+FSDP2: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+    },
+}
+
+
+def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, **further: Any) -> Any:
+    """An SFT or DPO trainer, patched as a user would; the reference before the trainer is built, which shards it."""
+    model: Any = tiny_model("llama", attn_implementation="sdpa")
+    if lora:
+        model = with_lora(model)
+    given = settings(Path(tempfile.mkdtemp()), per_device_train_batch_size=EXAMPLES // ranks, learning_rate=1e-2)
+    given |= {"max_steps": STEPS, "ddp_find_unused_parameters": False, "dataloader_pin_memory": False, **further}
+    arguments = (SFTConfig if kind == "sft" else DPOConfig)(**given)
+    if ranks == 1 and arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # else one process takes all GPUs for itself, with nn.DataParallel
+    if kind == "sft":
+        trainer: Any = SFTTrainer(
+            model, args=arguments, train_dataset=rows(EXAMPLES * STEPS), processing_class=tokenizer()
+        )
+    else:
+        reference: Any = None if lora else tiny_model("llama", attn_implementation="sdpa")
+        if reference is not None and patched:
+            fastpack.patch(reference)
+        trainer = DPOTrainer(
+            model,
+            reference,
+            args=arguments,
+            train_dataset=pairs(EXAMPLES * STEPS),
+            processing_class=word_tokenizer(),
+        )
+    return fastpack.patch(trainer) if patched else trainer
+
+
+def train(trainer: Any) -> list[tuple[float, float]]:
+    """Loss and norm of the gradient at each step."""
+    trainer.train()
+    return [(entry["loss"], float(entry["grad_norm"])) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
+    """What was logged here, and what is said of the trainer then."""
+    with _as_launched():
+        trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
+        found: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
+        report = fastpack.report(trainer)
+        found |= {"rung": report.rung, "as_modules": report.as_modules, "world": trainer.args.world_size}
+        fastpack.unpatch(trainer)
+        found["rung after"] = fastpack.report(trainer).rung
+    return found
+
+
+def one_step_within(kind: str, max_tokens: int | fastpack.TokenBudget, **further: Any) -> dict[str, Any]:
+    """An optimiser step of a trainer with a budget: which examples were in whose micro-batches, and its gradients."""
+    with _as_launched():
+        launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
+        trainer = BUILD[kind](Path(tempfile.mkdtemp()), **{**launched, **further})
+        batches = watch_batches(trainer)
+        examples = [ids_of(example) for example in trainer.train_dataset]
+        fastpack.patch(trainer, max_tokens=max_tokens)
+        gradients = Gradients(trainer)
+        trainer.train()
+        steps = trainer.args.gradient_accumulation_steps
+        chosen = [[examples.index(example) for example in batch] for batch in batches[:steps]]
+        logged = {name: value for name, value in trainer.state.log_history[0].items() if isinstance(value, float)}
+        note = next(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
+    return {"chosen": chosen, "gradients": gradients.steps[0], "logged": logged, "note": note}
+
+
+def generated_within(max_tokens: int | None) -> dict[str, Any]:
+    """GRPO's gradients on this rank's own prompts, and in how many pieces its batches ran."""
+    with _as_launched():
+        launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
+        trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), loss_type="grpo", **launched), max_tokens=max_tokens)
+        gradients = Gradients(trainer)
+        trainer.train()
+        note = "".join(note for note in fastpack.report(trainer).notes if note.startswith("max_tokens"))
+    return {"gradients": gradients.steps[0], "note": note}
+
+
+@contextmanager
+def _as_launched() -> Iterator[None]:
+    """accelerate as in a process of its own, and taking FSDP on a CPU as it does on GPUs."""
+    stock = state.AcceleratorState.__init__
+
+    def begin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    with mock.patch.dict(os.environ), mock.patch.object(state.AcceleratorState, "__init__", begin):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        try:
+            yield
+        finally:
+            state.AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,0 +1,301 @@
+"""What the tests of this folder run on each rank: training steps of tiny models, wrapped, against one process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from oracle import INPUT_KINDS, Result, compare, make_sequences, run_batch, to_device, trained_tokens
+from test_adapters import with_lora
+from tiny import VOCAB, tiny_model
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import fastpack
+from fastpack.layers import attention, mlp, projections
+
+LENGTHS = (7, 1, 19, 19, 33, 5)
+"""Dealt to the ranks in turn, so that they have 59 and 25 tokens: their losses are not means over as many."""
+LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a step is done.
+
+    Attributes:
+        wrap: ``ddp``, ``fsdp2``, ``hybrid`` (FSDP2 on a mesh of two dimensions), ``accelerate`` (FSDP2 in the units
+            that accelerate makes), or ``none``, where each rank keeps its own gradient.
+        checkpointing: ``non-reentrant``, ``reentrant``, ``wrapper`` (the one that accelerate puts around layers for
+            FSDP) or None.
+        feed: a kind of input, or ``naive``: sequences one after the other as if they were one.
+        micro_batches: over which the gradient is accumulated before the ranks exchange it.
+    """
+
+    wrap: str
+    lora: bool = False
+    checkpointing: str | None = None
+    feed: str = "padded left"
+    micro_batches: int = 1
+    family: str = "llama"
+    patched: bool = True
+    loss: Any = None
+    half: bool = False
+
+
+def device() -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def build(case: Case) -> Any:
+    model: Any = tiny_model(case.family, attn_implementation="sdpa" if case.family == "llama" else "eager")
+    return (with_lora(model) if case.lora else model).to(device())
+
+
+def plain(model: Any) -> Any:
+    """Inside of PEFT."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def checkpoint(model: Any, kind: str | None) -> None:
+    if kind == "wrapper":
+        layers = plain(model).model.layers
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer, preserve_rng_state=False)
+    elif kind is not None:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind == "reentrant"})
+
+
+def wrap(model: Any, case: Case) -> Any:
+    """The module to call; the one inside keeps its parameters' names."""
+    if case.wrap == "none":
+        return model
+    if case.wrap == "ddp":
+        return DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
+    settings: dict[str, Any] = {}
+    if case.wrap == "hybrid":
+        settings["mesh"] = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("copies", "in"))
+    if case.half:
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    inside = plain(model)
+    for layer in inside.model.layers:
+        fully_shard(layer, **settings)
+    if case.wrap == "accelerate":
+        fully_shard(inside.model.embed_tokens, **settings)
+        fully_shard([inside.model.norm, inside.lm_head], **settings, reshard_after_forward=False)
+    return fully_shard(model, **settings)
+
+
+def batch_of(sequences: list[Tensor], feed: str) -> dict[str, Any]:
+    if feed == "naive":
+        ids = torch.cat(sequences)[None]
+        return {"input_ids": ids, "labels": ids.clone()}
+    return INPUT_KINDS[feed](sequences)
+
+
+@contextlib.contextmanager
+def exchanging(outer: Any, last: bool) -> Iterator[None]:
+    """Gradients stay with their rank but for the last micro-batch."""
+    if isinstance(outer, DistributedDataParallel) and not last:
+        with outer.no_sync():
+            yield
+        return
+    if hasattr(outer, "set_requires_gradient_sync"):
+        outer.set_requires_gradient_sync(last)
+    yield
+
+
+def step(outer: Any, case: Case, sequences: list[Tensor]) -> Tensor:
+    """A forward and backward over this rank's share, and the loss of all ranks."""
+    mine = sequences[dist.get_rank() :: dist.get_world_size()]
+    count = trained_tokens(sequences)
+    micro = [mine[i :: case.micro_batches] for i in range(case.micro_batches)]
+    total = torch.zeros((), device=device())
+    for i, part in enumerate(micro):
+        with exchanging(outer, i == len(micro) - 1):
+            out = outer(**to_device(batch_of(part, case.feed), device()), num_items_in_batch=count, use_cache=False)
+            # DDP and FSDP take the mean over ranks
+            (out.loss * (1 if case.wrap == "none" else dist.get_world_size())).backward()
+        total += out.loss.detach()
+    dist.all_reduce(total)
+    return total
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the names that they have in the stock model."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad).clone().float() for name, p in weights_of(model).items() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often each fused Function of the layers, and the dispatch of attention, ran."""
+    found: Counter[str] = Counter()
+
+    def count(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        found[name] += 1
+        return function(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for module, name in ((projections, "project"), (mlp, "gated_mlp"), (attention, "attend")):
+            counting = functools.partial(count, name, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, counting))
+        yield found
+
+
+def prepare(case: Case) -> tuple[Any, Any]:
+    """The model, patched, and what it is wrapped in."""
+    model = build(case)
+    if case.patched:
+        fastpack.patch(model, loss=case.loss)
+    checkpoint(model, case.checkpointing)
+    return model, wrap(model, case)
+
+
+def one_process(case: Case, sequences: list[Tensor]) -> Result:
+    """The stock model in this process alone, on one big batch."""
+    found = run_batch(build(case), sequences, "padded right", num_items=trained_tokens(sequences))
+    return Result([], found.loss, found.grads)
+
+
+def one_step(case: Case) -> dict[str, Any]:
+    """How far loss and gradients are from :func:`one_process`, and which fused Functions ran."""
+    sequences = make_sequences(VOCAB, LENGTHS)
+    expected = one_process(case, sequences)
+    model, outer = prepare(case)
+    with counted() as calls:
+        loss = step(outer, case, sequences)
+    return {"error": off(Result([], loss, grads_of(model)), expected), "calls": dict(calls)}
+
+
+def off(found: Result, expected: Result) -> float:
+    nothing = [torch.ones(1)]
+    error = compare(Result(nothing, found.loss, found.grads), Result(nothing, expected.loss, expected.grads))
+    return error.worst
+
+
+def several_steps(case: Case, count: int) -> dict[str, Any]:
+    """Losses of ``count`` steps of AdamW here and in one process, and how far the weights are from each other then."""
+
+    def optimizer_of(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
+
+    alone = build(case)
+    model, outer = prepare(case)
+    one, two = optimizer_of(alone), optimizer_of(model)
+    losses: tuple[list[float], list[float]] = ([], [])
+    for i in range(count):
+        sequences = make_sequences(VOCAB, LENGTHS, seed=i)
+        found = run_batch(alone, sequences, "padded right", num_items=trained_tokens(sequences))
+        losses[0].append(float(found.loss))
+        losses[1].append(float(step(outer, case, sequences)))
+        one.step()
+        two.step()
+        two.zero_grad()
+    weights = weights_of(alone)
+    apart = max(
+        float((whole(p.detach()) - weights[name]).abs().max() / weights[name].abs().max())
+        for name, p in weights_of(model).items()
+    )
+    return {"alone": losses[0], "ranks": losses[1], "apart": apart}
+
+
+def exchanges(case: Case) -> dict[str, int]:
+    """How often the ranks exchanged what, in a step after the first."""
+    _, outer = prepare(case)
+    sequences = make_sequences(VOCAB, LENGTHS)
+    step(outer, case, sequences)
+    with CommDebugMode() as watched:
+        step(outer, case, sequences)
+    return {str(operation): count for operation, count in watched.get_comm_counts().items()}
+
+
+def told(case: Case) -> dict[str, Any]:
+    """What is said of a wrapped model, what is refused, and what is left after ``unpatch``."""
+    sequences = make_sequences(VOCAB, LENGTHS)
+    model, outer = prepare(case)
+    before = fastpack.report(model).to_dict() if case.wrap == "ddp" else fastpack.report(prepare(case)[0]).to_dict()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        loss = step(outer, case, sequences)
+    found: dict[str, Any] = {
+        "report": fastpack.report(outer).to_dict() | {"notes": ()},
+        "before": before | {"notes": ()},
+        "patched": fastpack.is_patched(outer),
+        "text": str(fastpack.report(outer)),
+        "warnings": [str(warning.message) for warning in warned],
+        "names": sorted(whole_weights(model)) == sorted(build(case).state_dict()),
+    }
+    fastpack.unpatch(outer)
+    found["left"] = [name for name, module in model.named_modules() if "forward" in module.__dict__]
+    found["rung after"] = fastpack.report(outer).rung
+    again = step(outer, replace(case, feed="padded right"), sequences)
+    found["stock again"] = abs(float(again - loss)) / float(loss)
+    try:
+        fastpack.patch(outer)
+    except fastpack.PatchError as error:
+        found["refused"] = str(error)
+    found["still stock"] = not any("forward" in module.__dict__ for module in model.modules())
+    return found
+
+
+def whole_weights(model: Any) -> dict[str, Tensor]:
+    """The state dict of the whole model, as it is saved."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def half_precision(case: Case) -> dict[str, float]:
+    """How far patched and stock are from float32 in one process, both with weights in bfloat16."""
+    sequences = make_sequences(VOCAB, LENGTHS)
+    expected = one_process(case, sequences)
+    found = {}
+    for patched in (False, True):
+        model, outer = prepare(replace(case, patched=patched, half=True, feed="padded right"))
+        loss = step(outer, case if patched else replace(case, feed="padded right"), sequences)
+        found["patched" if patched else "stock"] = off(Result([], loss, grads_of(model)), expected)
+    return found
+
+
+def nothing_on_one_rank(case: Case) -> float:
+    """The second rank's rows are padding alone; how far the step is from that of the first rank's share."""
+    sequences = make_sequences(VOCAB, LENGTHS)[::2]
+    count = trained_tokens(sequences)
+    model, outer = prepare(case)
+    batch = INPUT_KINDS["padded left"](sequences)
+    if dist.get_rank():
+        batch["attention_mask"].zero_()
+        batch["labels"].fill_(-100)
+    out = outer(**to_device(batch, device()), num_items_in_batch=count, use_cache=False)
+    (out.loss * dist.get_world_size()).backward()
+    loss = out.loss.detach().clone()
+    dist.all_reduce(loss)
+    return off(Result([], loss, grads_of(model)), one_process(case, sequences))
+
+
+def fail_on_the_second(message: str) -> None:
+    """The first rank waits for it."""
+    if dist.get_rank() == 1:
+        raise ValueError(message)
+    dist.barrier()

@@ -1,0 +1,43 @@
+"""TRL's trainers on two ranks, DDP and accelerate's FSDP2: the losses and gradients of one process, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rank_trainers import FSDP2, STEPS, train, train_on_ranks, trainer_of
+from ranks import Ranks
+
+from fastpack.commands import trl_trains_on_cpu
+
+WRAPS: dict[str, tuple[dict[str, Any], str]] = {
+    "ddp": ({}, "DistributedDataParallel"),
+    "fsdp2": (FSDP2, "FSDP"),
+}
+pytestmark = pytest.mark.skipif(
+    not (trl_trains_on_cpu() or torch.cuda.is_available()), reason="this TRL's loss needs a GPU"
+)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, bool], list[tuple[float, float]]]:
+    """What the stock trainer logs in one process."""
+    return {(kind, lora): train(trainer_of(kind, lora, 1, False)) for kind in ("sft", "dpo") for lora in (False, True)}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None:
+    further, wrapper = WRAPS[wrap]
+    checkpointing = {"gradient_checkpointing": True} if lora else {}
+    for found in ranks.run(train_on_ranks, kind, lora, **checkpointing, **further):
+        assert found["world"] == 2
+        assert found["wrapped"].startswith(wrapper)
+        assert (found["rung"], found["as_modules"], found["rung after"]) == ("fast", {}, "stock")
+        assert len(found["logged"]) == STEPS
+        for ours, stock in zip(found["logged"], alone[kind, lora], strict=True):
+            assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+    assert len(set(alone[kind, lora])) == STEPS, "it trains"
+    assert alone[kind, lora][1] != pytest.approx(alone[kind, not lora][1], rel=1e-3), "the check sees another model"

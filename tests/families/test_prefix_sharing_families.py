@@ -1,0 +1,128 @@
+"""Every family in which attention alone mixes tokens: shared prefixes change nothing, and what is random is seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, INPUT_KINDS, Result
+from torch import Tensor, nn
+
+import fastpack
+from fastpack.errors import PatchError
+from fastpack.families import FAMILIES
+from fastpack.layers.arguments import accepted
+from fastpack.layers.prefixes import PrefixSharing, sharing_of
+from fastpack.smoke.compare import compare
+from fastpack.smoke.setting import Setting
+from fastpack.smoke.special import NOT_BUILT
+from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens
+from fastpack.targets import find_parts
+
+TINY = Setting()
+BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_BUILT]
+ELIGIBLE = [name for name in BUILT if not FAMILIES[name].mixers and not FAMILIES[name].repadded]
+OTHERS = [name for name in BUILT if name not in ELIGIBLE]
+KIND = "padded left"
+IN_FLOAT64 = ("bert", "bert-generation", "biogpt", "ctrl", "electra", "ernie", "opt", "roc_bert")
+"""The gradient of a key bias is zero where positions are added to the embeddings; float32 leaves rounding alone."""
+NO_NOISE = {
+    # a setting with nothing behind it: modules are there that no token passes, or an attribute that nobody reads
+    "dbrx": ("emb_pdrop",),
+    "phi4_multimodal": ("embd_pdrop",),
+    "diffllama": ("attention_dropout",),
+}
+LEFT_OUT = "layerdrop"
+"""Draws a number for each layer, not for each token."""
+
+
+def sequences() -> list[Tensor]:
+    """Two completions of three prompts, and one prompt alone."""
+    prompts = [plain_tokens(1, n, seed=n)[0] for n in (9, 1, 14)]
+    completions = [plain_tokens(1, n, seed=100 + n)[0] for n in (3, 8, 11, 5, 2, 7)]
+    return [*(torch.cat([prompts[i % 3], c]) for i, c in enumerate(completions)), prompts[2]]
+
+
+SAVED = 9 + 1 + 14 + 14
+
+
+def objective(logits: Tensor, start: int = 0) -> Tensor:
+    """A sum with fixed weights for tokens ``start`` on."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(128, logits.shape[-1], generator=generator) / logits.shape[-1]
+    return (logits.float() * weights[start : start + len(logits)]).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return {name: torch.zeros(()) if grad is None else grad.clone() for name, grad in found.items()}
+
+
+def alone(model: Any) -> Result:
+    model.zero_grad(set_to_none=True)
+    logits: list[Tensor] = []
+    for sequence in sequences():
+        given = {"input_ids": sequence[None], **accepted(type(model).forward, {"use_cache": False})}
+        found = model(**given).logits[0]
+        objective(found, sum(map(len, logits))).backward()
+        logits.append(found.detach())
+    return Result(logits, torch.ones(()), gradients(model))
+
+
+def together(model: Any) -> Result:
+    batch = INPUT_KINDS[KIND](sequences())
+    model.zero_grad(set_to_none=True)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    real = logits[batch["attention_mask"] != 0]
+    objective(real).backward()
+    return Result(list(real.detach().split([len(s) for s in sequences()])), torch.ones(()), gradients(model))
+
+
+@pytest.mark.parametrize("model_type", ELIGIBLE)
+def test_exact(model_type: str) -> None:
+    model = TINY.build(model_type)
+    if model_type in IN_FLOAT64:
+        model = model.double()
+    wanted = alone(model)
+    fastpack.patch(model, share_prefixes="auto")
+    found = compare(together(model), wanted)
+    sharing = sharing_of(find_parts(model).backbone)
+    assert sharing is not None
+    assert (sharing.stats.shared, sharing.stats.saved) == (1, SAVED), sharing.stats
+    bound = FLOAT32_BOUND
+    if found.worst > bound:  # families that amplify rounding: no more than without
+        fastpack.patch(model)
+        bound = max(bound, 2 * compare(together(model), wanted).worst)
+    assert found.worst <= bound, found
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+def test_refused(model_type: str) -> None:
+    model = TINY.build(model_type)
+    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    with pytest.raises((PatchError, fastpack.UnsupportedModelError)):
+        fastpack.patch(model, share_prefixes="auto")
+    assert not any(forwards.values())
+    assert forwards == {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("model_type", ELIGIBLE)
+def test_what_is_random_is_seen(model_type: str) -> None:
+    """For each of a config's probabilities and noises: a forward in training draws numbers, and sharing knows."""
+    settings = find_parts(build_tiny(model_type)).backbone.config.to_dict()
+    names = [name for name in settings if any(word in name for word in ("drop", "jitter", "noise"))]
+    for name in {*names} - {*NO_NOISE.get(model_type, ())}:
+        model = build_tiny(model_type, **{name: 0.25})
+        found = list(PrefixSharing()._random(find_parts(model).backbone))
+        assert not found, "nothing is, in evaluation"
+        model.train()
+        found = list(PrefixSharing()._random(find_parts(model).backbone))
+        assert bool(found) == (draws(model) and name != LEFT_OUT), (name, found)
+
+
+def draws(model: Any) -> bool:
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        model(input_ids=plain_tokens(1, 12))
+        return not torch.equal(before, torch.get_rng_state())

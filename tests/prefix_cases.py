@@ -1,0 +1,54 @@
+"""Shared by the tests of prefixes that are shared: groups of sequences that begin alike, and what was shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tiny import VOCAB
+from torch import Tensor
+
+from fastpack.layers.prefixes import PrefixSharing, sharing_of
+from fastpack.targets import find_parts
+
+PROMPTS = (12, 1, 19, 7)
+"""One of a single token, and one longer than every window of the tiny configs."""
+
+
+def words(count: int, seed: int) -> Tensor:
+    return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def grouped(completions: Sequence[Sequence[int]], prompts: Sequence[int] = PROMPTS) -> list[Tensor]:
+    """One completion of each prompt, then the next of each, as TRL has chosen and rejected ones.
+
+    Completions of one prompt begin with different tokens, so that nothing else is in common.
+    """
+    found = []
+    for which, lengths in enumerate(completions):
+        for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+            completion = words(length, 100 + 10 * which + number)
+            completion[:1] = 3 + which
+            found.append(torch.cat([words(prompt, number), completion]))
+    return found
+
+
+def pairs() -> list[Tensor]:
+    """Chosen and rejected of four prompts; one completion of a single token."""
+    return grouped([(5, 8, 1, 14), (7, 3, 9, 16)])
+
+
+SAVED = sum(PROMPTS)
+"""Tokens of :func:`pairs` that come twice. Prompts differ in their first token: nothing else is in common."""
+
+
+def sharing(model: Any) -> PrefixSharing:
+    found = sharing_of(find_parts(model).backbone)
+    assert found is not None
+    return found
+
+
+def nodes(sequences: Sequence[Tensor]) -> int:
+    """Of the trie: how many different beginnings there are."""
+    return len({tuple(s[: i + 1].tolist()) for s in sequences for i in range(len(s))})

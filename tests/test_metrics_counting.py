@@ -1,0 +1,100 @@
+"""Counts of batches against counts by hand, and that nobody waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from fastpack.flops import FULL, Span
+from fastpack.metrics.counting import count_batch, count_slots, predicted_positions
+from fastpack.metrics.peaks import PEAKS, peak_of
+from fastpack.metrics.plan import read_plan
+from fastpack.metrics.tally import Plans, Tally
+from fastpack.packing import PackedSeqLens
+
+
+def hand(lengths: list[int]) -> list[int]:
+    return [sum(map(span.pairs, lengths)) for span in SPANS]
+
+
+SPANS = (FULL, Span(window=2), Span(chunk=2))
+BATCHES: dict[str, tuple[dict[str, Any], list[int], int]] = {
+    "right": ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}, [3, 2], 8),
+    "left": ({"attention_mask": torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]])}, [3, 1], 8),
+    "positions under padding": (
+        {"attention_mask": torch.tensor([[0, 1, 1, 1]]), "position_ids": torch.tensor([[1, 0, 1, 2]])},
+        [3],
+        4,
+    ),
+    "nothing": ({"attention_mask": torch.zeros(2, 3)}, [], 6),
+    "numbered mask": ({"attention_mask": torch.tensor([[1, 1, 2, 2], [1, 2, 2, 0]])}, [2, 2, 1, 2], 8),
+    "several packed rows": ({"position_ids": torch.tensor([[0, 1, 2, 0], [0, 0, 1, 2]])}, [3, 1, 3], 8),
+    "filled up": ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])}, [3, 2], 8),
+    "offsets": ({"cu_seq_lens_q": torch.tensor([0, 3, 3, 8, 8])}, [3, 5], 8),
+    "numbers": ({"seq_idx": torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2]])}, [3, 2, 3], 8),
+    "lengths": ({"packed_seq_lens": [3, 2, 3]}, [3, 2, 3], 8),
+    "read": ({"packed_seq_lens": PackedSeqLens.from_lengths([3, 2, 3])}, [3, 2, 3], 8),
+    "read, in a bucket": ({"packed_seq_lens": PackedSeqLens.from_lengths([3, 5]).bucketed()}, [3, 5], 8),
+    "plain": ({"input_ids": torch.ones(2, 4, dtype=torch.long)}, [4, 4], 8),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_by_hand(kind: str) -> None:
+    batch, lengths, slots = BATCHES[kind]
+    shape = next((v.shape for k, v in batch.items() if k in ("attention_mask", "position_ids", "input_ids")), (1, 8))
+    ids = torch.ones(shape, dtype=torch.long)
+    counts = count_batch({"input_ids": ids, **batch}, SPANS)
+    assert (int(counts.real), counts.slots) == (sum(lengths), slots)
+    assert [int(n) for n in count_slots({"input_ids": ids, **batch})] == [sum(lengths), slots]
+    assert int(counts.padded_slots) == len(lengths) * max(lengths, default=0)
+    assert [int(n) for n in counts.pairs] == hand(lengths)
+    assert counts.trained is None
+    labels = ids.masked_fill(batch["attention_mask"] == 0, -100) if "attention_mask" in batch else ids
+    if kind != "filled up":
+        trained = count_batch({"input_ids": ids, "labels": labels, **batch}).trained
+        assert trained is not None
+        assert int(trained) == sum(lengths) - len(lengths)
+    embeds = {"inputs_embeds": torch.ones(*shape, 5), **{k: v for k, v in batch.items() if k != "input_ids"}}
+    assert int(count_batch(embeds, SPANS).real) == sum(lengths)
+
+
+@pytest.mark.parametrize("kind", ["padded", "flattened", "numbered", "offsets", "packed_seq_lens"])
+def test_counting_waits_for_nothing(kind: str) -> None:
+    """On tensors without data nothing can be read; the one place that reads fails there."""
+    packed = PackedSeqLens.from_lengths([9, 7])
+    with torch.device("meta"):
+        ids = torch.ones(2, 8, dtype=torch.long)
+        flat = torch.ones(1, 16, dtype=torch.long)
+        batch: dict[str, Any] = {
+            "padded": {"input_ids": ids, "attention_mask": ids, "labels": ids},
+            "flattened": {"input_ids": flat, "position_ids": flat, "labels": flat},
+            "numbered": {"input_ids": flat, "seq_idx": flat, "shift_labels": flat},
+            "offsets": {"input_ids": flat, "cu_seq_lens_q": flat[0, :4], "labels": flat},
+            "packed_seq_lens": {
+                "input_ids": flat,
+                "packed_seq_lens": packed.to("meta"),
+            },
+        }[kind]
+    plan = read_plan(tiny_model("gemma2"))
+    tally = Tally(torch.device("meta"), Plans(plan), patched=False)
+    for _ in range(2):
+        tally.add_batch("train", count_batch(batch, tally.spans), predicted_positions(batch))
+    tally.add(steps=1, inside=7)
+    with pytest.raises(NotImplementedError):
+        tally.take(type("Alone", (), {"gather": staticmethod(lambda x: x)}))
+
+
+def test_peaks() -> None:
+    assert peak_of("NVIDIA H100 80GB HBM3") == peak_of("NVIDIA H200") == 989.4e12
+    assert peak_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_of("NVIDIA L4") == 121e12
+    assert peak_of("NVIDIA L40S") == 362e12
+    assert peak_of("Tesla T4") == 65e12
+    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A1000", "NVIDIA GeForce RTX 3090 Ti", "cpu"):
+        assert peak_of(other) is None
+    assert len({name for name, _ in PEAKS}) == len(PEAKS)

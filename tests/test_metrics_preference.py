@@ -1,0 +1,117 @@
+"""Metrics in TRL's preference trainers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from preferences import STEPS, judged, pairs, word_tokenizer
+from preferences import settings as base_settings
+from test_metrics import logged
+from tiny import tiny_model
+from transformers import AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
+
+import fastpack
+from fastpack.flops import Load
+from fastpack.metrics import attach
+from fastpack.metrics.plan import read_plan
+
+
+def tiny() -> Any:
+    return tiny_model("llama", attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("reference", ["adapters off", "own model", "precomputed"])
+def test_dpo(reference: str, tmp_path: Path) -> None:
+    """Completions are what is trained on; a reference model's forward counts as work, not as tokens."""
+    lora = LoraConfig(r=3, target_modules=["q_proj", "v_proj"]) if reference == "adapters off" else None
+    settings = base_settings(tmp_path, precompute_ref_log_probs=reference == "precomputed")
+    trainer = DPOTrainer(
+        model=tiny_model("llama", attn_implementation="sdpa"),
+        ref_model=tiny_model("llama", attn_implementation="sdpa") if reference == "own model" else None,
+        args=DPOConfig(**settings),
+        train_dataset=pairs(),
+        processing_class=word_tokenizer(),
+        peft_config=lora,
+    )
+    loads: list[tuple[int, int, int, Load]] = []
+    stock = trainer.data_collator
+
+    def collate(examples: list[dict[str, Any]]) -> Any:
+        batch = stock(examples)
+        mask = batch["attention_mask"]
+        lengths = mask.sum(-1).tolist()
+        load = Load.of(lengths, head_positions=mask.shape[0] * (mask.shape[1] - 1))
+        loads.append((sum(lengths), int(batch["completion_mask"].sum()), mask.numel(), load))
+        return batch
+
+    trainer.data_collator = collate
+    callback = attach(trainer)
+    if reference == "precomputed":
+        trainer.get_train_dataloader()  # which computes them
+        loads.clear()
+    plan = read_plan(trainer.model)
+    found = logged(trainer)
+    flops = 0
+    for step, (real, completions, slots, load) in zip(found, loads, strict=False):
+        assert (step["real_tokens"], step["trained_tokens"]) == (real, completions)
+        assert step["padding_tokens"] == slots - real
+        flops += plan.training(load).total
+        if reference != "precomputed":
+            flops += plan.forward(load, lora=False).total
+    assert callback.totals.flops == flops
+    assert len(found) == STEPS
+
+
+def test_rewards_have_no_trained_tokens(tmp_path: Path) -> None:
+
+    model = tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=1)
+    trainer = RewardTrainer(
+        model=model,
+        args=RewardConfig(**base_settings(tmp_path)),
+        train_dataset=pairs(),
+        processing_class=word_tokenizer(),
+    )
+    attach(trainer)
+    found = logged(trainer)
+    assert found[0]["real_tokens"] > 0
+    assert not any("trained" in name for name in found[-1])
+
+
+@pytest.mark.parametrize("patch", [False, True])
+def test_grpo_and_kto(patch: bool, tmp_path: Path) -> None:
+    """What is generated on the way is no work that counts; patched and stock need the same."""
+
+    def rewards(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    common = {"train_dataset": pairs().select_columns(["prompt"]), "processing_class": word_tokenizer()}
+    sampling = base_settings(tmp_path, num_generations=2, max_completion_length=6)
+    grpo = GRPOTrainer(tiny(), args=GRPOConfig(**sampling), reward_funcs=rewards, **common)
+    callback = attach(grpo)
+    if patch:
+        fastpack.patch(grpo)
+    steps = logged(grpo)
+    assert len(steps) == STEPS
+    assert all(0 < step["trained_tokens"] <= 4 * 6 < step["real_tokens"] for step in steps)
+    totals = callback.totals
+    # one forward and backward on all tokens, the head on each row's positions but one
+    rough = 3 * 2 * totals.slots * (sum(p.numel() for p in grpo.model.parameters()) - 97 * 32)
+    assert 0.5 * rough < totals.flops < 1.1 * rough
+
+    kto = KTOTrainer(
+        tiny(),
+        ref_model=tiny(),
+        args=KTOConfig(**base_settings(tmp_path)),
+        train_dataset=judged(),
+        processing_class=word_tokenizer(),
+    )
+    callback = attach(kto)
+    if patch:
+        fastpack.patch(kto)
+    steps = logged(kto)
+    assert all(0 < step["trained_tokens"] < step["real_tokens"] for step in steps)
+    assert (callback.totals.wasted == 0) == patch

@@ -1,0 +1,67 @@
+"""GRPO and RLOO: a batch over the budget is split inside the step, and the step is what it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_cases import Gradients, furthest, grpo, rloo
+
+import fastpack
+from fastpack.errors import PatchError
+from fastpack.options import TokenBudget
+
+BUDGET = 45
+BOUND = 1e-5
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    **{loss: (grpo, {"loss_type": loss}) for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")},
+    "old log-probs": (grpo, {"num_iterations": 2}),
+    "sequence level": (grpo, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+    "rloo": (rloo, {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
+    make, further = CASES[name]
+    stock = fastpack.patch(make(tmp_path, **further))
+    theirs = Gradients(stock)
+    stock.train()
+    trainer = fastpack.patch(make(tmp_path, **further), max_tokens=BUDGET)
+    ours = Gradients(trainer)
+    sizes: list[int] = []
+    trainer.model.model.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: sizes.append(args[0].shape[1]) if torch.is_grad_enabled() else None,
+        with_kwargs=True,
+    )
+    trainer.train()
+    assert len(ours.steps) == len(theirs.steps) == 2
+    for mine, its in zip(ours.steps, theirs.steps, strict=True):
+        assert furthest(mine, its) <= BOUND
+    weighing = trainer.compute_loss.args[2]
+    assert weighing.pieces > weighing.wholes == 4
+    assert max(sizes) <= BUDGET
+    assert len(sizes) == weighing.pieces
+    for mine, its in zip(trainer.state.log_history, stock.state.log_history, strict=True):
+        assert abs(mine.get("loss", 0.0) - its.get("loss", 0.0)) <= 1e-6
+
+
+def test_negative_control(tmp_path: Path) -> None:
+    """The pieces' means as they come: another gradient."""
+    trainers = [fastpack.patch(grpo(tmp_path, loss_type="grpo"), max_tokens=BUDGET) for _ in range(2)]
+    trainers[1].compute_loss.args[2].kind = trainers[1].compute_loss.args[2].kind.__class__("nothing", lambda _: 1)
+    found = [Gradients(trainer) for trainer in trainers]
+    for trainer in trainers:
+        trainer.train()
+    assert furthest(found[0].steps[0], found[1].steps[0]) > 100 * BOUND
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(PatchError, match="threshold from the whole batch"):
+        fastpack.patch(grpo(tmp_path, top_entropy_quantile=0.5), max_tokens=BUDGET)
+    with pytest.raises(PatchError, match="it always keeps its steps"):
+        fastpack.patch(rloo(tmp_path), max_tokens=TokenBudget(BUDGET, same_steps=True))
