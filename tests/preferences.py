@@ -57,6 +57,13 @@ def settings(folder: Path, **further: Any) -> dict[str, Any]:
     }
 
 
+def alone(args: Any) -> Any:
+    """The same for one device: with several GPUs a single process would take all of them, with nn.DataParallel."""
+    if args.n_gpu > 1:
+        args._n_gpu = 1
+    return args
+
+
 def logged(trainer: Any) -> list[dict[str, float]]:
     """Train, and give what it logged at each step."""
     trainer.train()

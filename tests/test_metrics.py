@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from preferences import alone, word_tokenizer
 from preferences import settings as base_settings
-from preferences import word_tokenizer
 from tiny import tiny_model
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
@@ -48,7 +48,7 @@ def sft(folder: Path, model: Any = None, *, data: Dataset | None = None, **furth
     settings = {**base_settings(folder), "per_device_train_batch_size": ROWS, "max_steps": STEPS, **further}
     return SFTTrainer(
         model=model or tiny_model("llama", attn_implementation="sdpa"),
-        args=SFTConfig(**settings),
+        args=alone(SFTConfig(**settings)),
         train_dataset=rows() if data is None else data,
         eval_dataset=evaluated,
         processing_class=word_tokenizer(),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from datasets import Dataset
 from oracle import FLOAT32_BOUND, relative
+from preferences import alone
 from test_exact import Calls
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer
@@ -51,7 +52,7 @@ def tokenizer() -> Any:
 
 
 def config(folder: Path, **settings: Any) -> SFTConfig:
-    return SFTConfig(
+    given = SFTConfig(
         **{
             "output_dir": str(folder),
             "per_device_train_batch_size": ROWS,
@@ -67,6 +68,7 @@ def config(folder: Path, **settings: Any) -> SFTConfig:
             **settings,
         }
     )
+    return cast(SFTConfig, alone(given))
 
 
 def losses(trainer: Any) -> list[float]:

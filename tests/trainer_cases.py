@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from preferences import judged, pairs, settings, word_tokenizer
+from preferences import alone, judged, pairs, settings, word_tokenizer
 from test_other_trainers import share_of_low_words
 from tiny import tiny_model
 from torch import Tensor
@@ -29,13 +29,6 @@ from trl import (
 )
 
 EXAMPLES = 24
-
-
-def alone(args: Any) -> Any:
-    """The same for one device: with several GPUs a single process would take all of them, with nn.DataParallel."""
-    if args.n_gpu > 1:
-        args._n_gpu = 1
-    return args
 
 
 def texts(count: int = EXAMPLES, seed: int = 0) -> Dataset:
