@@ -127,10 +127,10 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
         BackendUnavailableError: see :func:`choose`.
     """
     call = _under_autocast(call)
-    if torch.compiler.is_compiling():
-        return _attend_compiled(call, attention)
     if call.packed.shared is not None:
         return _attend_shared(call, attention)
+    if torch.compiler.is_compiling():
+        return _attend_compiled(call, attention)
     return BACKENDS[choose(call.shape, attention)].run(call)
 
 

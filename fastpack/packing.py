@@ -181,7 +181,9 @@ class PackedSeqLens:
         if torch.compiler.is_compiling():
             return build()  # a compiler keeps what it has made already
         if key not in self._memo:
-            self._memo[key] = build()
+            # a reference may run in inference mode, whose tensors autograd would refuse in the policy's forward
+            with torch.inference_mode(False):
+                self._memo[key] = build()
         return self._memo[key]
 
     def to(self, device: torch.device | str, non_blocking: bool = False, **_: Any) -> PackedSeqLens:

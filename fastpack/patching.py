@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastpack.adapters import count_opaque, count_projections
-from fastpack.errors import NoFasterWarning
+from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
 from fastpack.layers.interface import interface_name, register_interface
 from fastpack.layers.prefixes import NOTE as PREFIXES
@@ -113,9 +113,10 @@ def patch(
     Raises:
         UnsupportedModelError: an encoder, an encoder-decoder, a vision-language model, or a family not covered.
         BackendUnavailableError: the backend asked for by name can't serve this model here.
-        PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or ``strict`` is not met; or an
-            option has a value that it does not take; or prefixes can't be shared exactly in this model; or
-            ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
+        PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or the trainer will build another
+            one (``model_init``); or ``strict`` is not met; or an option has a value that it does not take; or prefixes
+            can't be shared exactly in this model; or ``max_tokens`` can't be kept with this trainer. Nothing has been
+            changed when any of these is raised.
         PackingError: ``max_tokens``: an example is longer, or the data set's lengths can't be known; nothing has been
             changed.
         ContaminationError: with ``verify``: the patched model was not exact, and is unpatched again.
@@ -126,6 +127,7 @@ def patch(
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
     models = models_of(target)
+    _refuse_model_init(target, options)
     set_budget = _plan_budget(target, max_tokens)
     for plan in _plan_all(models, options):
         _apply(plan, options)
@@ -141,6 +143,15 @@ def patch(
             if not exact:
                 unpatch(target)
     return target
+
+
+def _refuse_model_init(target: Any, options: PatchOptions) -> None:
+    """Raise where a trainer would train another model than the one it holds, and that one would be stock."""
+    if getattr(target, "model_init", None) is not None and options_of(target.model) != options:
+        raise PatchError(
+            f"this {type(target).__name__} calls its model_init for a new model whenever train() begins, and a patch "
+            "of the present one is lost then. Patch inside: model_init=lambda: fastpack.patch(...), with these options."
+        )
 
 
 def options_of(model: nn.Module) -> PatchOptions | None:

@@ -117,5 +117,6 @@ def _held(module: Any) -> Any:
     return getattr(module, "pretrained_model", None)
 
 
-def _innermost(model: nn.Module) -> Any:
-    return list(_way_in(model))[-1]
+def _innermost(model: Any) -> Any:
+    """The last module on the way in; what is no module is itself."""
+    return [model, *_way_in(model)][-1]

@@ -94,7 +94,11 @@ def test_peaks() -> None:
     assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
     assert peak_of("NVIDIA L4") == 121e12
     assert peak_of("NVIDIA L40S") == 362e12
-    assert peak_of("Tesla T4") == 65e12
-    for other in ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A1000", "NVIDIA GeForce RTX 3090 Ti", "cpu"):
-        assert peak_of(other) is None
+    assert peak_of("NVIDIA GeForce RTX 4090") == 165.2e12
+    for other in ("4090 Laptop GPU", "4090 D", "3090 Ti", "4080 SUPER"):
+        assert peak_of(f"NVIDIA GeForce RTX {other}") is None, other
+    for part in ("NVIDIA A10-4Q", "GRID A100-40C", "NVIDIA A100-4-20C", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert peak_of(part) is None, part
+    for name in ("NVIDIA A1000", "Tesla T4", "Tesla V100-SXM2-16GB", "AMD Instinct MI250X / MI250", "cpu"):
+        assert peak_of(name) is None, name
     assert len({name for name, _ in PEAKS}) == len(PEAKS)

@@ -144,6 +144,12 @@ def test_a_refused_reference_leaves_the_policy_as_it_was() -> None:
     assert fastpack.report(policy).backend == "segments", "the patch in force stays"
 
 
+@pytest.mark.parametrize("other", ["a name", None, nn.Linear(2, 2)])
+def test_what_is_no_model(other: Any) -> None:
+    with pytest.raises(fastpack.UnsupportedModelError, match="not a transformers model"):
+        fastpack.is_patched(other)
+
+
 def test_a_model_held_twice_is_patched_once() -> None:
     model = tiny_model("llama")
     before = fingerprint(model)

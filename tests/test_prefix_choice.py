@@ -17,6 +17,7 @@ import fastpack
 from fastpack import PatchError
 from fastpack.layers.prefixes import LEAST_SAVED
 from fastpack.smoke.setting import Setting
+from fastpack.targets import find_parts
 
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,
@@ -244,6 +245,36 @@ def test_compiled(compile_anew: None) -> None:
     found = run_batch(compiled, sequences, "packed_seq_lens")
     assert relative(torch.cat(found.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
     assert sharing(model).stats.batches == 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_compiled_layers(model_type: str, compile_anew: None) -> None:
+    """The door is not compiled, and shares: attention in compiled layers gets every sequence whole too."""
+    model, sequences = tiny_model(model_type), pairs()
+    alone = run_alone(model, sequences)
+    patched(model)
+    layers: Any = find_parts(model).backbone
+    for layer in layers.layers if model_type == "llama" else layers.h:
+        layer.compile(backend="aot_eager")
+    for batch in (sequences, sequences[:-1]):
+        found = run_batch(model, batch, "padded left")
+        assert relative(torch.cat(found.logits), torch.cat(alone.logits[: len(batch)])) <= FLOAT32_BOUND
+        if batch is sequences:
+            assert compare(found, alone).worst <= FLOAT32_BOUND
+    assert sharing(model).stats.shared == 2
+
+
+def test_one_packing_for_a_reference_in_inference_mode() -> None:
+    """What is kept with a batch was made where autograd takes no note, and serves the policy's forward behind it."""
+    model, sequences = patched(tiny_model("gpt2")), pairs()
+    batch = fastpack.with_packed_seq_lens(lambda examples: padded(examples, "left"))(sequences)
+    given = {"input_ids": batch["input_ids"], "packed_seq_lens": batch["packed_seq_lens"]}
+    with torch.inference_mode():
+        wanted = model(**given).logits
+    ours = model(**given).logits
+    ours.sum().backward()
+    assert torch.equal(ours, wanted)
+    assert sharing(model).stats.shared == 2
 
 
 def notes(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 from references import BOUND, Kill, Scoring, alone, columns_of, off_by, policy, tokenised
 from test_adapters import lora_config, nf4, with_lora
 from test_exact import Calls
@@ -17,7 +17,7 @@ from tiny import tiny_model
 import fastpack
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.reference import MissingReferenceError, ReferenceCacheError, with_reference_log_probs
-from fastpack.reference.examples import PAIR_COLUMNS
+from fastpack.reference.examples import PAIR_COLUMNS, Examples
 from fastpack.smoke.tiny import build_tiny
 
 
@@ -86,6 +86,19 @@ def test_ids_do_not_depend_on_order_filters_batches_or_the_names_of_columns(tmp_
     # other batches: the same to rounding
     small = with_reference_log_probs(data, model, folder=tmp_path / "small", max_tokens=1)
     assert off_by(small, whole) <= BOUND
+
+
+def test_one_long_sequence_does_not_make_all_batches_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = Scoring(monkeypatch)
+    long = {"prompt_ids": [5] * 3, "chosen_ids": [6] * 200, "rejected_ids": [7] * 90}
+    data = concatenate_datasets([tokenised(), Dataset.from_list([long])])
+    with_reference_log_probs(data, policy(), folder=tmp_path, max_tokens=60)
+    lengths = {sequence.id: len(sequence.ids) for example in Examples(data) for sequence in example}
+    batches = [[lengths[one] for one in batch] for batch in counts.batches]
+    assert batches[:2] == [[203], [93]], "the dearest first"
+    assert all(sum(batch) <= 60 for batch in batches[2:])
+    assert max(map(len, batches)) > 1
+    assert sum(map(len, batches)) == 26
 
 
 def test_swapped_sides_are_found_and_other_prompts_are_not(tmp_path: Path) -> None:

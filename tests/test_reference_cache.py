@@ -301,6 +301,35 @@ def test_killed_while_it_writes(what: str, cache: ReferenceCache, monkeypatch: p
     assert len(stored.values) == 7
 
 
+def test_killed_while_it_writes_its_first_shard(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, between and behind its files: the same folder serves the next run."""
+    stock = ReferenceCache._put
+    for end in range(4):
+        made = ReferenceCache(tmp_path / str(end), identity(model))
+        written: list[str] = []
+
+        def ending(self: ReferenceCache, name: str, data: bytes, end: int = end, written: list[str] = written) -> None:
+            if len(written) == end:
+                raise Kill
+            written.append(name)
+            stock(self, name, data)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ReferenceCache, "_put", ending)
+            if end < 3:
+                with pytest.raises(Kill):
+                    made.add({IDS[0]: -1.0})
+            else:
+                made.add({IDS[0]: -1.0})
+        assert len(written) == end
+        stored = made.load()
+        assert (None if stored is None else len(stored.values)) == (None, 0, 0, 1)[end]
+        made.add({IDS[0]: -1.0, IDS[1]: -2.0})
+        stored = made.load()
+        assert stored is not None
+        assert stored.values == {IDS[0]: -1.0, IDS[1]: -2.0}
+
+
 def test_left_behind_temporary_files_do_no_harm(model: Any, tmp_path: Path) -> None:
     """Of a run that was ended so hard that it could not clear away."""
     (tmp_path / f".{HEADER}.123").write_text("{")

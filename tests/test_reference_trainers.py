@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preferences import STEPS, logged, pairs
+from preferences import STEPS, logged, pairs, settings, word_tokenizer
 from references import BOUND, Scoring, judged_trainer, off_by, pair_trainer, policy
+from test_adapters import lora_config
 from test_exact import Calls
 from test_preference_trainers import check_equal, dpo
+from tiny import tiny_model
+from trl import DPOConfig, DPOTrainer
 
 import fastpack
 from fastpack.errors import PackingError, PatchError
@@ -143,6 +146,27 @@ def test_evaluate_looks_up_data_of_its_own(tmp_path: Path) -> None:
         trainer.evaluate(pairs(5, seed=2))
     lora = precompute(pair_trainer(tmp_path, peft="base"), folder=tmp_path / "lora", compute="missing")
     assert lora.evaluate(pairs(5, seed=2))["eval_loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_what_training_changed_is_no_reference(tmp_path: Path) -> None:
+    """PEFT's ``bias="all"`` trains the base's own biases, which stay as they are with the adapter off."""
+    folder = tmp_path / "cache"
+    trainer = DPOTrainer(
+        tiny_model("qwen2", attn_implementation="sdpa"),
+        args=DPOConfig(**settings(tmp_path, max_length=None)),
+        train_dataset=pairs(),
+        eval_dataset=pairs(5, seed=1),
+        processing_class=word_tokenizer(),
+        peft_config=lora_config(bias="all"),
+    )
+    precompute(trainer, folder=folder, compute="missing")
+    trainer.evaluate(pairs(5, seed=2))
+    trainer.train()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    trainer.evaluate(pairs(5, seed=2))  # which is there
+    with pytest.raises(ReferenceCacheError, match=r"not what it was .*: weights: .* before training"):
+        trainer.evaluate(pairs(5, seed=3))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_several_sets_to_evaluate_on(tmp_path: Path) -> None:

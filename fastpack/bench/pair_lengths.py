@@ -34,12 +34,14 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
             as long are left out.
 
     Raises:
-        ValueError: the file holds no such list, or no prompt is shorter than ``max_length``.
+        ValueError: the file holds no such list, the number is below 2, or no prompt is shorter than ``max_length``.
     """
     if kind == "chat":
         found = _drawn(count, seed)
     elif kind.isdigit():
         length = int(kind)
+        if length < 2:
+            raise ValueError(f"rows of {kind} tokens have no room for a prompt and a completion; pass 2 or more.")
         found = [(length // 2, length - length // 2, length - length // 2)]
     else:
         found = _read(Path(kind))
@@ -68,8 +70,8 @@ def count_tokens(rows: Iterator[dict[str, Any]], tokenizer: Any) -> list[Pair]:
     for row in rows:
         prompt = ids(row["prompt"], add_generation_prompt=True)
         both = [ids(row["prompt"] + row[name]) for name in ("chosen", "rejected")]
-        if isinstance(row["prompt"], str):
-            both = [[*tokens, tokenizer.eos_token_id] for tokens in both]
+        if isinstance(row["prompt"], str):  # TRL adds the end of text to one that has none
+            both = [one if one[-1:] == [tokenizer.eos_token_id] else [*one, tokenizer.eos_token_id] for one in both]
         # a completion begins where the tokens of the prompt, and of the prompt with it, part
         start = min(_common(prompt, tokens) for tokens in both)
         found.append((start, len(both[0]) - start, len(both[1]) - start))

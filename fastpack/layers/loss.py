@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -95,6 +96,40 @@ def _serving(module: Any) -> Any:
     return module.modules_to_save[module.active_adapters[0]]
 
 
+@dataclass(frozen=True, eq=False)
+class HeadProduct:
+    """How a head makes logits of hidden states, as :func:`linear_cross_entropy` takes it.
+
+    Attributes:
+        weight: ``[V, H]``, or what makes it of a 4-bit one.
+        bias: ``[V]`` or None.
+        lora: A ``[R, H]``, B ``[V, R]`` and their factor, or None.
+        softcap: the bound of the logits, or None.
+        logit_scale: what the product is multiplied by.
+    """
+
+    weight: Weight
+    bias: Tensor | None
+    lora: tuple[Tensor, Tensor, float] | None
+    softcap: float | None
+    logit_scale: float
+
+
+def read_head(head: Any, spec: HeadSpec) -> HeadProduct | str:
+    """What the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
+    projection = read_projection(_serving(head.lm_head))
+    if isinstance(projection, str):
+        return projection
+    lora = projection.lora
+    return HeadProduct(
+        _weight(projection),
+        projection.bias,
+        None if lora is None else (lora.a, lora.b, lora.scale),
+        _value(head, spec.softcap),
+        _value(head, spec.scale, 1.0) / _value(head, spec.divisor, 1.0),
+    )
+
+
 def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: PackedSeqLens, **arguments: Any) -> Any:
     """The head's forward on a batch whose packing was read and whose first labels are ignored.
 
@@ -126,17 +161,16 @@ def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: Pa
     count = _begin_count(targets, ignore_index)
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
-    projection = read_projection(_serving(head.lm_head))
-    assert isinstance(projection, Projection)  # as fused_loss_serves found
-    lora = projection.lora
+    product = read_head(head, spec)
+    assert isinstance(product, HeadProduct)  # as fused_loss_serves found
     loss = linear_cross_entropy(
         hidden.flatten(0, 1) if shift_labels is not None else packed.unpad(hidden)[0],
-        _weight(projection),
+        product.weight,
         targets,
-        bias=projection.bias,
-        lora=None if lora is None else (lora.a, lora.b, lora.scale),
-        softcap=_value(head, spec.softcap),
-        logit_scale=_value(head, spec.scale, 1.0) / _value(head, spec.divisor, 1.0),
+        bias=product.bias,
+        lora=product.lora,
+        softcap=product.softcap,
+        logit_scale=product.logit_scale,
         ignore_index=ignore_index,
         reduction="mean",
         num_items=arguments.get("num_items_in_batch"),

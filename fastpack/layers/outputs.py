@@ -1,6 +1,6 @@
 """A backbone's outputs, of which everything per token goes elsewhere.
 
-Shape suffixes: T tokens, U tokens of which each shared one is kept once.
+Shape suffixes: T tokens, U tokens of which each shared one is kept once, A streams of hidden states (Gemma 3n).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fastpack.ops.copies import spread
@@ -32,7 +33,8 @@ def spread_out(outputs: Any, shared: SharedTokens) -> Any:
 
 
 def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
-    """With ``batched`` of what is ``[1, tokens, ...]``, and ``flat`` of what is ``[tokens, ...]``, in any nesting."""
+    """With ``flat`` of what is ``[tokens, ...]``, and ``batched`` of what is ``[1, tokens, ...]`` and of each stream of
+    ``[A, 1, tokens, ...]``; in any nesting."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def changed(value: Any) -> Any:
@@ -45,6 +47,8 @@ def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
                 return after
         if value.ndim >= 2 and value.shape[:2] == (1, tokens):
             seen.append((value, batched(value)))
+        elif value.ndim >= 4 and value.shape[1:3] == (1, tokens):
+            seen.append((value, torch.stack([batched(stream) for stream in value])))
         elif value.ndim >= 2 and value.shape[0] == tokens:
             seen.append((value, flat(value)))  # router_logits
         else:

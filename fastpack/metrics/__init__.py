@@ -45,9 +45,10 @@ or evaluates), which takes one collective and one copy. On a GPU time is that in
 hides behind its work takes none.
 
 Not counted are evaluation, tokens that a trainer generates, calls with a cache, and what a bucket of fixed size is
-filled up with. Prefixes that are shared count once for each sequence. Each rank is taken to have batches of its own.
-Of a loss that computes no logits, the head counts on the positions with a label where ``loss="fused"`` or TRL's kernel
-on a GPU leaves out the others, else on all.
+filled up with. Each rank is taken to have batches of its own. Prefixes that are shared count once for each sequence, in
+tokens and in operations, so that sharing shows as more of both a second: ``mfu`` is then above what the device did. Of
+a loss that computes no logits, the head counts on the positions with a label where ``loss="fused"`` or TRL's kernel on
+a GPU leaves out the others, else on all.
 """
 
 from fastpack.metrics.callback import PREFIX, MetricsCallback, attach

@@ -6,9 +6,9 @@
       header.json                what they are of, how many there are, and each file's SHA-256
       8c1f...e2.parquet          some of them: `id`, 16 bytes in hex, and `log_prob`, float64, in nats
 
-Files are written beside their place, then renamed into it, a shard before the header that names it. Whenever a run is
-killed, the folder holds what it held before its last shard, and is whole. Nothing in it is code, and nothing that is
-not this reference's is overwritten.
+Files are written beside their place, then renamed into it: a header first, and each shard before the header that names
+it. Whenever a run is killed, the folder holds what it held before its last shard, and is whole. Nothing in it is code,
+and nothing that is not this reference's is overwritten.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ class ReferenceCache:
 
     def add(self, values: Mapping[bytes, float]) -> None:
         """Put these in too; on the disk when it returns."""
-        header = self._header() or self._new()
+        header = self._header()
+        if header is None:
+            header = self._new()
+            self._seal(header)  # a folder that holds a shard alone is taken for a damaged cache
         if values:
             data = _written(values)
             digest = hashlib.sha256(data).hexdigest()

@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpack.adapters import read_projection
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, HeadSpec, source_hash
-from fastpack.layers.loss import _serving, _value, _weight
+from fastpack.layers.loss import HeadProduct, read_head
 from fastpack.ops.linear_cross_entropy import CHUNK
-from fastpack.ops.projection_parts import Projection
 from fastpack.ops.sequence_log_probs import segment_sums, sequence_log_probs
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 from fastpack.patching import is_patched, patched
@@ -118,18 +116,17 @@ def _log_probs(parts: Parts, spec: HeadSpec | None, rest: float, sequences: Sequ
     count = int(scored_T.sum())
     offsets = torch.tensor(_cuts(sequences), dtype=torch.int64)
     inputs = {"input_ids": ids_T[None].to(device), "packed_seq_lens": packed, "use_cache": False, "return_dict": True}
-    projection = read_projection(_serving(head.lm_head)) if spec is not None else "the head's source is not known"
-    if spec is not None and isinstance(projection, Projection):
-        lora = projection.lora
+    product = read_head(head, spec) if spec is not None else "the head's source is not known"
+    if isinstance(product, HeadProduct):
         sums = sequence_log_probs(
             backbone(**inputs).last_hidden_state[0],
-            _weight(projection),
+            product.weight,
             targets_T,
             offsets,
-            bias=projection.bias,
-            lora=None if lora is None else (lora.a, lora.b, lora.scale),
-            softcap=_value(head, spec.softcap),
-            logit_scale=_value(head, spec.scale, 1.0) / _value(head, spec.divisor, 1.0),
+            bias=product.bias,
+            lora=product.lora,
+            softcap=product.softcap,
+            logit_scale=product.logit_scale,
             num_kept=count,
             dtype=torch.float64,
         )

@@ -138,12 +138,8 @@ def _computed(
     wanted: Sequence[Examples], index: _Index, missing: list[bytes], work: Work, ranks: Ranks, score: Score
 ) -> Iterator[Mapping[bytes, float]]:
     """The values of what is missing, on every rank, ``save_every`` batches of each at a time."""
-    lengths = [index.lengths[one] for one in missing]
-    plan = plan_batches(lengths, max(work.max_tokens, *lengths), seed=0, epoch=0)
-    # the dearest first: what does not fit the device shows at once, and neighbours, which ranks share, cost the same
-    order = sorted(range(plan.micro_batches), key=lambda i: -plan.costs[0][i])
-    batches = [[missing[i] for i in plan.batches[0][at]] for at in order]
-    tokens = [plan.tokens[0][at] for at in order]
+    batches = _batches(index, missing, work.max_tokens)
+    tokens = [sum(index.lengths[one] for one in batch) for batch in batches]
     each = ranks.count * work.save_every
     with _bar(sum(tokens), work.progress and ranks.rank == 0) as advance:
         for start in range(0, len(batches), each):
@@ -163,6 +159,21 @@ def _computed(
                     "They were not kept, nor was what was computed with them. Is its dtype wide enough?"
                 )
             yield together
+
+
+def _batches(index: _Index, missing: list[bytes], max_tokens: int) -> list[list[bytes]]:
+    """Of at most so many tokens, a longer sequence alone.
+
+    The dearest first: what does not fit the device shows at once, and neighbours, which ranks share, cost the same.
+    """
+    fitting = [one for one in missing if index.lengths[one] <= max_tokens]
+    longer = sorted((one for one in missing if index.lengths[one] > max_tokens), key=lambda one: -index.lengths[one])
+    batches = [[one] for one in longer]
+    if fitting:
+        plan = plan_batches([index.lengths[one] for one in fitting], max_tokens, seed=0, epoch=0)
+        order = sorted(range(plan.micro_batches), key=lambda i: -plan.costs[0][i])
+        batches += [[fitting[i] for i in plan.batches[0][at]] for at in order]
+    return batches
 
 
 def _sequences(wanted: Sequence[Examples], index: _Index, batch: Sequence[bytes]) -> list[Scored]:

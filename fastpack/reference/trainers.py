@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastpack.errors import PatchError
+from fastpack.errors import PatchError, ReferenceCacheError
 from fastpack.reference.cache import ReferenceCache
 from fastpack.reference.columns import with_columns
 from fastpack.reference.compute import Score, is_peft, scoring
 from fastpack.reference.examples import Examples
-from fastpack.reference.identity import identify
+from fastpack.reference.identity import Identity, identify
 from fastpack.reference.lookup import Compute, Work, look_up
 
 T = TypeVar("T")
@@ -42,38 +42,54 @@ class _Source:
     def of(cls, trainer: Any, folder: Path, work: Work) -> _Source:
         adapted = is_peft(trainer.model)
         adapter = "ref" if trainer.ref_model is None and adapted and "ref" in trainer.model.peft_config else None
-        model = trainer.model if trainer.ref_model is None else trainer.ref_model
         ld_alpha = getattr(trainer, "ld_alpha", None)
-        with trainer.accelerator.autocast():
-            identity = identify(model, adapter=adapter, ld_alpha=ld_alpha)
+        identity = _identity(trainer, adapter, ld_alpha)
         return cls(trainer, ReferenceCache(folder, identity), work, adapter, adapted, ld_alpha)
 
-    def filled(self, datasets: Mapping[str, Any]) -> dict[str, Any]:
-        """These data sets with their columns, in one go."""
+    def filled(self, datasets: Mapping[str, Any], *, again: bool = False) -> dict[str, Any]:
+        """These data sets with their columns, in one go; ``again`` where the model may have been trained since."""
         wanted = [
             Examples(data, self.trainer.data_collator, self.ld_alpha is not None, f"the trainer's data ({name})")
             for name, data in datasets.items()
         ]
         gone = self.trainer.ref_model is None and not self.adapted
-        found = look_up(wanted, self.cache, self.work, None if gone else self._scoring)
+        found = look_up(wanted, self.cache, self.work, None if gone else partial(self._scoring, again))
         return {
             name: with_columns(examples, columns)
             for name, examples, columns in zip(datasets, wanted, found, strict=True)
         }
 
     @contextmanager
-    def _scoring(self) -> Iterator[Score]:
-        model = self.trainer.model if self.trainer.ref_model is None else self.trainer.ref_model
+    def _scoring(self, again: bool) -> Iterator[Score]:
+        if again:
+            # PEFT trains some weights of the base where they are: biases of LoraConfig(bias="all")
+            now = _identity(self.trainer, self.adapter, self.ld_alpha)
+            differences = now.differences(self.cache.identity.parts)
+            if differences:
+                raise ReferenceCacheError(
+                    f"the reference is not what it was when {self.cache.folder} was filled: {'; '.join(differences)}. "
+                    "Have precompute look up this data set before training, as the trainer's eval_dataset. Nothing "
+                    "was changed."
+                )
         with (
             self.trainer.accelerator.autocast(),
-            scoring(model, adapter=self.adapter, ld_alpha=self.ld_alpha) as score,
+            scoring(_reference(self.trainer), adapter=self.adapter, ld_alpha=self.ld_alpha) as score,
         ):
             yield score
 
 
+def _reference(trainer: Any) -> Any:
+    return trainer.model if trainer.ref_model is None else trainer.ref_model
+
+
+def _identity(trainer: Any, adapter: str | None, ld_alpha: float | None) -> Identity:
+    with trainer.accelerator.autocast():
+        return identify(_reference(trainer), adapter=adapter, ld_alpha=ld_alpha)
+
+
 def _serve(source: _Source, dataset: Any, name: str, batch_size: int) -> Any:
     """In the place of TRL's ``_precompute_ref_logps``."""
-    return source.filled({name: dataset})[name]
+    return source.filled({name: dataset}, again=True)[name]
 
 
 def _check(trainer: Any) -> None:
@@ -125,7 +141,8 @@ def precompute(
     (or the copy of its adapter that TRL made, ``ref``) stays, as does a reference model beside a PEFT policy.
 
     What is scored is what ``trainer.data_collator`` sends, truncated as it truncates, under the trainer's autocast.
-    A data set that is handed to ``trainer.evaluate`` later is looked up too.
+    A data set that is handed to ``trainer.evaluate`` later is looked up too; computing what is missing then is an error
+    where training has changed the reference (biases, by PEFT's ``bias="all"``).
 
     Args:
         trainer: as TRL built it, patched or not, before or after training.

@@ -25,20 +25,24 @@ class BudgetState:
     weighing: steps.Weighing
     lengths: list[int] | None
     sampler: TokenBudgetSampler | None
-    undo: list[tuple[Any, str]] = field(default_factory=list)
-    callback: Any = None
+    dataset: Any
+    undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def start(self, trainer: Any) -> TokenBudgetSampler:
         """The sampler of a run that begins now, with as many micro-batches in each epoch."""
         assert self.lengths is not None
         assert self.sampler is not None
         args = trainer.args
+        if trainer.train_dataset is not self.dataset:  # by the lengths of the one before, examples would be lost
+            self.lengths, self.dataset = _lengths(trainer), trainer.train_dataset
+        # What one epoch alone needs, not what the run before had: a checkpoint of a run fits every other like it.
+        one = loader.make_sampler(self.lengths, self.budget.max_tokens, self.budget.too_long, args)
         self.sampler = loader.make_sampler(
             self.lengths,
             self.budget.max_tokens,
             self.budget.too_long,
             args,
-            epochs=loader.count_epochs(args, self.sampler.plan.micro_batches),
+            epochs=loader.count_epochs(args, one.plan.micro_batches),
         )
         return self.sampler
 
@@ -81,15 +85,24 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
     made = None
     lengths = None
     if kind.planned:
-        lengths = lengths_of(
-            getattr(target, "train_dataset", None), max_length=getattr(target.data_collator, "max_length", None)
-        )
+        lengths = _lengths(target)
         made = loader.make_sampler(lengths, budget.max_tokens, budget.too_long, target.args)
         if budget.same_steps:
             made = None  # it has said what is wrong with the lengths, if anything is
     splitting = budget.same_steps or not kind.planned
     weighing = steps.Weighing(kind, budget.max_tokens if splitting else None)
-    return functools.partial(_set_up, target, BudgetState(budget, kind, weighing, lengths, made))
+    dataset = getattr(target, "train_dataset", None)
+    return functools.partial(_set_up, target, BudgetState(budget, kind, weighing, lengths, made, dataset))
+
+
+def _lengths(trainer: Any) -> list[int]:
+    """Tokens of each example of a trainer's data set, as its collator cuts them."""
+    collator = trainer.data_collator
+    # TRL's collators cut at max_length; in those of transformers it is what they pad to, and they cut nothing.
+    cuts = any(base.__module__.split(".")[0] == "trl" for base in type(collator).__mro__)
+    return lengths_of(
+        getattr(trainer, "train_dataset", None), max_length=getattr(collator, "max_length", None) if cuts else None
+    )
 
 
 def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
@@ -97,8 +110,9 @@ def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
     kind = kind_of(trainer)
     if kind is None:
         raise PatchError(
-            f"max_tokens={budget.max_tokens} needs a trainer of transformers or TRL that is already built, not a "
-            f"{type(trainer).__name__}. For a loop of your own see fastpack.batching.budget_sampler.TokenBudgetSampler."
+            f"max_tokens={budget.max_tokens} needs a trainer that is already built, not a {type(trainer).__name__}: "
+            "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For a loop of your own see "
+            "fastpack.batching.budget_sampler.TokenBudgetSampler."
         )
     name = type(trainer).__name__
     splitting = budget.same_steps or not kind.planned
@@ -113,11 +127,29 @@ def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
     accelerator = trainer.accelerator
     if why is None and (getattr(accelerator, "split_batches", False) or accelerator.dispatch_batches):
         why = "split_batches and dispatch_batches of accelerator_config divide batches among ranks in another way"
-    if why is None and budget.too_long == "truncate" and kind.unit != "trained tokens":
+    if why is None and not splitting and _in_order(trainer.args):
+        why = 'train_sampling_strategy="sequential" keeps the order of the data set, and full batches shuffle it'
+    sampled = type(trainer)._get_train_sampler.__module__.split(".")[0]
+    if why is None and not splitting and sampled not in ("transformers", "trl"):
+        why = "its own _get_train_sampler says what comes when, and full batches are drawn in another way"
+    average = getattr(trainer.args, "average_tokens_across_devices", True)
+    if why is None and accelerator.num_processes > 1 and not average and kind.unit == "trained tokens":
+        why = "average_tokens_across_devices=False takes the mean of the ranks' means, which are of uneven sizes"
+    if why is None and budget.too_long == "truncate" and budget.same_steps:
+        why = 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
+    if why is None and budget.too_long == "truncate" and getattr(trainer.args, "packing", False):
+        why = 'packing made rows of several examples, and too_long="truncate" would cut those; set a lower max_length'
+    if why is None and budget.too_long == "truncate" and kind.unit not in ("trained tokens", "labels"):
         why = 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
     if why is not None:
         raise PatchError(f"max_tokens={budget.max_tokens} can't be kept with this {name}: {why}.")
     return kind
+
+
+def _in_order(args: Any) -> bool:
+    """True where examples were asked for in the data set's order (KTO's config says so by itself)."""
+    name = "train_sampling_strategy"
+    return getattr(args, name, None) == "sequential" != getattr(type(args), name)
 
 
 def _parallel(trainer: Any, axis: str) -> int:
@@ -143,14 +175,13 @@ def _set_up(trainer: Any, state: BudgetState) -> None:
             "get_train_dataloader",
             functools.partial(loader.get_train_dataloader, trainer, stock, state),
         )
-        state.callback = loader.BudgetCallback()
-        trainer.add_callback(state.callback)
+        trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state
 
 
 def _replace(state: BudgetState, owner: Any, name: str, ours: Any) -> None:
+    state.undo.append((owner, name, owner.__dict__.get(name)))
     setattr(owner, name, ours)
-    state.undo.append((owner, name))
 
 
 def remove_budget(trainer: Any) -> None:
@@ -158,8 +189,10 @@ def remove_budget(trainer: Any) -> None:
     state = budget_of(trainer)
     if state is None:
         return
-    for owner, name in reversed(state.undo):
+    for owner, name, before in reversed(state.undo):
         owner.__dict__.pop(name, None)
-    if state.callback is not None:
-        trainer.remove_callback(state.callback)
+        if before is not None:
+            setattr(owner, name, before)
+    if state.sampler is not None:
+        trainer.remove_callback(loader.BudgetCallback)  # by class: resuming may have put another one in its place
     del trainer.__dict__[BUDGET]

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.targets import find_parts
+
 Inputs = Mapping[str, Any]
 Count = Callable[[Inputs], "Tensor | int"]
 
@@ -30,6 +32,7 @@ class Kind:
         rows_of_a_unit: rows that have to stay together: 2 where chosen and rejected are rows i and i + P.
         scaled: the loss comes divided by the number of micro-batches of a step (GRPO's); a whole micro-batch is left as
             it is then, and the pieces of one are weighed by their share of it.
+        means: the model's own loss of labels is a mean over the micro-batch, whatever it is told of the whole step.
         refuses: why these settings of a trainer can't be kept exact, or None.
         whole: why one of its micro-batches can't be split, or None.
     """
@@ -39,6 +42,7 @@ class Kind:
     planned: bool = True
     rows_of_a_unit: int = 1
     scaled: bool = False
+    means: bool = False
     refuses: Callable[[Any], str | None] = lambda trainer: None
     whole: Callable[[Any], str | None] = lambda trainer: None
 
@@ -63,6 +67,12 @@ def trained_tokens(inputs: Inputs) -> Tensor:
     return counted
 
 
+def labels(inputs: Inputs) -> Tensor:
+    """Labels of a classifier, of rows or of tokens, but for those that are ignored. 0-d int64."""
+    counted: Tensor = inputs["labels"].ne(-100).sum()
+    return counted
+
+
 def chosen_tokens(inputs: Inputs) -> Tensor:
     """Tokens of the chosen completions that something predicts. 0-d int64."""
     mask: Tensor = inputs["completion_mask"]
@@ -83,7 +93,15 @@ def _no_dpo(trainer: Any) -> str | None:
 def _whole_sft(trainer: Any) -> str | None:
     if getattr(trainer, "padding_free", False):
         return "padding_free makes one row of a batch; leave it off, a patched model runs without padding all the same"
-    return None
+    return _whole_experts(getattr(trainer, "aux_loss_enabled", False))
+
+
+def _whole_trainer(trainer: Any) -> str | None:
+    return _whole_experts(getattr(trainer.model.config, "output_router_logits", False))
+
+
+def _whole_experts(balanced: bool) -> str | None:
+    return "the auxiliary loss of experts would be added once for each piece" if balanced else None
 
 
 def _whole_kto(trainer: Any) -> str | None:
@@ -121,16 +139,22 @@ KINDS: dict[str, Kind] = {
     "RLOOTrainer": Kind("sequences", rows, planned=False),
     "GRPOTrainer": Kind("sequences", rows, planned=False, scaled=True, refuses=_no_grpo),
     "SFTTrainer": Kind("trained tokens", trained_tokens, whole=_whole_sft),
-    "Trainer": Kind("trained tokens", trained_tokens),
+    "Trainer": Kind("trained tokens", trained_tokens, whole=_whole_trainer),
 }
 """By the name of the class, or of the nearest one that it inherits from."""
+CLASSIFYING = Kind("labels", labels, means=True)
+"""transformers' ``Trainer`` of a classifier: such models' losses take no ``num_items_in_batch``."""
 
 
 def kind_of(trainer: Any) -> Kind | None:
-    """The kind of a trainer, None for one that is not transformers' or TRL's."""
+    """The kind of a trainer, None for one that is not known."""
     for base in type(trainer).__mro__:
-        if base.__name__ in KINDS and base.__module__.split(".")[0] in ("trl", "transformers"):
-            return KINDS[base.__name__]
+        library, name = base.__module__.split(".")[0], base.__name__
+        if library == "trl" and name.endswith("Trainer") and name.lstrip("_") != "BaseTrainer":
+            return KINDS.get(name)  # what another of TRL's trainers computes from its batches is not known
+        if library == "transformers" and name == "Trainer":
+            classifies = "Classification" in type(find_parts(trainer.model).head).__name__
+            return CLASSIFYING if classifies else KINDS[name]
     return None
 
 

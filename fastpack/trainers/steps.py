@@ -52,7 +52,9 @@ def get_batch_samples(
     """``Trainer.get_batch_samples``: the micro-batches of an optimiser step; counts what they hold on all ranks."""
     batches, num_items = stock(*args, **kwargs)
     weighing.units = weighing.chosen = None
-    summed = num_items is not None and weighing.kind.unit == "trained tokens"
+    if weighing.kind.means and trainer.compute_loss_func is None:
+        num_items = None  # else the trainer takes the losses for shares of the step's, and adds up means
+    summed = num_items is not None and weighing.kind.unit in ("trained tokens", "labels")
     if batches and not weighing.kind.scaled and weighing.kind.planned and not summed:
         device = trainer.accelerator.device
         counts = [sum(weighing.kind.count(batch) for batch in batches)]

@@ -45,6 +45,9 @@ def test_lengths_from_files_and_numbers(tmp_path: Path) -> None:
     assert make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=5) == [(3, 2, 2)] * 2
     with pytest.raises(ValueError, match="no prompt"):
         make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=3)
+    for none in ("0", "1"):
+        with pytest.raises(ValueError, match="no room for a prompt and a completion"):
+            make_pair_lengths(2, kind=none)
     for wrong in ("[[1, 2]]", "[3, 4]", "[]", "{}", "[[1, 2, 0]]"):
         (tmp_path / "a.json").write_text(wrong)
         with pytest.raises(ValueError, match="tokens of prompt, chosen and rejected"):
@@ -68,6 +71,7 @@ def test_tokens_are_counted_as_trl_does(conversational: bool, tmp_path: Path) ->
     tokenizer = data.train_tokenizer(rows)
     if not conversational:
         rows = [{name: text[0]["content"] for name, text in row.items()} for row in rows]  # type: ignore[misc]
+        rows[0]["chosen"] += tokenizer.eos_token  # which is not added twice
     model = AutoModelForCausalLM.from_config(data.tiny_llama(tokenizer, hidden_size=32, num_hidden_layers=1))
     trainer = trl.DPOTrainer(
         model,

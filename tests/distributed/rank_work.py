@@ -14,6 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from oracle import INPUT_KINDS, Result, compare, make_sequences, run_batch, to_device, trained_tokens
+from prefix_cases import pairs, sharing
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
@@ -55,6 +56,7 @@ class Case:
     patched: bool = True
     loss: Any = None
     half: bool = False
+    share_prefixes: Any = None
 
 
 def device() -> torch.device:
@@ -169,7 +171,7 @@ def prepare(case: Case) -> tuple[Any, Any]:
     """The model, patched, and what it is wrapped in."""
     model = build(case)
     if case.patched:
-        fastpack.patch(model, loss=case.loss)
+        fastpack.patch(model, loss=case.loss, share_prefixes=case.share_prefixes)
     checkpoint(model, case.checkpointing)
     return model, wrap(model, case)
 
@@ -188,6 +190,14 @@ def one_step(case: Case) -> dict[str, Any]:
     with counted() as calls:
         loss = step(outer, case, sequences)
     return {"error": off(Result([], loss, grads_of(model)), expected), "calls": dict(calls)}
+
+
+def step_with_prefixes(case: Case) -> dict[str, Any]:
+    """The same for chosen and rejected sequences, and how many tokens were shared; each rank has both of its pairs."""
+    expected = one_process(case, pairs())
+    model, outer = prepare(replace(case, share_prefixes="auto"))
+    loss = step(outer, case, pairs())
+    return {"error": off(Result([], loss, grads_of(model)), expected), "saved": sharing(model).stats.saved}
 
 
 def off(found: Result, expected: Result) -> float:

@@ -74,10 +74,26 @@ def test_negative_control(ranks: Ranks, tmp_path: Path) -> None:
     assert furthest(found[0]["gradients"], theirs.steps[0]) > 1e-3
 
 
+def test_means_of_ranks_are_refused(ranks: Ranks) -> None:
+    """SFT's loss is a mean over each rank's own tokens then, and the mean of those is not the step's."""
+    for message in ranks.run(_refused, "sft", 60, average_tokens_across_devices=False):
+        assert "average_tokens_across_devices=False takes the mean of the ranks' means" in message
+
+
 @pytest.mark.parametrize("what", ["data", "budget"])
 def test_ranks_with_other_data(what: str, ranks: Ranks) -> None:
     for message in ranks.run(_differently, what):
         assert "is not the same on every rank" in message
+
+
+def _refused(*args: Any, **further: Any) -> str:
+    from fastpack.errors import PatchError
+
+    try:
+        one_step_within(*args, **further)
+    except PatchError as error:
+        return str(error)
+    return "nothing was raised"
 
 
 def _differently(what: str) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND
+from prefix_cases import PROMPTS
 from rank_work import (
     LAYERS,
     Case,
@@ -18,6 +19,7 @@ from rank_work import (
     nothing_on_one_rank,
     one_step,
     several_steps,
+    step_with_prefixes,
     told,
 )
 from ranks import RankFailedError, Ranks
@@ -68,6 +70,16 @@ def test_other_families(family: str, ranks: Ranks) -> None:
         for found in ranks.run(one_step, Case(wrap, family=family)):
             assert found["error"] <= bound(ranks)
             assert found["calls"]["project"] >= 2 * LAYERS
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_shared_prefixes(wrap: str, checkpointing: str | None, ranks: Ranks) -> None:
+    """Ranks share as many tokens as their own sequences have in common."""
+    case = Case(wrap, lora=checkpointing == "reentrant", checkpointing=checkpointing)
+    found = ranks.run(step_with_prefixes, case)
+    assert [rank["saved"] for rank in found] == [sum(PROMPTS[::2]), sum(PROMPTS[1::2])]
+    assert all(rank["error"] <= bound(ranks) for rank in found)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FLOAT32_BOUND, INPUT_KINDS, Result
+from oracle import FLOAT32_BOUND, INPUT_KINDS, Result, relative
 from torch import Tensor, nn
 
 import fastpack
@@ -95,6 +95,24 @@ def test_exact(model_type: str) -> None:
         fastpack.patch(model)
         bound = max(bound, 2 * compare(together(model), wanted).worst)
     assert found.worst <= bound, found
+
+
+@pytest.mark.parametrize("share_prefixes", [None, "auto"])
+def test_several_streams_of_hidden_states(share_prefixes: Any) -> None:
+    """Gemma 3n has four, ``[4, B, S, H]``: each is put back."""
+    model: Any = TINY.build("gemma3n_text")
+    batch = INPUT_KINDS["padded right"](sequences())
+    given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    real = batch["attention_mask"].bool()
+    stock = model(**given, use_cache=False, output_hidden_states=True).hidden_states
+    fastpack.patch(model, share_prefixes=share_prefixes)
+    ours = model(**given, output_hidden_states=True).hidden_states
+    assert len(ours) == len(stock) > 1
+    assert stock[0].shape == (4, *real.shape, model.config.hidden_size)
+    for a, b in zip(ours, stock, strict=True):
+        assert a.shape == b.shape
+        assert relative(a[..., real, :], b[..., real, :]) <= FLOAT32_BOUND
+        assert not a[..., ~real, :].any()
 
 
 @pytest.mark.parametrize("model_type", OTHERS)

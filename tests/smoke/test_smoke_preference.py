@@ -142,6 +142,30 @@ def test_losses_of_long_sequences_may_be_off_by_what_rounding_does_to_a_margin()
         assert (not judge(long(grad_norm=3.0 * (1 + off)), long(), starts_at_ln_2=False).problems) is allowed
 
 
+@pytest.mark.parametrize(
+    "run_",
+    [
+        made_up(policy=[math.nan, -200.0]),
+        made_up(policy=[-300.0, math.nan]),
+        made_up(reference=[-301.0, math.nan]),
+        made_up(logged=changed(0, **{"rewards/chosen": math.nan})),
+        made_up(logged=changed(1, **{"rewards/margins": math.nan})),
+    ],
+)
+def test_what_is_not_a_number_is_not_equal(run_: Figures) -> None:
+    """Wherever it stands among others."""
+    assert any("off by inf" in problem for problem in judge(run_, made_up(), starts_at_ln_2=False).problems)
+
+
+def test_log_probabilities_that_nobody_heard_are_a_problem() -> None:
+    silent = made_up(policy=[], reference=[], pairs=[])
+    other = replace(silent, logged=changed(0, **{"rewards/chosen": 9.0}))
+    for run_ in (silent, other):
+        (problem,) = judge(run_, silent, starts_at_ln_2=False, has_log_probs=True).problems
+        assert "none was heard" in problem
+    assert not judge(silent, silent, starts_at_ln_2=False).problems, "of trainers that have none"
+
+
 def test_the_first_loss() -> None:
     figures = made_up()
     (problem,) = judge(figures, figures, starts_at_ln_2=True).problems
@@ -151,6 +175,20 @@ def test_the_first_loss() -> None:
 def test_runs_of_other_steps_are_not_compared() -> None:
     with pytest.raises(ValueError, match="steps"):
         Differences.between(made_up(logged=made_up().logged[:1]), made_up())
+
+
+def test_nothing_compared_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert smoke.main([*FEW, "--trainers", "dpo", "kto", "--variants", "sigmod", "plain"]) == 2
+    assert "--variants 'sigmod': dpo, kto with these losses have none of this name" in capsys.readouterr().err
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("too new a release")
+
+    monkeypatch.setattr(smoke, "run", broken)
+    assert smoke.main([*FEW, "--trainers", "dpo", "--variants", "sigmoid"]) == 2
+    printed = capsys.readouterr()
+    assert "left out: the stock model can't be trained so: RuntimeError: too new a release" in printed.out
+    assert "nothing was compared" in printed.err
 
 
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,16 +44,15 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where a patched run is not equal to the stock one, 2 where something is missing."""
+    """1 where a patched run is not equal to the stock one, 2 where something is missing or nothing was compared."""
     given = _parser().parse_args(arguments)
     try:
         require("smoke", "trl", "datasets", extra="trl")
         _quiet()
-        work = make_work(given)
+        cases, work = chosen_cases(given), make_work(given)
     except FastpackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    cases = chosen_cases(given)
     begun = time.monotonic()
     rows = _with_progress(cases, work, noise=given.noise)
     console = Console(width=150)
@@ -68,6 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{row.case.trainer}, {row.case.variant}: {problem}", file=sys.stderr)
     if given.json:
         given.json.write_text(json.dumps([_record(row) for row in rows], indent=1))
+    if all(row.verdict is None for row in rows):
+        print("error: nothing was compared", file=sys.stderr)
+        return 2
     return 1 if any(row.problems for row in rows) else 0
 
 
@@ -112,9 +114,20 @@ def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
 
 
 def chosen_cases(given: argparse.Namespace) -> list[Case]:
-    """Those asked for by trainer, loss and variant."""
+    """Those asked for by trainer, loss and variant.
+
+    Raises:
+        UsageError: none of these trainers has a variant of this name, with these losses.
+    """
     losses = LOSSES if "all" in given.loss_types else given.loss_types
     cases = [case for case in all_cases(losses) if case.trainer in given.trainers]
+    known = {case.variant for case in cases}
+    unknown = [name for name in given.variants or () if name not in known]
+    if unknown:
+        raise UsageError(
+            f"--variants {', '.join(map(repr, unknown))}: {', '.join(given.trainers)} with these losses have none of "
+            f"this name, only {', '.join(map(repr, sorted(known)))}"
+        )
     return [case for case in cases if not given.variants or case.variant in given.variants]
 
 
@@ -128,7 +141,13 @@ def rows_of(cases: Sequence[Case], work: Work, *, noise: bool) -> Iterator[Row]:
             yield Row(case, left_out=f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}")
             continue
         patched = run(case, work, patch=True)
-        verdict = judge(patched, stock, starts_at_ln_2=case.starts_at_ln_2, steepness=case.steepness)
+        verdict = judge(
+            patched,
+            stock,
+            starts_at_ln_2=case.starts_at_ln_2,
+            steepness=case.steepness,
+            has_log_probs=case.has_log_probs,
+        )
         yield Row(case, verdict, None if wider is None else Differences.between(wider, stock))
 
 
@@ -220,7 +239,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pairs", type=int, default=4, help="of a batch; an even number")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--max-length", type=int, default=512, help="tokens of a prompt and its completion")
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    # with larger ones AdamW makes whole steps of gradients that are nothing but rounding
+    parser.add_argument("--learning-rate", type=float, default=1e-6, help="default: 1e-6, TRL's own for DPO")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--noise", action="store_true", help="train stock again, padded wider: float32's own noise")
     parser.add_argument("--json", type=Path, help="write the differences here")

@@ -62,6 +62,11 @@ class Case:
         return self.trainer == "dpo" and (plain or self.settings == {"loss_type": ["sigmoid"]})
 
     @property
+    def has_log_probs(self) -> bool:
+        """Whether log-probabilities of completions are heard of its models."""
+        return self.trainer in ("dpo", "kto")
+
+    @property
     def steepness(self) -> float:
         """By how much the loss changes with a margin, at most, roughly."""
         return 1 / DISCOPOP_TAU if "discopop" in self.settings.get("loss_type", ()) else 1.0

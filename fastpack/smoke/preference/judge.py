@@ -66,12 +66,15 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-def judge(patched: Figures, stock: Figures, *, starts_at_ln_2: bool, steepness: float = 1.0) -> Verdict:
+def judge(
+    patched: Figures, stock: Figures, *, starts_at_ln_2: bool, steepness: float = 1.0, has_log_probs: bool = False
+) -> Verdict:
     """Compare a patched run with the stock one.
 
     Args:
         starts_at_ln_2: policy and reference are the same at first, and the loss is the sigmoid one.
         steepness: by how much the loss changes with a margin, at most.
+        has_log_probs: whether the trainer has log-probabilities of completions, which have to have been compared.
     """
     off = Differences.between(patched, stock)
     rounding = steepness * EPS * stock.beta * stock.largest
@@ -88,6 +91,8 @@ def judge(patched: Figures, stock: Figures, *, starts_at_ln_2: bool, steepness: 
     ]
     if math.isnan(off.loss) or math.isnan(off.grad_norm):
         problems.append("nothing to compare, or not a number")
+    if has_log_probs and (math.isnan(off.log_probs) or math.isnan(off.rewards)):
+        problems.append("no log-probabilities or rewards to compare: none was heard of a model, or logged")
     if off.flipped:
         problems.append(f"{off.flipped} pairs are ranked otherwise")
     first = patched.logged[0]["loss"] - math.log(2)
@@ -101,7 +106,13 @@ def _worst(value: float) -> float:
 
 
 def _relative(run: Sequence[float], stock: Sequence[float]) -> float:
-    return max((abs(a - b) / abs(b) for a, b in zip(run, stock, strict=True) if b), default=math.nan)
+    return max((_gap(a, b) / (abs(b) or EPS) for a, b in zip(run, stock, strict=True)), default=math.nan)
+
+
+def _gap(ours: float, theirs: float) -> float:
+    """Infinite, which no bound allows, where one is not a number: ``max`` may pass over such a one."""
+    gap = abs(ours - theirs)
+    return math.inf if math.isnan(gap) else gap
 
 
 def _steps(run: Figures, stock: Figures, name: str) -> float:
@@ -120,7 +131,7 @@ def _rewards(run: Figures, stock: Figures) -> float:
         scale = max((abs(step[name]) for step in stock.logged for name in names), default=0.0)
     pairs = [(a[n], b[n]) for a, b in zip(run.logged, stock.logged, strict=True) for n in names if n in b]
     pairs += zip(run.margins, stock.margins, strict=True)
-    return max((abs(a - b) for a, b in pairs), default=math.nan) / scale if scale else math.nan
+    return max((_gap(a, b) for a, b in pairs), default=math.nan) / scale if scale else math.nan
 
 
 def _flipped(run: Figures, stock: Figures) -> int:

@@ -1,0 +1,184 @@
+"""What only a device shows of replayed steps: memory, streams, failed captures, synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs_on_gpu import LARGE, SMALL, both, close, graphed, hidden, reserved, runner, step
+from oracle import make_sequences, positions
+from test_exact_gpu import build
+from tiny import VOCAB, tiny_model
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fastpack
+from fastpack.packing_inputs import pack_inputs
+
+pytestmark = pytest.mark.gpu
+
+
+def test_what_happens_between_forward_and_backward_does_no_harm() -> None:
+    """The rest of the memory is filled with NaN in between, and given back."""
+    plain, model = both()
+    want, ours = hidden(plain), hidden(model)
+    torch.cuda.empty_cache()
+    junk = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
+    del junk
+    torch.cuda.empty_cache()
+    for out in (want, ours):
+        out.square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        if b.grad is not None:
+            assert (a.grad - b.grad).abs().max() <= 3e-5 * b.grad.abs().max() + 1e-6
+    kept = [p.grad for p in model.parameters() if p.grad is not None]
+    copies = [g.clone() for g in kept]
+    step(model, LARGE)  # with gradients of its own
+    assert all(torch.equal(g, c) for g, c in zip(kept, copies, strict=True))
+
+
+def deep() -> nn.Module:
+    """Enough layers and tokens that activations are most of what is held."""
+    return tiny_model("llama", hidden_size=256, intermediate_size=1024, head_dim=64, num_hidden_layers=8).to(
+        "cuda", torch.bfloat16
+    )
+
+
+LONG = (700, 900, 400)
+
+
+def held_by_recording(model: Any, *batches: Sequence[int]) -> int:
+    before = reserved()
+    for lengths in batches:
+        hidden(model, lengths).sum().backward()
+        model.zero_grad()
+    return reserved() - before
+
+
+def test_checkpointing_saves_memory() -> None:
+    held = []
+    for enabled in (False, True):
+        model = graphed(deep())
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        held.append(held_by_recording(model, LONG))
+        assert runner(model).stats.replays == 1
+        del model
+    assert held[1] < 0.65 * held[0], held
+
+
+def test_four_buckets_share_their_memory() -> None:
+    """The largest first or last: no more than 1.3 times what it takes alone."""
+    buckets = [LONG, (600, 700, 300), (500, 500, 300), (200, 500, 300)]
+    alone = held_by_recording(graphed(deep()), LONG)
+    for order in (buckets, buckets[::-1]):
+        model = graphed(deep())
+        together = held_by_recording(model, *order)
+        assert runner(model).stats.recordings == 4
+        assert together <= 1.3 * alone, (together, alone)
+        del model
+
+
+class Meddling(nn.Module):
+    """A norm that does something to the device first."""
+
+    def __init__(self, norm: nn.Module, meddle: Any) -> None:
+        super().__init__()
+        self.norm, self.meddle = norm, meddle
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.meddle(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
+@pytest.mark.parametrize("how", ["item", "nonzero", "synchronize"])
+def test_what_waits_for_the_device_runs_eagerly(how: str) -> None:
+    """``synchronize`` slips through the warm-up: its capture fails, and random numbers can be drawn all the same."""
+    meddle = {
+        "item": lambda x: x.sum().item(),
+        "nonzero": lambda x: x.nonzero(),
+        "synchronize": lambda x: torch.cuda.synchronize(),
+    }[how]
+    plain, model = both()
+    model.model.norm = Meddling(model.model.norm, meddle)
+    other = graphed(build("llama", torch.float32))
+    step(other)
+    for _ in range(2):
+        want = hidden(plain)
+        assert (hidden(model) - want).abs().max() <= 1e-4 * want.abs().max()
+    stats = runner(model).stats
+    assert stats.replays == 0, stats
+    assert sum(stats.eager.values()) == 2, stats
+    assert all("waits for the device" in why or "can't be captured" in why for why in stats.eager), stats
+    assert torch.randn(8, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    close(step(other), step(fastpack.patch(build("llama", torch.float32))))
+    model.model.norm = model.model.norm.norm
+    assert (hidden(model) - want).abs().max() <= 1e-4 * want.abs().max()
+    assert stats.replays == 1, "as soon as it no longer does"
+
+
+def test_another_stream() -> None:
+    plain, model = both()
+    close(step(model), step(plain))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours, want = step(model), step(plain)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    close(ours, want)
+    assert runner(model).stats.replays == 2
+
+
+def test_memory_comes_back_with_unpatch() -> None:
+    model = deep()
+    held_by_recording(graphed(model), LONG)  # the libraries' workspaces on a recorder's stream stay with the process
+    fastpack.unpatch(model)
+    before = reserved()
+    held_by_recording(graphed(model), LONG)
+    held = reserved() - before
+    fastpack.unpatch(model)
+    assert held > 2**24
+    assert reserved() - before < 0.2 * held
+
+
+def test_no_synchronisation_in_a_replay() -> None:
+    model = graphed(build("llama", torch.bfloat16))
+    sequences = make_sequences(VOCAB, SMALL)
+    ids = torch.cat(sequences)[None].cuda()
+    packed = pack_inputs(tuple(ids.shape), ids.device, position_ids=positions(sequences))
+
+    def go() -> None:
+        model.model(input_ids=ids, packed_seq_lens=packed).last_hidden_state.float().sum().backward()
+
+    go()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        go()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert runner(model).stats.replays == 2
+
+
+def test_ddp_gets_its_gradients(tmp_path: Path) -> None:
+    """Its accumulators live on the default stream, where a capture must not reach."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
+    try:
+        plain, model = both()
+        wrapped = DistributedDataParallel(model, device_ids=[0])
+        for lengths in (SMALL, LARGE, SMALL):
+            ids = torch.cat(make_sequences(VOCAB, lengths))[None].cuda()
+            for m in (plain, wrapped):
+                m.zero_grad()
+                m(input_ids=ids, labels=ids, packed_seq_lens=list(lengths)).loss.backward()
+            for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert (a.grad - b.grad).abs().max() <= 1e-4 * b.grad.abs().max() + 1e-7, name
+        assert runner(model).stats.replays == 3
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,214 @@
+"""What a trainer's own settings, heads and changes mean for a token budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from preferences import pairs, settings, word_tokenizer
+from tiny import tiny_model
+from torch.utils.data import WeightedRandomSampler
+from trainer_cases import EXAMPLES, Gradients, alone, furthest, ids_of, plain, policy, sft, texts, total, watch_batches
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    DataCollatorForSeq2Seq,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+import fastpack
+from fastpack.batching.lengths import lengths_of
+from fastpack.errors import PatchError
+from fastpack.options import TokenBudget
+from fastpack.trainers.kinds import kind_of
+from fastpack.trainers.loader import count_epochs, make_sampler
+
+BOUND = 1e-5
+
+
+def right_padding() -> Any:
+    tokenizer = word_tokenizer()
+    tokenizer.padding_side = "right"
+    return tokenizer
+
+
+def ids() -> list[list[int]]:
+    return [word_tokenizer()(row["text"])["input_ids"] for row in texts()]
+
+
+HEADS: dict[str, tuple[Any, int, Any]] = {
+    "classes": (AutoModelForSequenceClassification, 3, lambda tokens: len(tokens) % 3),
+    "regression": (AutoModelForSequenceClassification, 1, lambda tokens: float(len(tokens) % 3)),
+    "tokens": (AutoModelForTokenClassification, 3, lambda tokens: [i % 3 for i in tokens]),
+}
+
+
+def classifier(folder: Path, head: str, chosen: list[int] | None = None, **further: Any) -> Any:
+    auto, labels, judge = HEADS[head]
+    data = Dataset.from_dict({"input_ids": ids(), "labels": [judge(row) for row in ids()]})
+    collator = DataCollatorForTokenClassification if head == "tokens" else DataCollatorWithPadding
+    return Trainer(
+        policy(auto=auto, num_labels=labels, pad_token_id=0),
+        args=alone(TrainingArguments(**settings(folder, max_steps=1, **further))),
+        train_dataset=data if chosen is None else data.select(chosen),
+        data_collator=collator(right_padding()),
+    )
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_classifiers_take_the_mean_of_the_step(head: str, tmp_path: Path) -> None:
+    """Their losses are means, whatever ``num_items_in_batch`` says; added up, three are three times too large."""
+    trainer = classifier(tmp_path, head, gradient_accumulation_steps=3)
+    batches = watch_batches(trainer)
+    examples = [ids_of(example) for example in trainer.train_dataset]
+    fastpack.patch(trainer, max_tokens=75)
+    ours = Gradients(trainer)
+    trainer.train()
+    chosen = [examples.index(example) for batch in batches[:3] for example in batch]
+    assert len({len(batch) for batch in batches[:3]}) > 1, "or they are even"
+    stock = classifier(tmp_path, head, chosen, per_device_train_batch_size=len(chosen))
+    theirs = Gradients(stock)
+    stock.train()
+    assert furthest(ours.steps[0], theirs.steps[0]) <= BOUND
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(stock.state.log_history[0]["loss"], rel=BOUND)
+
+
+def test_what_a_collator_pads_to_is_not_where_it_cuts(tmp_path: Path) -> None:
+    trainer = Trainer(
+        policy(),
+        args=alone(TrainingArguments(**settings(tmp_path))),
+        train_dataset=Dataset.from_dict({"input_ids": ids(), "labels": ids()}),
+        data_collator=DataCollatorForSeq2Seq(right_padding(), max_length=5),
+    )
+    fastpack.patch(trainer, max_tokens=75)
+    assert max(total(batch) for batch in trainer.get_train_dataloader()) <= 75
+
+
+def test_another_data_set_is_planned_anew(tmp_path: Path) -> None:
+    trainer = fastpack.patch(sft(tmp_path), max_tokens=60)
+    trainer.train_dataset = sft(tmp_path, texts(EXAMPLES + 16)).train_dataset
+    sizes = [total(batch) for batch in trainer.get_train_dataloader()]
+    assert sum(sizes) == sum(lengths_of(trainer.train_dataset))
+    assert max(sizes) <= 60
+
+
+def test_a_second_run_has_the_batches_of_the_first(tmp_path: Path) -> None:
+    """Also where later epochs need a micro-batch more: from there on, the same steps are fewer epochs."""
+    lengths = [21, 30, 28, 27, 5, 11, 6, 18, 27, 17, 18, 23, 15, 28, 9, 6]
+    trainer = sft(tmp_path, texts(len(lengths)), seed=1, max_steps=32)
+    trainer.train_dataset = trainer.train_dataset.add_column("length", lengths)
+    fastpack.patch(trainer, max_tokens=60)
+    counts = [len(trainer.get_train_dataloader()) for _ in range(2)]
+    assert counts == [6, 6]
+    fewer = make_sampler(lengths, 60, "error", trainer.args, epochs=count_epochs(trainer.args, 6))
+    assert len(fewer) == 5, "or this says nothing"
+
+
+def test_undone_after_callbacks_were_restored(tmp_path: Path) -> None:
+    further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    fastpack.patch(sft(tmp_path, max_steps=1, **further), max_tokens=60).train()
+    trainer = sft(tmp_path, max_steps=2, restore_callback_states_from_checkpoint=True, **further)
+    before = [type(callback) for callback in trainer.callback_handler.callbacks]
+    fastpack.patch(trainer, max_tokens=60)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    fastpack.unpatch(trainer)
+    assert [type(callback) for callback in trainer.callback_handler.callbacks] == before
+    assert "compute_loss" not in trainer.__dict__
+
+
+def test_a_loss_of_the_users_own_is_put_back(tmp_path: Path) -> None:
+    trainer = sft(tmp_path)
+    stock, called = trainer.compute_loss, []
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        called.append(True)
+        return stock(*args, **kwargs)
+
+    trainer.compute_loss = mine
+    with fastpack.patched(trainer, max_tokens=60):
+        assert trainer.compute_loss is not mine
+        trainer.train()
+    assert called
+    assert trainer.compute_loss is mine
+
+
+def test_refused(tmp_path: Path) -> None:
+    with pytest.raises(PatchError, match="keeps the order of the data set"):
+        fastpack.patch(sft(tmp_path, train_sampling_strategy="sequential"), max_tokens=60)
+    sequential = sft(tmp_path, train_sampling_strategy="sequential")
+    assert fastpack.patch(sequential, max_tokens=TokenBudget(60, same_steps=True)) is sequential
+    with pytest.raises(PatchError, match="same_steps leaves the trainer its own batches"):
+        fastpack.patch(sft(tmp_path), max_tokens=TokenBudget(20, same_steps=True, too_long="truncate"))
+    packing = SFTTrainer(
+        policy(),
+        args=alone(SFTConfig(**settings(tmp_path, packing=True, max_length=40))),
+        train_dataset=texts(),
+        processing_class=word_tokenizer(),
+    )
+    with pytest.raises(PatchError, match="packing made rows of several examples"):
+        fastpack.patch(packing, max_tokens=TokenBudget(30, too_long="truncate"))
+    assert fastpack.patch(packing, max_tokens=80) is packing
+
+
+def test_a_sampler_of_the_users_own(tmp_path: Path) -> None:
+    class Weighted(Trainer):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return WeightedRandomSampler([1.0] * EXAMPLES, EXAMPLES)
+
+    like = plain(tmp_path)
+    given = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
+    with pytest.raises(PatchError, match="its own _get_train_sampler"):
+        fastpack.patch(Weighted(policy(), **given), max_tokens=75)
+    trainer = Weighted(policy(), **given)
+    assert fastpack.patch(trainer, max_tokens=TokenBudget(75, same_steps=True)) is trainer
+
+
+@pytest.mark.parametrize("make", [sft, plain])
+def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = tiny_model("mixtral", attn_implementation="sdpa", output_router_logits=True)
+    monkeypatch.setattr("trainer_cases.policy", lambda: experts)
+    with pytest.raises(PatchError, match="auxiliary loss of experts would be added once for each piece"):
+        fastpack.patch(make(tmp_path), max_tokens=TokenBudget(60, same_steps=True))
+    assert fastpack.report(experts).rung == "stock", "nothing was changed"
+    trainer = make(tmp_path)
+    assert fastpack.patch(trainer, max_tokens=75) is trainer
+
+
+def test_model_init(tmp_path: Path) -> None:
+    """``train()`` throws the patched model away: refused, unless every new one comes patched."""
+    like = plain(tmp_path, max_steps=1)
+    given = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
+    with pytest.raises(PatchError, match="calls its model_init for a new model"):
+        fastpack.patch(Trainer(model_init=lambda: policy(), **given))
+    trainer = fastpack.patch(Trainer(model_init=lambda: fastpack.patch(policy()), **given), max_tokens=75)
+    first = trainer.model
+    trainer.train()
+    assert trainer.model is not first
+    assert fastpack.is_patched(trainer.model)
+    assert "max_tokens=75: " in str(fastpack.report(trainer))
+
+
+def test_trainers_of_trl_that_are_not_known(tmp_path: Path) -> None:
+    """Neither ORPO's batches nor its loss are those of the ``Trainer`` that it inherits from."""
+    orpo = pytest.importorskip("trl.experimental.orpo")
+    trainer = orpo.ORPOTrainer(
+        policy(),
+        args=alone(orpo.ORPOConfig(**settings(tmp_path, max_length=64))),
+        train_dataset=pairs(EXAMPLES),
+        processing_class=word_tokenizer(),
+    )
+    with pytest.raises(PatchError, match="not a ORPOTrainer"):
+        fastpack.patch(trainer, max_tokens=200)
+
+    class Mine(type(sft(tmp_path))):  # type: ignore[misc]
+        pass
+
+    known = sft(tmp_path)
+    known.__class__ = Mine
+    assert kind_of(known) is kind_of(sft(tmp_path)), "a user's own class is what it inherits from"
