@@ -14,26 +14,9 @@ from tiny import tiny_model
 from trl import DPOConfig, DPOTrainer
 
 import fastpack
+from fastpack.smoke.preference.cases import LOSSES, SMOOTHING
 
 BETA = 0.1
-LOSSES = (
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-)
-NEEDS_SMOOTHING = ("exo_pair", "robust")
 
 
 @pytest.fixture
@@ -79,7 +62,10 @@ def check_equal(ours: list[dict[str, float]], stock: list[dict[str, float]]) -> 
 
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_dpo(loss_type: str, tmp_path: Path, calls: Calls) -> None:
-    further = {"loss_type": [loss_type], **({"label_smoothing": 0.1} if loss_type in NEEDS_SMOOTHING else {})}
+    further = {
+        "loss_type": [loss_type],
+        **({"label_smoothing": SMOOTHING[loss_type]} if loss_type in SMOOTHING else {}),
+    }
     stock = logged(dpo(tmp_path, patch=None, **further))
     assert not calls.all
     check_equal(logged(dpo(tmp_path, patch="trainer", **further)), stock)

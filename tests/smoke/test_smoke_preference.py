@@ -22,7 +22,7 @@ from fastpack.smoke.preference.figures import Figures
 from fastpack.smoke.preference.judge import Differences, judge
 
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
-FEW = ["--pairs", "2", "--steps", "2", "--max-length", "96"]
+FEW = ["--pairs", "2", "--steps", "2", "--max-length", "96", "--learning-rate", "1e-3"]  # or controls see too little
 
 
 @pytest.fixture
