@@ -22,6 +22,7 @@ __all__ = [
     "LENGTHS",
     "Error",
     "Result",
+    "check_put_back",
     "compare",
     "flat",
     "make_sequences",
@@ -102,3 +103,14 @@ def _grads(model: nn.Module) -> dict[str, Tensor]:
         for name, parameter in model.named_parameters()
         if parameter.grad is not None
     }
+
+
+def check_put_back(ours: Any, stock: Any, real: Tensor) -> None:
+    """Hidden states and router logits are the stock ones where ``real`` is true, and hidden states 0 elsewhere."""
+    for a, b in zip(ours.hidden_states, stock.hidden_states, strict=True):
+        assert a.shape == b.shape
+        assert relative(a[real], b[real]) <= FLOAT32_BOUND
+        assert not a[~real].any()
+    for a, b in zip(ours.router_logits, stock.router_logits, strict=True):
+        assert a.shape == b.shape
+        assert relative(a[real.flatten()], b[real.flatten()]) <= FLOAT32_BOUND

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from oracle import FLOAT32_BOUND, relative
 from preferences import alone
+from preferences import settings as base_settings
 from test_exact import Calls
 from tiny import VOCAB, tiny_model
 from tokenizers import Tokenizer
@@ -51,24 +52,9 @@ def tokenizer() -> Any:
     )
 
 
-def config(folder: Path, **settings: Any) -> SFTConfig:
-    given = SFTConfig(
-        **{
-            "output_dir": str(folder),
-            "per_device_train_batch_size": ROWS,
-            "max_steps": STEPS,
-            "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "use_cpu": not torch.cuda.is_available(),
-            **settings,
-        }
-    )
-    return cast(SFTConfig, alone(given))
+def config(folder: Path, **further: Any) -> SFTConfig:
+    given = {"per_device_train_batch_size": ROWS, "max_steps": STEPS, "learning_rate": 1e-2, **further}
+    return cast(SFTConfig, alone(SFTConfig(**base_settings(folder, **given))))
 
 
 def losses(trainer: Any) -> list[float]:

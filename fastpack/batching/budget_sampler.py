@@ -36,8 +36,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     the batches of its own rank: nothing may divide them among ranks again.
 
     ``len()`` is the number of micro-batches of this rank in the whole epoch, the same on every rank; it may differ by
-    a few from epoch to epoch unless ``epochs`` is given. Iterating goes through the epoch from its start, or from where
-    a loaded state stopped.
+    a few from epoch to epoch until :meth:`even_out` is called. Iterating goes through the epoch from its start, or from
+    where a loaded state stopped.
 
     Args:
         lengths: tokens of each example, from :func:`lengths_of`; n ints or a whole 1-D tensor. The same on every rank.
@@ -47,8 +47,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
             a process group exists, and all ranks then compare their data and settings: a collective call.
         ranks: how many processes there are.
         look_ahead, too_long, cost: as in :func:`plan_batches`.
-        epochs: the first so many epochs get as many micro-batches as the one of them that needs most, which is what
-            trainers count on. All of them are planned for it.
 
     Raises:
         PackingError: as :func:`plan_batches`; only one of ``rank`` and ``ranks`` is given; ranks have different data.
@@ -65,7 +63,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
         look_ahead: int = LOOK_AHEAD,
         too_long: TooLong = "error",
         cost: tuple[float, float] = COST,
-        epochs: int = 1,
     ) -> None:
         if (rank is None) != (ranks is None):
             raise PackingError(f"rank={rank} and ranks={ranks}: pass both, or neither to ask torch.distributed.")
@@ -89,9 +86,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._epoch = 0
         self._start = 0
         self._position = 0
-        self.micro_batches = 1
-        if epochs > 1:
-            self.micro_batches = max(self._planned(epoch).micro_batches for epoch in range(epochs))
+        self._micro_batches = 1
         self._plan = self._planned(0)
 
     @property
@@ -124,6 +119,16 @@ class TokenBudgetSampler(Sampler[list[int]]):
         if epoch != self._epoch:
             self._plan = self._planned(epoch)
             self._epoch, self._start, self._position = epoch, 0, 0
+
+    def even_out(self, epochs: int) -> None:
+        """Give the first so many epochs as many micro-batches as the one of them that needs most.
+
+        Trainers count on it. All of these epochs are planned for it; call it before the first of them begins. One
+        epoch is left as it is.
+        """
+        if epochs > 1:
+            self._micro_batches = max(self._planned(epoch).micro_batches for epoch in range(epochs))
+            self._plan = self._planned(self._epoch)
 
     def state_dict(self, done: int | None = None) -> dict[str, Any]:
         """Where the epoch stands, as ints, floats and strings; the same on every rank, so one of them may save it.
@@ -196,7 +201,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             look_ahead=self.look_ahead,
             too_long=self.too_long,
             cost=self.cost,
-            micro_batches=self.micro_batches,
+            micro_batches=self._micro_batches,
         )
 
     def _settings(self) -> dict[str, Any]:

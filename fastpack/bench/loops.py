@@ -34,23 +34,10 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
     contestant = CONTESTANTS[settings.contestant]
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
-            output_dir=folder,
-            per_device_train_batch_size=settings.rows,
-            max_steps=clock.total_steps,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
+            **trainer_arguments(settings, clock, folder),
             padding_free=contestant.packed,
-            max_length=None,
-            gradient_checkpointing=settings.checkpointing,
             use_liger_kernel=contestant.liger,
-            bf16=False,
-            **({} if settings.trainer_waits else WITHOUT_WAITING),
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            train_sampling_strategy="sequential",
             dataset_kwargs={"skip_prepare_dataset": True},
-            seed=settings.seed,
         )
         trainer = SFTTrainer(
             model,
@@ -65,6 +52,26 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
             trainer.data_collator = with_packed_seq_lens(trainer.data_collator)
         trainer.train()
     return logged_of_first_steps(trainer)
+
+
+def trainer_arguments(settings: Settings, clock: Clock, folder: str) -> dict[str, Any]:
+    """What the config of any of TRL's trainers is given."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": settings.rows,
+        "max_steps": clock.total_steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_length": None,
+        "gradient_checkpointing": settings.checkpointing,
+        "bf16": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "train_sampling_strategy": "sequential",
+        "seed": settings.seed,
+        **({} if settings.trainer_waits else WITHOUT_WAITING),
+    }
 
 
 def clock_callback(clock: Clock) -> Any:

@@ -11,13 +11,7 @@ import torch
 from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.flops import step_flops
-from fastpack.bench.loops import (
-    LEARNING_RATE,
-    WITHOUT_WAITING,
-    clock_callback,
-    logged_of_first_steps,
-    tokenizer_of_ids,
-)
+from fastpack.bench.loops import clock_callback, logged_of_first_steps, tokenizer_of_ids, trainer_arguments
 from fastpack.bench.models import LORA_RANK, lora_config, patch
 from fastpack.bench.pair_lengths import Pair, sequences
 from fastpack.bench.settings import Settings
@@ -37,22 +31,7 @@ def train_with_dpo(
     lora = settings.mode != "full"
     pairs = settings.pair_lengths(extra_steps=clock.total_steps - settings.warmup - settings.steps)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = DPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=settings.rows,
-            max_steps=clock.total_steps,
-            learning_rate=LEARNING_RATE,
-            lr_scheduler_type="constant",
-            max_length=None,
-            gradient_checkpointing=settings.checkpointing,
-            bf16=False,
-            **({} if settings.trainer_waits else WITHOUT_WAITING),
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            train_sampling_strategy="sequential",
-            seed=settings.seed,
-        )
+        arguments = DPOConfig(**trainer_arguments(settings, clock, folder))
         trainer = DPOTrainer(
             model,
             ref_model=None if lora else copy.deepcopy(model),

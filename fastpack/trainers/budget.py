@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,30 +21,21 @@ class BudgetState:
     """What was set up on a trainer, and how to undo it."""
 
     budget: TokenBudget
-    kind: Kind
     weighing: steps.Weighing
-    lengths: list[int] | None
     sampler: TokenBudgetSampler | None
     dataset: Any
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def start(self, trainer: Any) -> TokenBudgetSampler:
         """The sampler of a run that begins now, with as many micro-batches in each epoch."""
-        assert self.lengths is not None
         assert self.sampler is not None
-        args = trainer.args
+        lengths = self.sampler.lengths
         if trainer.train_dataset is not self.dataset:  # by the lengths of the one before, examples would be lost
-            self.lengths, self.dataset = _lengths(trainer), trainer.train_dataset
-        # What one epoch alone needs, not what the run before had: a checkpoint of a run fits every other like it.
-        one = loader.make_sampler(self.lengths, self.budget.max_tokens, self.budget.too_long, args)
-        self.sampler = loader.make_sampler(
-            self.lengths,
-            self.budget.max_tokens,
-            self.budget.too_long,
-            args,
-            epochs=loader.count_epochs(args, one.plan.micro_batches),
-        )
-        return self.sampler
+            lengths, self.dataset = _lengths(trainer), trainer.train_dataset
+        # a new one: a run before this has evened out its own number of epochs, and a checkpoint fits every run like it
+        self.sampler = sampler = loader.make_sampler(lengths, self.budget, trainer.args)
+        sampler.even_out(loader.count_epochs(trainer.args, len(sampler)))
+        return sampler
 
     def describe(self) -> str:
         """A line for the report."""
@@ -82,17 +73,14 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
     if state is not None and state.budget == budget:
         return lambda: None
     kind = _checked_kind(target, budget)
-    made = None
-    lengths = None
-    if kind.planned:
-        lengths = _lengths(target)
-        made = loader.make_sampler(lengths, budget.max_tokens, budget.too_long, target.args)
-        if budget.same_steps:
-            made = None  # it has said what is wrong with the lengths, if anything is
+    # also where it is not used: it says what is wrong with the lengths, if anything is
+    sampler = loader.make_sampler(_lengths(target), budget, target.args) if kind.planned else None
     splitting = budget.same_steps or not kind.planned
     weighing = steps.Weighing(kind, budget.max_tokens if splitting else None)
     dataset = getattr(target, "train_dataset", None)
-    return functools.partial(_set_up, target, BudgetState(budget, kind, weighing, lengths, made, dataset))
+    return functools.partial(
+        _set_up, target, BudgetState(budget, weighing, None if budget.same_steps else sampler, dataset)
+    )
 
 
 def _lengths(trainer: Any) -> list[int]:
@@ -114,36 +102,44 @@ def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
             "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For a loop of your own see "
             "fastpack.batching.budget_sampler.TokenBudgetSampler."
         )
-    name = type(trainer).__name__
-    splitting = budget.same_steps or not kind.planned
-    why = kind.refuses(trainer) or (kind.whole(trainer) if splitting else None)
-    if why is None and splitting and getattr(trainer, "is_deepspeed_enabled", False):
-        why = "DeepSpeed takes every backward for a micro-batch, so none can be split"
-    if why is None and not kind.planned and budget.same_steps:
-        why = "its batches are made by generation: it always keeps its steps; leave same_steps out"
-    parallel = {axis: size for axis in ("tp", "cp", "sp") if (size := _parallel(trainer, axis)) > 1}
-    if why is None and parallel:
-        why = f"ranks share a batch here ({parallel}), and each would plan its own"
-    accelerator = trainer.accelerator
-    if why is None and (getattr(accelerator, "split_batches", False) or accelerator.dispatch_batches):
-        why = "split_batches and dispatch_batches of accelerator_config divide batches among ranks in another way"
-    if why is None and not splitting and _in_order(trainer.args):
-        why = 'train_sampling_strategy="sequential" keeps the order of the data set, and full batches shuffle it'
-    sampled = type(trainer)._get_train_sampler.__module__.split(".")[0]
-    if why is None and not splitting and sampled not in ("transformers", "trl"):
-        why = "its own _get_train_sampler says what comes when, and full batches are drawn in another way"
-    average = getattr(trainer.args, "average_tokens_across_devices", True)
-    if why is None and accelerator.num_processes > 1 and not average and kind.unit == "trained tokens":
-        why = "average_tokens_across_devices=False takes the mean of the ranks' means, which are of uneven sizes"
-    if why is None and budget.too_long == "truncate" and budget.same_steps:
-        why = 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
-    if why is None and budget.too_long == "truncate" and getattr(trainer.args, "packing", False):
-        why = 'packing made rows of several examples, and too_long="truncate" would cut those; set a lower max_length'
-    if why is None and budget.too_long == "truncate" and kind.unit not in ("trained tokens", "labels"):
-        why = 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
+    why = next(_reasons(trainer, kind, budget), None)
     if why is not None:
-        raise PatchError(f"max_tokens={budget.max_tokens} can't be kept with this {name}: {why}.")
+        raise PatchError(f"max_tokens={budget.max_tokens} can't be kept with this {type(trainer).__name__}: {why}.")
     return kind
+
+
+def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
+    """Why a trainer's batches can't follow a budget."""
+    args, accelerator = trainer.args, trainer.accelerator
+    splitting = budget.same_steps or not kind.planned
+    own = kind.refuses(trainer) or (kind.whole(trainer) if splitting else None)
+    if own is not None:
+        yield own
+    if splitting and getattr(trainer, "is_deepspeed_enabled", False):
+        yield "DeepSpeed takes every backward for a micro-batch, so none can be split"
+    if not kind.planned and budget.same_steps:
+        yield "its batches are made by generation: it always keeps its steps; leave same_steps out"
+    parallel = {axis: size for axis in ("tp", "cp", "sp") if (size := _parallel(trainer, axis)) > 1}
+    if parallel:
+        yield f"ranks share a batch here ({parallel}), and each would plan its own"
+    if getattr(accelerator, "split_batches", False) or accelerator.dispatch_batches:
+        yield "split_batches and dispatch_batches of accelerator_config divide batches among ranks in another way"
+    if not splitting and _in_order(args):
+        yield 'train_sampling_strategy="sequential" keeps the order of the data set, and full batches shuffle it'
+    sampled = type(trainer)._get_train_sampler.__module__.split(".")[0]
+    if not splitting and sampled not in ("transformers", "trl"):
+        yield "its own _get_train_sampler says what comes when, and full batches are drawn in another way"
+    average = getattr(args, "average_tokens_across_devices", True)
+    if accelerator.num_processes > 1 and not average and kind.unit == "trained tokens":
+        yield "average_tokens_across_devices=False takes the mean of the ranks' means, which are of uneven sizes"
+    if budget.too_long != "truncate":
+        return
+    if budget.same_steps:
+        yield 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
+    if getattr(args, "packing", False):
+        yield 'packing made rows of several examples, and too_long="truncate" would cut those; set a lower max_length'
+    if kind.unit not in ("trained tokens", "labels"):
+        yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
 
 
 def _in_order(args: Any) -> bool:
@@ -160,21 +156,13 @@ def _parallel(trainer: Any, axis: str) -> int:
 def _set_up(trainer: Any, state: BudgetState) -> None:
     remove_budget(trainer)
     accelerator = trainer.accelerator
-    changed: list[tuple[Any, str, Any]] = [
-        (trainer, "get_batch_samples", functools.partial(steps.get_batch_samples, trainer)),
-        (trainer, "compute_loss", functools.partial(steps.compute_loss, trainer)),
-    ]
-    for owner, name, ours in changed:
-        _replace(state, owner, name, functools.partial(ours, getattr(owner, name), state.weighing))
+    for name, ours in (("get_batch_samples", steps.get_batch_samples), ("compute_loss", steps.compute_loss)):
+        _replace(state, trainer, name, functools.partial(ours, trainer, getattr(trainer, name), state.weighing))
     _replace(state, accelerator, "gather", functools.partial(steps.gather, accelerator, accelerator.gather))
     if state.sampler is not None:
         stock = trainer.get_train_dataloader
-        _replace(
-            state,
-            trainer,
-            "get_train_dataloader",
-            functools.partial(loader.get_train_dataloader, trainer, stock, state),
-        )
+        made = functools.partial(loader.get_train_dataloader, trainer, stock, state)
+        _replace(state, trainer, "get_train_dataloader", made)
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state
 

@@ -166,8 +166,6 @@ def lengths(inputs: Inputs, kind: Kind) -> list[int]:
         per_row = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)
     else:
         per_row = torch.full((rows(inputs),), inputs["input_ids"].shape[-1])
-    if "KL_attention_mask" in inputs:
-        per_row = per_row + inputs["KL_attention_mask"].ne(0).sum(-1)
     found: list[int] = per_row.view(kind.rows_of_a_unit, -1).sum(0).tolist()
     return found
 

@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from fastpack.batching.budget import TooLong
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.errors import PackingError
+from fastpack.options import TokenBudget
 
 _COPIED = (
     "collate_fn",
@@ -43,12 +43,10 @@ class BatchesOfEpochs(TokenBudgetSampler):
         return {**kept, "micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
 
 
-def make_sampler(
-    lengths: Sequence[int], max_tokens: int, too_long: TooLong, args: Any, *, epochs: int = 1
-) -> BatchesOfEpochs:
+def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: Any) -> BatchesOfEpochs:
     """The sampler for a trainer's arguments."""
     seed = args.seed if args.data_seed is None else args.data_seed
-    return BatchesOfEpochs(lengths, max_tokens, seed=seed, too_long=too_long, epochs=epochs)
+    return BatchesOfEpochs(lengths, budget.max_tokens, seed=seed, too_long=budget.too_long)
 
 
 def count_epochs(args: Any, micro_batches: int) -> int:

@@ -182,7 +182,8 @@ def test_epochs_of_equal_length() -> None:
     short_sighted: dict[str, Any] = {"look_ahead": 4, "rank": 0, "ranks": 1}
     counts: list[list[int]] = []
     for epochs in (1, 6):
-        batches = TokenBudgetSampler(lengths, 1024, epochs=epochs, **short_sighted)
+        batches = TokenBudgetSampler(lengths, 1024, **short_sighted)
+        batches.even_out(epochs)
         counts.append([])
         for epoch in range(6):
             batches.set_epoch(epoch)

@@ -106,7 +106,8 @@ def test_a_second_run_has_the_batches_of_the_first(tmp_path: Path) -> None:
     fastpack.patch(trainer, max_tokens=60)
     counts = [len(trainer.get_train_dataloader()) for _ in range(2)]
     assert counts == [6, 6]
-    fewer = make_sampler(lengths, 60, "error", trainer.args, epochs=count_epochs(trainer.args, 6))
+    fewer = make_sampler(lengths, TokenBudget(60), trainer.args)
+    fewer.even_out(count_epochs(trainer.args, 6))
     assert len(fewer) == 5, "or this says nothing"
 
 
