@@ -19,11 +19,6 @@ Precision = Literal["full precision", "half precision"]
 LOSS_BOUND: dict[Precision, float] = {"full precision": 1e-4, "half precision": 2e-2}
 NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 2e-2}
 """How far apart they may be, relative."""
-DPO_LATER = 0.15
-"""The same for DPO in half precision, both figures, after the first step. A reward is beta times the difference of two
-log-probabilities near -7,000 (700 tokens), each a sum of terms that half precision rounds by some hundredths: noise of
-several tenths, of which beta = 0.1 leaves hundredths, and the loss is 0.7. In the first step policy and reference are
-the same computation, so there the loss is ln 2 for everyone, and the usual bounds hold."""
 
 
 @dataclass(frozen=True)
@@ -52,18 +47,16 @@ class Verdict:
         )
 
 
-def compare(figures: Sequence[Figures], precision: Precision, trainer: str = "sft") -> Verdict:
+def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
     """The verdict on all contestants that ran."""
-    later = DPO_LATER if trainer == "dpo" and precision == "half precision" else 0.0
     ran = [row for row in figures if row.error is None]
     worst, worst_ratio = Verdict(agree=True), -1.0
     for row in ran[1:]:
-        for what, usual, ours, theirs in (
+        for what, bound, ours, theirs in (
             ("loss", LOSS_BOUND[precision], row.losses, ran[0].losses),
             ("gradients' norm", NORM_BOUND[precision], row.gradient_norms, ran[0].gradient_norms),
         ):
             for step, (our, their) in enumerate(zip(ours[:GATE_STEPS], theirs[:GATE_STEPS], strict=True), 1):
-                bound = max(usual, later) if step > 1 else usual
                 difference = abs(our - their) / abs(their) if their else math.inf
                 ratio = math.inf if math.isnan(difference) else difference / bound
                 if ratio > worst_ratio:

@@ -103,7 +103,7 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     return Outcome(
         settings,
         figures,
-        compare(figures, precision, settings.trainer),
+        compare(figures, precision),
         ceiling,
         floor_rate(settings, ceiling),
         found["machine"],

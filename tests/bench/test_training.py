@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
 from fastpack import commands
 from fastpack.bench import contestant, loops, models, varlen_attention
 from fastpack.bench.clock import count_kernels
 from fastpack.bench.gate import compare
+from fastpack.bench.preference import learn_later
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import SHAPES
 from fastpack.cli import main
@@ -77,7 +79,7 @@ def test_dpo_is_the_same_padded_and_patched(mode: Any) -> None:
     verdict = compare(figures, "half precision" if mode == "qlora" else "full precision")
     assert verdict.agree, str(verdict)
     assert [len(row.losses) for row in figures] == [4, 4]
-    assert figures[0].losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert figures[0].losses == pytest.approx([math.log(2)] * 4, abs=1e-6), "it learns while it is compared"
     assert (figures[0].backend, figures[1].backend) == ("sdpa", "segments")
     # of the two timed steps: pairs 1 and 2, then 0 and 1, a prompt with each of its completions
     assert figures[0].tokens == [23 + 6 + 64 + 7, 39 + 23 + 21 + 64] == figures[1].tokens
@@ -91,6 +93,15 @@ def test_dpo_on_other_pairs_is_noticed() -> None:
     honest = train(DPO, "stock padded")
     Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 7]]")
     assert not compare([*honest, *train(DPO, "fastpack")], "full precision").agree
+
+
+def test_dpo_learns_once_it_was_compared() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    rates = []
+    for step in range(loops.GATE_STEPS + 2):
+        learn_later().on_step_begin(None, TrainerState(global_step=step), None, optimizer=optimizer)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.0] * loops.GATE_STEPS + [loops.LEARNING_RATE] * 2
 
 
 def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
