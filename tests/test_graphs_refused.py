@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative
 from recording import SMALL, FakeRecorder, Varlen, check, graphed, hidden, reason, runner, step
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
@@ -124,9 +126,20 @@ def test_dropout_is_drawn_anew_in_each_replay() -> None:
     assert runner(models[1]).stats.recordings == 1
 
 
-def test_modules_are_looked_at_before_lengths_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def forward_of_a_trainer(head: Any, labels: Tensor, fail: bool = False, **given: Any) -> Any:
+    """What TRL puts in the place of a head's forward."""
+    if fail:
+        raise RuntimeError("a trainer's own")
+    logits = head.lm_head(head.model(**given).last_hidden_state)
+    return CausalLMOutputWithPast(loss=head.loss_function(logits, labels, VOCAB), logits=logits)
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["own forward", "a trainer's"])
+def test_modules_are_looked_at_before_lengths_are_waited_for(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And once only: the look costs time, which on a GPU hides behind the step before."""
     model = graphed(tiny_model("llama"))
+    if replaced:
+        model.forward = functools.partial(forward_of_a_trainer, model)
     step(model)
     order: list[str] = []
     unchanged, pack_inputs = Stack.unchanged, causal_lm.pack_inputs
@@ -151,11 +164,19 @@ def test_a_hook_that_replaces_weights_behind_the_look() -> None:
     check(ours, want)
 
 
-def test_what_was_seen_is_forgotten_after_a_failure() -> None:
+@pytest.mark.parametrize("replaced", [False, True], ids=["own forward", "a trainer's"])
+def test_what_was_seen_is_forgotten_after_a_failure(replaced: bool) -> None:
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    if replaced:
+        models[1].forward = functools.partial(forward_of_a_trainer, models[1])
     step(models[1])
-    with pytest.raises(fastpack.PackingError):
-        models[1](input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4), packed_seq_lens=[3])
+    ids = torch.ones(1, 4, dtype=torch.long)
+    if replaced:
+        with pytest.raises(RuntimeError, match="a trainer's own"):
+            models[1](input_ids=ids, labels=ids, packed_seq_lens=[4], fail=True)
+    else:
+        with pytest.raises(fastpack.PackingError):
+            models[1](input_ids=ids, labels=ids, packed_seq_lens=[3])
     for m in models:
         m.model.norm.weight = nn.Parameter(m.model.norm.weight * 0.5)
     want, ours = (hidden(m) for m in models)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,14 @@ class Circumstances:
     work: float
 
 
+class Seen(NamedTuple):
+    """A look at the modules, for the one ``packed`` batch, or for whichever comes next."""
+
+    stack: Stack
+    state: Hashable
+    packed: PackedSeqLens | None = None
+
+
 @dataclass(eq=False)
 class GraphRunner:
     """Runs the backbone of one patched model, from CUDA graphs where that is possible and pays.
@@ -107,7 +115,7 @@ class GraphRunner:
         self._changes = self._since_change = 0
         self._pending: weakref.ref[Ticket] | None = None
         self._given_up: str | None = None
-        self._seen: tuple[Stack, Hashable] | None = None
+        self._seen: Seen | None = None
         self._drop()
 
     def _drop(self) -> None:
@@ -123,17 +131,24 @@ class GraphRunner:
 
         A :meth:`run` inside believes what was seen, unless hooks of the backbone itself come in between.
         """
-        hooked = has_hooks(backbone) or "_hf_hook" in backbone.__dict__
-        idle = hooked or not torch.is_grad_enabled() or self._given_up
-        self._seen = None if idle else self._look(backbone)
+        self._seen = self.look_ahead(backbone)
         try:
             yield
         finally:
             self._seen = None
 
-    def _look(self, backbone: Any) -> tuple[Stack, Hashable]:
+    def look_ahead(self, backbone: Any) -> Seen | None:
+        """The same for who does not see the call end: what was seen, for :meth:`believe`; None where that is idle."""
+        hooked = has_hooks(backbone) or "_hf_hook" in backbone.__dict__
+        return None if hooked or not torch.is_grad_enabled() or self._given_up else self._look(backbone)
+
+    def believe(self, seen: Seen | None, packed: PackedSeqLens) -> None:
+        """Let the run of this very batch, if it comes next, do without a look of its own."""
+        self._seen = None if seen is None else seen._replace(packed=packed)
+
+    def _look(self, backbone: Any) -> Seen:
         stack = self._current_stack(backbone)
-        return stack, stack.state()
+        return Seen(stack, stack.state())
 
     def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any]) -> Any:
         """The backbone's outputs for a packed batch.
@@ -165,7 +180,10 @@ class GraphRunner:
         self, backbone: Any, stock: Forward | None, arguments: Mapping[str, Any], packed: PackedSeqLens
     ) -> tuple[str | None, RecordedStep | None, Request]:
         """The recording to replay, made now if it is time to; or why there is none."""
-        (stack, state), self._seen = self._seen or self._look(backbone), None
+        seen, self._seen = self._seen, None
+        if seen is None or (seen.packed is not None and seen.packed is not packed):
+            seen = self._look(backbone)
+        stack, state = seen.stack, seen.state
         embeddings: Tensor = arguments["inputs_embeds"]
         bucket = Bucket.of(packed.lengths)
         extras = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -44,13 +45,16 @@ class StaticSeqLens(PackedSeqLens):
 
 @dataclass(eq=False)
 class Buffers:
-    """Memory for what goes into replays, shared by all recordings: only one is under way at a time."""
+    """Memory for what goes into replays, shared by all recordings: only one is under way at a time.
+
+    The gradient goes into a backward where the embeddings went into its forward, which has copied them by then.
+    """
 
     _held: dict[Any, Tensor] = field(default_factory=dict)
 
-    def take(self, name: str, like: Tensor, tokens: int) -> Tensor:
+    def take(self, like: Tensor, tokens: int) -> Tensor:
         """``[1, tokens, H]`` of the dtype and device of ``like`` ``[1, T, H]``; what is handed out is never freed."""
-        key = (name, like.dtype, like.device, like.shape[-1])
+        key = (like.dtype, like.device, like.shape[-1])
         held = self._held.get(key)
         if held is None or held.shape[1] < tokens:
             held = self._held[key] = torch.zeros(
@@ -103,7 +107,7 @@ class RecordedStep:
         stack, bucket, like = request.stack, request.bucket, request.embeddings.detach()
         device = like.device
         self.bucket = bucket
-        self._embeddings = buffers.take("embeddings", like, bucket.tokens)
+        self._embeddings = buffers.take(like, bucket.tokens)
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
         self._write_inputs(like, request.packed)
@@ -111,8 +115,8 @@ class RecordedStep:
         stand_ins = stack.stand_ins()
 
         def forward() -> Tensor:
-            # New lengths each time: what is derived from them belongs to this pass. And a copy of the input, which
-            # some families scale in place.
+            # New lengths each time: what is derived from them belongs to this pass. And a copy of the input: some
+            # families scale it in place, and the gradient takes its memory.
             packed = StaticSeqLens(_Unknown(), self._cu_seqlens, self._position_ids, bucket=bucket)
             with stack.recordable(stand_ins), _uncached_autocast(device):
                 outputs = request.run(leaf.clone(), packed)
@@ -132,7 +136,8 @@ class RecordedStep:
             else:
                 self.parameters, self._has_input_gradient = like_this.parameters, like_this._has_input_gradient
                 hidden = like_this._tape.output
-            self._grad = buffers.take("gradient", hidden, bucket.tokens)
+            self._grad = buffers.take(hidden, bucket.tokens)
+            del hidden
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
             inputs += [stand_ins[p] for p in self.parameters]
             self._tape: Tape = recorder.record(device, forward, backward)
@@ -257,7 +262,10 @@ def _leaves(output: Tensor) -> set[int]:
 
 def _versions(parameters: Sequence[Tensor]) -> int:
     """A number that grows with every change in place."""
-    return sum(p._version for p in parameters)
+    return sum(map(_version, parameters))
+
+
+_version = attrgetter("_version")
 
 
 def only_hidden_states(outputs: Any) -> Tensor:

@@ -222,10 +222,17 @@ def head_pre_hook(
     forward = module.__dict__.get("forward")
     if isinstance(forward, functools.partial) and forward.func is head_forward:
         return None  # it does so itself
+    if not reads_packing(module, kind, scope, args, kwargs):
+        return None
+    graphs = None if torch.compiler.is_compiling() else runner_of(module.base_model)
+    seen = None if graphs is None else graphs.look_ahead(module.base_model)
     args, kwargs = prepare_head(module, kind, scope, prefixes, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
-    if scope is not None and isinstance(packed, PackedSeqLens):
-        scope.offer(source_of(kwargs), packed)
+    if isinstance(packed, PackedSeqLens):
+        if graphs is not None:
+            graphs.believe(seen, packed)
+        if scope is not None:
+            scope.offer(source_of(kwargs), packed)
     return args, _without_first_labels(kind, kwargs)
 
 
@@ -256,9 +263,7 @@ def prepare_head(
     Raises:
         PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
     """
-    needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
-    # one break is enough, at the first door; and a head with a scope would lose what it does not read
-    if not (needs_packing or scope is not None or torch.compiler.is_compiling()):
+    if not reads_packing(head, kind, scope, args, kwargs):
         return args, kwargs
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
@@ -271,6 +276,15 @@ def prepare_head(
             "gives one result a row. Send a padded batch: it runs padding-free inside all the same."
         )
     return (), arguments
+
+
+def reads_packing(
+    head: Any, kind: HeadKind, scope: PackingScope | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """True where the packing is read at the head, and not only at the backbone."""
+    needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
+    # one break is enough, at the first door; and a head with a scope would lose what it does not read
+    return needs_packing or scope is not None or torch.compiler.is_compiling()
 
 
 def _without_first_labels(kind: HeadKind, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class _GatedMlp(torch.autograd.Function):
             h: Tensor | None = None
             inside: list[Tensor] = []
             if dh is not None:
-                inside = [torch.empty_like(tensor) for tensor in made]
+                # a retained graph may come back for what was saved; otherwise the gradients take its place
+                inside = made if _is_last_pass() else [torch.empty_like(tensor) for tensor in made]
                 h = updated_backward(
                     dh,
                     gate,
@@ -147,6 +148,11 @@ class _GatedMlp(torch.autograd.Function):
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
         return (None,) * 6 + (dx, dnorm, *inner_weights, *down_weights)
+
+
+def _is_last_pass() -> bool:
+    """True in a backward after which nobody can read what was saved for it."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _two(made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

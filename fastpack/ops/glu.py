@@ -122,7 +122,8 @@ def gated_backward(
         grad: ``[..., I]``, of the result.
         gate, up: ``[..., I]``.
         overwrite_grad: the recomputed result is written over ``grad``, which the caller gives up.
-        out: where the two gradients go, as the halves of one ``[..., 2 I]`` tensor for a projection to both.
+        out: where the two gradients go, as the halves of one ``[..., 2 I]`` tensor for a projection to both; gate and
+            up themselves, where the caller gives those up.
     """
     if use_triton(implementation, gate) and _kernel_serves(implementation, gate, up, kind):
         from fastpack.ops.kernels import glu as kernels
@@ -134,13 +135,12 @@ def gated_backward(
         slope = torch.ops.aten.silu_backward(g * up, wide)
     else:
         slope = torch.ops.aten.gelu_backward(g * up, wide, approximate="tanh" if kind == "gelu_tanh" else "none")
+    of_up = g * _activate(wide, kind)
+    h = _activate(gate, kind) * up if recompute else None
     dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if out is None else out
     dgate.copy_(slope)
-    dup.copy_(g * _activate(wide, kind))
-    if not recompute:
-        return dgate, dup, None
-    h = _activate(gate, kind) * up
-    return dgate, dup, grad.copy_(h) if overwrite_grad else h
+    dup.copy_(of_up)
+    return dgate, dup, grad.copy_(h) if overwrite_grad and h is not None else h
 
 
 class _Gated(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastpack.ops.projection_parts import Lora, Settings
 from fastpack.ops.projections import backward_to_weights, needs_input_again
-from fastpack.ops.updates import expand_backward, expand_forward, shrink_backward
+from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward
 
 
 def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]) -> list[Tensor]:
@@ -44,9 +44,10 @@ class _AddUpdates(torch.autograd.Function):
         outputs: list[Tensor] = []
         with torch.autocast(n.device.type, enabled=False):
             updates = expand_forward(n.to(settings.dtype), settings, flat, keep)
+            ready = expanded(updates, bases, settings)
             for i, base in enumerate(bases):
                 assert base is not None
-                outputs.append(base.view_as(base) if i not in updates else torch.addmm(base, *updates[i]))
+                outputs.append(ready[i] if i in ready else base.view_as(base))
         ctx.settings, ctx.names = settings, tuple(keep)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*keep.values())

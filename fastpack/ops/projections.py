@@ -27,7 +27,7 @@ from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
-from fastpack.ops.updates import expand_backward, expand_forward, shrink_backward, update_gradients
+from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward, update_gradients
 
 
 def project(
@@ -179,14 +179,11 @@ def group_forward(
     outputs: list[Tensor] = []
     # selective checkpointing keeps results of operations as they come: then nothing is added in place
     in_place = not torch._C._len_torch_dispatch_stack()
+    ready = expanded(updates, [residual] * len(settings.loras), settings)
     for i in range(len(settings.loras)):
         weight, bias = flat[4 * i : 4 * i + 2]
         assert weight is not None
-        y = residual
-        owned = False
-        if i in updates:
-            y = torch.mm(*updates[i]) if y is None else torch.addmm(y, *updates[i])
-            owned = in_place
+        y, owned = ready.pop(i, residual), in_place and i in updates
         dense = _dense(weight, settings, i)
         keep[f"{prefix}w{i}"] = dense if settings.quant_states[i] is None else weight
         if bias is not None:

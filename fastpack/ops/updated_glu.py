@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind, gated_backward, gated_forward
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import Implementation
+from fastpack.ops.updates import thin_kernels_serve
 
 Factors = tuple[Tensor, Tensor] | None
 """``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-LARGEST_RANK = 128
-"""Above it the factors of a tile no longer fit beside the tile: updates are added beforehand."""
 
 
 def updated_forward(
@@ -55,7 +51,7 @@ def updated_backward(
     recompute: bool,
     implementation: Implementation = "auto",
 ) -> Tensor | None:
-    """Gradients of gate and up, ``[T, I]`` each, into ``out``.
+    """Gradients of gate and up, ``[T, I]`` each, into ``out``, which may be gate and up themselves.
 
     Args:
         grad: ``[T, I]``, of h, to which the update ``of_grad`` belongs too; the caller gives it up.
@@ -85,12 +81,9 @@ def updated_backward(
 
 
 def _kernel_serves(implementation: Implementation, gate: Tensor, *updates: Factors) -> bool:
-    given = [pair for pair in updates if pair is not None]
-    if not given or not use_triton(implementation, gate):
-        return False  # without an update the plain op has the leaner kernel
-    if gate.dtype not in KERNEL_DTYPES:
-        return False
-    return gate.stride(-1) == 1 and all(pair[0].shape[1] <= LARGEST_RANK for pair in given)
+    thins = [pair[0] for pair in updates if pair is not None]
+    # without an update the plain op has the leaner kernel
+    return bool(thins) and thin_kernels_serve(implementation, [gate], thins)
 
 
 def _add(base: Tensor, update: Factors) -> Tensor:

@@ -2,7 +2,8 @@
 
 Definition, for each projection i: ``scale_i dropout_i(n) A_i^T B_i^T`` (Hu et al., "LoRA", arXiv:2106.09685, eq. 3).
 A and B are brought to the activations' dtype, all of a group in one launch; where every update has the same scale and
-no dropout, one product serves all A. The scale is part of that product.
+no dropout, one product serves all A. The scale is part of that product. What a group has several of, or what is added
+to something, one kernel does (:mod:`fastpack.ops.kernels.thin`); torch's products do the rest, and all of it elsewhere.
 
 ``flat`` is what :func:`fastpack.ops.projection_parts.tensors_of` makes, ``keep`` and ``kept`` hold what the backward
 needs under names of their own.
@@ -17,8 +18,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fastpack.ops.implementation import use_triton
+from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.projection_parts import Settings
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+LARGEST_RANK = 128
+"""Above it the thin factors of a tile no longer fit beside the tile."""
+
+
+def thin_kernels_serve(implementation: Implementation, large: Sequence[Tensor], thins: Sequence[Tensor]) -> bool:
+    """True where kernels of thin products are to run, over ``large [T, ...]`` and thin factors ``[T, R]``."""
+    if not use_triton(implementation, thins[0]) or any(thin.shape[1] > LARGEST_RANK for thin in thins):
+        return False
+    return all(x.dtype in KERNEL_DTYPES and x.stride(-1) == 1 for x in large)
 
 
 def expand_forward(
@@ -54,6 +67,32 @@ def factors(settings: Settings, kept: dict[str, Tensor], *, prefix: str = "") ->
     return {i: (t, b.t()) for i, t, b in zip(settings.owners, thin, wide, strict=True)}
 
 
+def expanded(
+    updates: dict[int, tuple[Tensor, Tensor]], bases: Sequence[Tensor | None], settings: Settings
+) -> dict[int, Tensor]:
+    """Each update's product ``[T, O_i]``, added to its base where there is one, in memory of its own.
+
+    Args:
+        updates: as :func:`expand_forward` returns them, by projection.
+        bases: ``[T, O_i]`` or None, of every projection.
+    """
+    given = [base for i in updates if (base := bases[i]) is not None]
+    if not updates or not thin_kernels_serve(settings.implementation, given, [thin for thin, _ in updates.values()]):
+        return {
+            i: torch.mm(*pair) if (base := bases[i]) is None else torch.addmm(base, *pair)
+            for i, pair in updates.items()
+        }
+    from fastpack.ops.kernels import thin as kernels
+
+    made = {
+        i: torch.empty(len(thin), wide.shape[1], dtype=thin.dtype, device=thin.device)
+        for i, (thin, wide) in updates.items()
+    }
+    thins, wides = zip(*updates.values(), strict=True)
+    kernels.expand(thins, wides, list(made.values()), [bases[i] for i in updates])
+    return made
+
+
 def shrink_backward(
     grads: Sequence[Tensor | None], settings: Settings, kept: dict[str, Tensor], *, prefix: str = ""
 ) -> Tensor | None:
@@ -62,12 +101,23 @@ def shrink_backward(
     if not owners:
         return None
     low = torch.empty_like(kept[f"{prefix}t"])
+    present: list[tuple[Tensor, Tensor, float, Tensor]] = []
     for i, part in zip(owners, low.split(_ranks(settings, kept, prefix), 1), strict=True):
         grad = grads[i]
         if grad is None:
             part.zero_()
         else:
-            scaled_mm(grad, kept[f"{prefix}b{i}"], settings.scale(i), part)
+            present.append((grad, kept[f"{prefix}b{i}"], settings.scale(i), part))
+    if not present:
+        return low
+    given, wide, scales, parts = zip(*present, strict=True)
+    if thin_kernels_serve(settings.implementation, given, parts):
+        from fastpack.ops.kernels import thin as kernels
+
+        kernels.shrink(given, wide, scales, parts)
+    else:
+        for grad, b, scale, part in present:
+            scaled_mm(grad, b, scale, part)
     return low
 
 
@@ -103,10 +153,13 @@ def update_gradients(
         return
     assert low is not None
     ranks = _ranks(settings, kept, prefix)
-    for i, t in zip(owners, kept[f"{prefix}t"].split(ranks, 1), strict=True):
-        grad = grads[i]
-        if needs[4 * i + 3] and grad is not None:
-            made[4 * i + 3] = _mm_float32(grad.t(), t)
+    of_b = {
+        4 * i + 3: (grad, t)
+        for i, t in zip(owners, kept[f"{prefix}t"].split(ranks, 1), strict=True)
+        if needs[4 * i + 3] and (grad := grads[i]) is not None
+    }
+    for place, gradient in zip(of_b, _products_over_tokens(list(of_b.values()), settings), strict=True):
+        made[place] = gradient
     if not any(needs[4 * i + 2] for i in owners):
         return
     assert n is not None
@@ -150,6 +203,18 @@ def _dropped(x: Tensor, settings: Settings, i: int, kept: dict[str, Tensor], pre
     if mask is None:
         return x
     return x.mul_(mask).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
+
+
+def _products_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: Settings) -> list[Tensor]:
+    """``x [T, O]^T @ thin [T, R]`` of each, in float32."""
+    xs, thins = [x for x, _ in pairs], [thin for _, thin in pairs]
+    if len(pairs) < 2 or not thin_kernels_serve(settings.implementation, xs, thins):
+        return [_mm_float32(x.t(), thin) for x, thin in pairs]
+    from fastpack.ops.kernels import thin as kernels
+
+    found = [torch.empty(x.shape[1], thin.shape[1], dtype=torch.float32, device=x.device) for x, thin in pairs]
+    kernels.reduce(xs, thins, found)
+    return found
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:

@@ -273,6 +273,18 @@ def test_what_is_kept_for_the_backward() -> None:
     assert big == sorted([H, INNER, INNER, 2 * R, R])
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_gradients_take_the_place_of_what_nobody_reads_again(retain: bool) -> None:
+    kept: list[Tensor] = []
+    inner, down = [projection(INNER), projection(INNER)], projection(H, INNER)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        out = gated_mlp(leaf(T, H), inner, down, "silu")
+    made = [t for t in kept if t.shape == (T, INNER)]
+    before = [t.clone() for t in made]
+    out.sum().backward(retain_graph=retain)
+    assert [torch.equal(*pair) for pair in zip(made, before, strict=True)] == [retain, retain]
+
+
 def test_no_copy_of_the_activations_in_float32() -> None:
     seen: list[torch.Size] = []
 

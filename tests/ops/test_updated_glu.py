@@ -87,6 +87,25 @@ def test_h_is_not_made_where_nobody_reads_it(device: str) -> None:
     assert torch.equal(grad, before)
 
 
+@pytest.mark.parametrize("with_update", [False, True])
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_over_gate_and_up(device: str, implementation: Any, with_update: bool) -> None:
+    """Over several tiles of a program, whose next ones are on their way while it writes."""
+    gate, up = torch.randn(300, 2 * 136, device=device).chunk(2, -1)
+    grad = torch.randn(300, 136, device=device)
+    update = thin_and_wide(300, 136, 4, torch.float32, device) if with_update else None
+
+    def run(out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        given = (grad.clone(), gate, up, "silu", update, update, update)
+        h = updated_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
+        assert h is not None
+        return h, *out
+
+    for elsewhere, over in zip(run((torch.empty_like(gate), torch.empty_like(up))), run((gate, up)), strict=True):
+        assert torch.equal(elsewhere, over)
+
+
 def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastpack.ops.kernels import updated_glu as kernels
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastpack.ops.kernels.launch import on_device
 from fastpack.ops.kernels.rope import (
-    ELEMENTS_A_WARP,
-    TILE,
+    NORM,
+    Tile,
     compute_dtype,
     load_angles,
     load_pairs,
@@ -30,7 +30,7 @@ from fastpack.ops.kernels.rope import (
     turn_kernel,
 )
 
-BACKWARD_ELEMENTS_A_WARP = 512  # of the norm's backward, which holds x, its gradient and a sum for each
+NORM_BACKWARD = NORM._replace(of_a_warp=512)  # x, its gradient and a sum for each
 BACKWARD_PROGRAMS = 1024  # at most about so many partial sums of the weights' gradients
 
 
@@ -192,7 +192,7 @@ def norm_rotate(
     positions: Tensor | None,
     norm: Norm,
     *,
-    tile: int = TILE,
+    tile: Tile = NORM,
     num_warps: int | None = None,
 ) -> None:
     """Normalise and rotate q ``[T, H, D]`` and k ``[T, K, D]`` into others of their shapes.
@@ -200,7 +200,7 @@ def norm_rotate(
     Last dimensions have stride 1. Arguments otherwise as of :func:`fastpack.ops.rope.norm_rope`.
     """
     tokens, q_heads, head_dim = q.shape
-    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile, ELEMENTS_A_WARP)
+    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile)
     constants = plan.constants if num_warps is None else {**plan.constants, "num_warps": num_warps}
     with on_device(q):
         turn_kernel[(sum(plan.programs(tokens)),)](
@@ -231,7 +231,7 @@ def norm_rotate_backward(
     norm: Norm,
     of_weights: bool,
     *,
-    tile: int = TILE,
+    tile: Tile = NORM_BACKWARD,
     num_warps: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
     """Gradients of :func:`norm_rotate`: into ``dq`` and ``dk`` (contiguous, or None), from ``q_grad`` and ``k_grad``.
@@ -241,7 +241,7 @@ def norm_rotate_backward(
         for float64), if ``of_weights``. How many there are depends on shapes alone, not on the device.
     """
     tokens, q_heads, head_dim = q.shape
-    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile, BACKWARD_ELEMENTS_A_WARP)
+    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile)
     constants = plan.constants if num_warps is None else {**plan.constants, "num_warps": num_warps}
     q_shares, k_shares = plan.programs(tokens)
     blocks = max(1, (q_shares + k_shares) // BACKWARD_PROGRAMS)

@@ -17,31 +17,16 @@ from torch import Tensor
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
 from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.thin import block_of_ranks, first_factor, second_factor
 
 Factors = tuple[Tensor, Tensor] | None
 """``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
 
 
 @triton.jit
-def _wide(pointer, row, column, columns, width, rank, BLOCK_R: tl.constexpr):
-    """The columns of a second factor that a program needs, ``[BLOCK_R, BLOCK_I]``."""
-    ranks = tl.arange(0, BLOCK_R)
-    return tl.load(
-        pointer + ranks[:, None] * row + columns[None, :].to(tl.int64) * column,
-        mask=(ranks[:, None] < rank) & (columns[None, :] < width),
-        other=0.0,
-    )
-
-
-@triton.jit
 def _updated(base, pointer, row, column, wide, rows, tokens, rank, BLOCK_R: tl.constexpr):
     """``base + thin @ wide`` of one tile, in float32."""
-    ranks = tl.arange(0, BLOCK_R)
-    thin = tl.load(
-        pointer + rows[:, None].to(tl.int64) * row + ranks[None, :] * column,
-        mask=(rows[:, None] < tokens) & (ranks[None, :] < rank),
-        other=0.0,
-    )
+    thin = first_factor(pointer, row, column, rows, tokens, rank, BLOCK_R)
     return base + tl.dot(thin, wide, input_precision="ieee")
 
 
@@ -55,8 +40,8 @@ def _forward_kernel(
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    of_gate = _wide(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
-    of_up = _wide(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
+    of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
+    of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
@@ -82,9 +67,9 @@ def _backward_kernel(
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    of_gate = _wide(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
-    of_up = _wide(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
-    of_grad = _wide(grad_wide, grad_wide_rank, grad_wide_column, columns, width, grad_rank, BLOCK_R)
+    of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
+    of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
+    of_grad = second_factor(grad_wide, grad_wide_rank, grad_wide_column, columns, width, grad_rank, BLOCK_R)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
@@ -121,7 +106,7 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of
             gate, gate.stride(0), up, up.stride(0), out, out.stride(0),
             *_arguments(of_gate, gate), *_arguments(of_up, gate), tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None,
-            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_block_of_ranks(of_gate, of_up),
+            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up),
             TILES=TILES, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
     return out
@@ -149,7 +134,7 @@ def backward(
             *_arguments(of_gate, gate), *_arguments(of_up, gate), *_arguments(of_grad, gate), tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
             RECOMPUTE=recompute,
-            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_block_of_ranks(of_gate, of_up, of_grad),
+            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up, of_grad),
             TILES=TILES, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
 
@@ -159,8 +144,8 @@ def _grid(tokens: int, width: int) -> tuple[int, int]:
     return (triton.cdiv(width, BLOCK_I), triton.cdiv(tokens, BLOCK_T * TILES))
 
 
-def _block_of_ranks(*factors: Factors) -> int:
-    return max([16, *(triton.next_power_of_2(pair[0].shape[1]) for pair in factors if pair is not None)])
+def _ranks_of(*factors: Factors) -> int:
+    return block_of_ranks([pair[0] for pair in factors if pair is not None])
 
 
 def _arguments(factors: Factors, stand_in: Tensor) -> tuple[Any, ...]:

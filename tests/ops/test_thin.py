@@ -1,0 +1,152 @@
+"""Products with a thin factor: the kernels against torch, through Triton's interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastpack.ops import updates
+from fastpack.ops.projection_parts import Lora, Projection
+from fastpack.ops.projections import project
+
+pytest.importorskip("triton")
+from fastpack.ops.kernels import thin
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]
+SIZES, RANKS = [200, 136, 1, 384], [4, 16, 3, 20]
+"""Four: one more than a launch takes."""
+TOKENS = [1, 70, 300]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    torch.manual_seed(0)
+    return str(request.param)
+
+
+def drawn(*shape: int, device: str) -> Tensor:
+    return torch.randn(*shape, device=device).to(torch.float32 if device == "cpu" else torch.bfloat16)
+
+
+def rows(tokens: int, size: int, device: str) -> Tensor:
+    """A part of a wider tensor, as a fused projection's output is."""
+    return drawn(tokens, size + 24, device=device)[:, 8 : 8 + size]
+
+
+def side_by_side(tokens: int, device: str) -> list[Tensor]:
+    return list(drawn(tokens, sum(RANKS), device=device).split(RANKS, 1))
+
+
+def check(found: list[Tensor], theirs: Callable[[Any], Tensor], wanted: list[Tensor]) -> None:
+    """As near to the truth as torch's own product, which has the same inputs and another order of sums."""
+    for i, (ours, right) in enumerate(zip(found, wanted, strict=True)):
+        size = right.abs().max()
+        error, plain = ((x.double() - right).abs().max() / size for x in (ours, theirs(i)))
+        assert error <= max(1.5 * plain, torch.finfo(torch.float32).eps * 16), (i, error, plain)
+        assert size > 0
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_shrink(tokens: int, device: str) -> None:
+    xs = [rows(tokens, size, device) for size in SIZES]
+    weights = [drawn(size, rank, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
+    weights[1] = drawn(RANKS[1], SIZES[1], device=device).t()
+    scales = [1.0, 2.0, 0.5, 3.0]
+    outs = side_by_side(tokens, device)
+    thin.shrink(xs, weights, scales, outs)
+    truth = [s * (x.double() @ w.double()) for s, x, w in zip(scales, xs, weights, strict=True)]
+    check(outs, lambda i: updates.scaled_mm(xs[i], weights[i], scales[i], torch.empty_like(outs[i])), truth)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_expand(tokens: int, in_place: bool, device: str) -> None:
+    thins = side_by_side(tokens, device)
+    wides = [drawn(size, rank, device=device).t() for size, rank in zip(SIZES, RANKS, strict=True)]
+    bases = [rows(tokens, size, device) if i % 2 else None for i, size in enumerate(SIZES)]
+    truth = [
+        t.double() @ w.double() + (0 if b is None else b.double()) for t, w, b in zip(thins, wides, bases, strict=True)
+    ]
+    plain = [t @ w if b is None else torch.addmm(b, t, w) for t, w, b in zip(thins, wides, bases, strict=True)]
+    outs = [b if in_place and b is not None else p.new_full(p.shape, 9.0) for b, p in zip(bases, plain, strict=True)]
+    thin.expand(thins, wides, outs, bases)
+    check(outs, plain.__getitem__, truth)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_reduce(tokens: int, device: str) -> None:
+    xs, thins = [rows(tokens, size, device) for size in SIZES], side_by_side(tokens, device)
+    outs = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
+    outs[0] = torch.full((RANKS[0], SIZES[0]), 9.0, device=device).t()
+    thin.reduce(xs, thins, outs)
+    truth = [x.double().t() @ t.double() for x, t in zip(xs, thins, strict=True)]
+    check(outs, lambda i: updates._mm_float32(xs[i].t(), thins[i]), truth)
+
+
+def test_no_tokens(device: str) -> None:
+    xs, thins = [rows(0, size, device) for size in SIZES], side_by_side(0, device)
+    outs = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
+    thin.reduce(xs, thins, outs)
+    assert not any(out.any() for out in outs)
+    thin.expand(thins, [out.t() for out in outs], xs, [None] * len(xs))
+    thin.shrink(xs, outs, [1.0] * len(xs), thins)
+
+
+def test_a_wrong_scale_is_seen(device: str) -> None:
+    """Negative control."""
+    x, weight, out = rows(70, 64, device), drawn(64, 8, device=device), drawn(70, 8, device=device)
+    thin.shrink([x], [weight], [1.01], [out])
+    with pytest.raises(AssertionError):
+        check([out], lambda _: x @ weight, [x.double() @ weight.double()])
+
+
+def group(device: str, rank: int, ready: torch.dtype) -> tuple[Tensor, list[Projection]]:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(ready).requires_grad_()
+
+    made = [
+        Projection(leaf(size, 64).detach(), ready, lora=Lora(leaf(rank, 64), leaf(size, rank), 2.0))
+        for size in (64, 32, 32)
+    ]
+    return leaf(70, 64), made
+
+
+def gradients(x: Tensor, projections: list[Projection], residual: Tensor | None, implementation: Any) -> list[Tensor]:
+    outs, _ = project(x, projections, residual=residual, implementation=implementation)
+    wanted = [x, *(t for p in projections if p.lora is not None for t in (p.lora.a, p.lora.b))]
+    found = torch.autograd.grad(outs, wanted, [torch.ones_like(out) for out in outs])
+    return [*outs, *found]
+
+
+@pytest.mark.parametrize(("rank", "names"), [(8, ["expand", "shrink", "reduce"]), (200, [])])
+def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, projections = group(device, rank, torch.float32)
+    wanted = gradients(x, projections, None, "torch")
+    calls: list[str] = []
+    for name in ("expand", "shrink", "reduce"):
+        stock = getattr(thin, name)
+        monkeypatch.setattr(thin, name, lambda *a, stock=stock, name=name: (calls.append(name), stock(*a)))
+    found = gradients(x, projections, None, "triton")
+    assert calls == names
+    for ours, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+
+
+def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, projections = group(device, 8, torch.float32)
+    residual = torch.randn(70, 64, device=device)
+    before = residual.clone()
+    wanted = gradients(x, projections[:1], residual, "torch")
+    calls: list[int] = []
+    stock = thin.expand
+    monkeypatch.setattr(thin, "expand", lambda *a: (calls.append(len(a[0])), stock(*a)))
+    found = gradients(x, projections[:1], residual, "triton")
+    assert calls == [1]
+    assert torch.equal(residual, before)
+    for ours, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
