@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, run_batch
 from tiny import VOCAB
@@ -14,6 +15,8 @@ import fastpack
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.graphs import GraphRunner, GraphSettings, runner_of
 from fastpack.graphs.recorder import Tape
+from fastpack.graphs.stack import Stack
+from fastpack.layers import causal_lm
 
 SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)
 """Two batches of different buckets."""
@@ -125,3 +128,12 @@ def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:
     ids = torch.cat(make_sequences(VOCAB, lengths, seed))[None]
     out: Tensor = model.base_model(input_ids=ids, packed_seq_lens=list(lengths)).last_hidden_state
     return out
+
+
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Looks at the modules and readings of lengths from now on, in their order."""
+    order: list[str] = []
+    unchanged, pack_inputs = Stack.unchanged, causal_lm.pack_inputs
+    monkeypatch.setattr(Stack, "unchanged", lambda self: order.append("look") or unchanged(self))
+    monkeypatch.setattr(causal_lm, "pack_inputs", lambda *a, **k: order.append("lengths") or pack_inputs(*a, **k))
+    return order

@@ -88,6 +88,13 @@ def test_negative_control() -> None:
     assert compare(stale, want).worst > 1e-2
 
 
+def test_one_memory_for_embeddings_and_gradient() -> None:
+    model = graphed(tiny_model("llama"))
+    step(model)
+    (recorded,) = runner(model)._steps.values()
+    assert recorded._grad.data_ptr() == recorded._embeddings.data_ptr()
+
+
 def test_shapes_come_back() -> None:
     model = graphed(tiny_model("llama"))
     for _ in range(3):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
+import types
 from typing import Any
 
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative
-from recording import SMALL, FakeRecorder, Varlen, check, graphed, hidden, reason, runner, step
+from recording import SMALL, FakeRecorder, Varlen, check, graphed, hidden, looks, reason, runner, step
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from fastpack.graphs import GraphSettings
 from fastpack.graphs.recorder import CaptureRefusedError, capture_problem
 from fastpack.graphs.runner import ENOUGH_WORK
 from fastpack.graphs.stack import Stack
-from fastpack.layers import causal_lm
 from fastpack.packing import Bucket
 
 
@@ -126,28 +125,57 @@ def test_dropout_is_drawn_anew_in_each_replay() -> None:
     assert runner(models[1]).stats.recordings == 1
 
 
-def forward_of_a_trainer(head: Any, labels: Tensor, fail: bool = False, **given: Any) -> Any:
+def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **given: Any) -> Any:
     """What TRL puts in the place of a head's forward."""
-    if fail:
-        raise RuntimeError("a trainer's own")
+    if meddle is not None:
+        meddle(head)
     logits = head.lm_head(head.model(**given).last_hidden_state)
     return CausalLMOutputWithPast(loss=head.loss_function(logits, labels, VOCAB), logits=logits)
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["own forward", "a trainer's"])
-def test_modules_are_looked_at_before_lengths_are_waited_for(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def replaced(model: Any, module: str = "trl.trainer.utils") -> Any:
+    """With its forward replaced by someone of this module."""
+    forward = types.FunctionType(
+        forward_of_a_trainer.__code__, {**globals(), "__name__": module}, argdefs=forward_of_a_trainer.__defaults__
+    )
+    model.forward = types.MethodType(forward, model)
+    return model
+
+
+@pytest.mark.parametrize("by_trl", [False, True], ids=["own forward", "TRL's"])
+def test_modules_are_looked_at_before_lengths_are_waited_for(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And once only: the look costs time, which on a GPU hides behind the step before."""
     model = graphed(tiny_model("llama"))
-    if replaced:
-        model.forward = functools.partial(forward_of_a_trainer, model)
+    if by_trl:
+        replaced(model)
     step(model)
-    order: list[str] = []
-    unchanged, pack_inputs = Stack.unchanged, causal_lm.pack_inputs
-    monkeypatch.setattr(Stack, "unchanged", lambda self: order.append("look") or unchanged(self))
-    monkeypatch.setattr(causal_lm, "pack_inputs", lambda *a, **k: order.append("lengths") or pack_inputs(*a, **k))
+    order = looks(monkeypatch)
     step(model)
     assert order[:2] == ["look", "lengths"]
     assert order.count("look") == 1
+
+
+MEDDLING: dict[str, Any] = {
+    "a weight": lambda head: setattr(head.model.norm, "weight", nn.Parameter(head.model.norm.weight * 0.5)),
+    "a mode": lambda head: head.model.layers[1].eval(),
+}
+
+
+@pytest.mark.parametrize("what", MEDDLING)
+def test_a_forward_that_is_not_known_to_leave_modules_alone(what: str) -> None:
+    model = replaced(graphed(tiny_model("llama")), "someone.else")
+    step(model)
+    ids = torch.cat(make_sequences(VOCAB))[None]
+    model(input_ids=ids, labels=ids, packed_seq_lens=list(SMALL), meddle=MEDDLING[what]).loss.backward()
+    assert runner(model).stats.recordings == 2, "recorded anew"
+
+
+def test_a_hook_of_someone_between_the_look_and_the_backbone() -> None:
+    model = replaced(graphed(tiny_model("llama")))
+    step(model)
+    model.register_forward_pre_hook(lambda head, _: MEDDLING["a weight"](head))
+    step(model)
+    assert runner(model).stats.recordings == 2, "recorded anew"
 
 
 def test_a_hook_that_replaces_weights_behind_the_look() -> None:
@@ -164,23 +192,26 @@ def test_a_hook_that_replaces_weights_behind_the_look() -> None:
     check(ours, want)
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["own forward", "a trainer's"])
-def test_what_was_seen_is_forgotten_after_a_failure(replaced: bool) -> None:
-    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
-    if replaced:
-        models[1].forward = functools.partial(forward_of_a_trainer, models[1])
-    step(models[1])
+@pytest.mark.parametrize("by_trl", [False, True], ids=["own forward", "TRL's"])
+def test_what_was_seen_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = graphed(tiny_model("llama"))
+    if by_trl:
+        replaced(model)
+    step(model)
     ids = torch.ones(1, 4, dtype=torch.long)
-    if replaced:
-        with pytest.raises(RuntimeError, match="a trainer's own"):
-            models[1](input_ids=ids, labels=ids, packed_seq_lens=[4], fail=True)
-    else:
-        with pytest.raises(fastpack.PackingError):
-            models[1](input_ids=ids, labels=ids, packed_seq_lens=[3])
-    for m in models:
-        m.model.norm.weight = nn.Parameter(m.model.norm.weight * 0.5)
-    want, ours = (hidden(m) for m in models)
-    assert relative(ours, want) <= FLOAT32_BOUND
+
+    def fail(_: Any) -> None:
+        raise fastpack.PackingError("before the backbone")
+
+    given = {"packed_seq_lens": [4], "meddle": fail} if by_trl else {"packed_seq_lens": [3]}
+    with pytest.raises(fastpack.PackingError):
+        model(input_ids=ids, labels=ids, **given)
+    order = looks(monkeypatch)
+    hidden(model)
+    assert "look" in order
+    model.model.norm.weight = nn.Parameter(model.model.norm.weight * 0.5)
+    hidden(model).sum().backward()
+    assert runner(model).stats.recordings == 2, "recorded anew"
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {

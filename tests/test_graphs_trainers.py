@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, make_sequences, relative
-from recording import LARGE, SMALL, Varlen, graphed, runner
+from recording import LARGE, SMALL, Varlen, graphed, looks, runner
 from tiny import VOCAB, tiny_model
 from torch.nn.parallel import DistributedDataParallel
 
@@ -53,11 +53,14 @@ def _count(seen, bucket):  # type: ignore[no-untyped-def]  # DDP compares annota
 
 
 @pytest.mark.parametrize("settings", [{}, {"padding_free": True, "max_length": None}], ids=["padded", "padding_free"])
-def test_trl_trains_the_same(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_trl_trains_the_same(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = pytest.importorskip("test_trainers")
     settings = {**settings, "gradient_accumulation_steps": 2}
     want, _ = trainers.train(fastpack.patch(tiny_model("llama")), tmp_path, patch=None, **settings)
     model = graphed(tiny_model("llama"), record_after=2)
+    order = looks(monkeypatch)
     ours, trainer = trainers.train(model, tmp_path, patch=None, **settings)
     trainers.check_equal(ours, want)
     assert runner(trainer.model).stats.replays >= trainers.STEPS
+    read = ["lengths", "lengths"]  # by the head, and by the backbone what the head has read
+    assert order == read + ["look", *read] * (runner(trainer.model).stats.replays - 1), "ahead, and once"

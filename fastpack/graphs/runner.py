@@ -138,7 +138,10 @@ class GraphRunner:
             self._seen = None
 
     def look_ahead(self, backbone: Any) -> Seen | None:
-        """The same for who does not see the call end: what was seen, for :meth:`believe`; None where that is idle."""
+        """The same for who does not see the call end: what was seen, for :meth:`believe`; None where that is idle.
+
+        Whoever runs in between must not touch the modules: it would not be noticed.
+        """
         hooked = has_hooks(backbone) or "_hf_hook" in backbone.__dict__
         return None if hooked or not torch.is_grad_enabled() or self._given_up else self._look(backbone)
 
@@ -158,6 +161,7 @@ class GraphRunner:
             arguments: what the stock forward is to be called with.
         """
         packed: PackedSeqLens = arguments["packed_seq_lens"]
+        seen, self._seen = self._seen, None
         reason = (
             self._given_up or self.recorder.rejects(packed.cu_seqlens.device) or why_not_this_call(backbone, arguments)
         )
@@ -166,7 +170,7 @@ class GraphRunner:
                 # outside the recording: its gradient, its hooks and NEFTune's noise are as ever
                 embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
                 arguments = {**arguments, "input_ids": None, "inputs_embeds": embeddings}
-            reason, step, request = self._find_step(backbone, stock, arguments, packed)
+            reason, step, request = self._find_step(backbone, stock, arguments, packed, seen)
             if step is not None:
                 ticket = Ticket()
                 self._pending = weakref.ref(ticket)
@@ -177,10 +181,14 @@ class GraphRunner:
         return call_stock(backbone, stock, **arguments)
 
     def _find_step(
-        self, backbone: Any, stock: Forward | None, arguments: Mapping[str, Any], packed: PackedSeqLens
+        self,
+        backbone: Any,
+        stock: Forward | None,
+        arguments: Mapping[str, Any],
+        packed: PackedSeqLens,
+        seen: Seen | None,
     ) -> tuple[str | None, RecordedStep | None, Request]:
         """The recording to replay, made now if it is time to; or why there is none."""
-        seen, self._seen = self._seen, None
         if seen is None or (seen.packed is not None and seen.packed is not packed):
             seen = self._look(backbone)
         stack, state = seen.stack, seen.state

@@ -224,7 +224,7 @@ def head_pre_hook(
         return None  # it does so itself
     if not reads_packing(module, kind, scope, args, kwargs):
         return None
-    graphs = None if torch.compiler.is_compiling() else runner_of(module.base_model)
+    graphs = runner_of(module.base_model) if _leaves_modules_alone(module, forward) else None
     seen = None if graphs is None else graphs.look_ahead(module.base_model)
     args, kwargs = prepare_head(module, kind, scope, prefixes, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
@@ -234,6 +234,14 @@ def head_pre_hook(
         if scope is not None:
             scope.offer(source_of(kwargs), packed)
     return args, _without_first_labels(kind, kwargs)
+
+
+def _leaves_modules_alone(head: Any, forward: Any) -> bool:
+    """True where nobody but TRL's own forward runs between our hook on the head and the backbone."""
+    function = getattr(forward, "__func__", forward)
+    defined_in = str(getattr(function, "__globals__", {}).get("__name__"))  # it has the __module__ of what it replaces
+    alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
+    return alone and defined_in.startswith("trl.") and not torch.compiler.is_compiling()
 
 
 def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

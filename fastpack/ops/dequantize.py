@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 KERNEL_CODES = ("nf4", "fp4")
 SMALLEST_BLOCK = 32
 

@@ -7,7 +7,8 @@ Definition:
     y = down(h)                                      (+ x)
 
 with ``gate``, ``up`` and ``down`` as in :mod:`fastpack.ops.projections`. What is cheap to compute again is not kept:
-n and h come back in the backward from x, gate(n) and up(n).
+n and h come back in the backward from x, gate(n) and up(n), whose gradients take their memory unless the graph is
+retained: who keeps what a saved-tensors hook was shown will find gradients there afterwards.
 
 Shape suffixes: T tokens, H hidden size, I size inside.
 """

@@ -23,12 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpack.hooks import carries_hooks
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
 
 Activation = Callable[[Tensor], Tensor]
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # transformers' classes, which write these functions in several ways
 UPSTREAM: dict[str, ActivationKind] = {

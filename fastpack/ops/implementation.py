@@ -16,6 +16,9 @@ from torch import Tensor
 Implementation = Literal["auto", "torch", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What kernels serve unless they say otherwise."""
+
 
 def use_triton(implementation: Implementation, x: Tensor) -> bool:
     """True where the kernel is to run.

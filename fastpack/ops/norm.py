@@ -26,12 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
 
 Rounding = Literal["before", "after"]
 
 MAX_WIDTH = 32768  # of the kernels: a row is held in the registers of one program
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Kind(NamedTuple):

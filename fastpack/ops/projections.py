@@ -45,7 +45,7 @@ def project(
         projections: all of one dtype; a LoRA's A and B may have another.
         norm: applied to x first.
         residual: ``[T, O]`` in the projection's dtype, added to the output; for a single projection.
-        implementation: of the norm, the casts and what makes 4-bit weights dense.
+        implementation: of the norm, the casts, LoRA's thin products and what makes 4-bit weights dense.
 
     Returns:
         The outputs ``[T, O_i]``, and x again: use this one for what else reads x (the residual stream), so that its

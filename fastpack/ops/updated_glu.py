@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind, gated_backward, gated_forward
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.updates import thin_kernels_serve
+from fastpack.ops.updates import thin_kernels_allowed
 
 Factors = tuple[Tensor, Tensor] | None
 """``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
@@ -82,8 +82,11 @@ def updated_backward(
 
 def _kernel_serves(implementation: Implementation, gate: Tensor, *updates: Factors) -> bool:
     thins = [pair[0] for pair in updates if pair is not None]
-    # without an update the plain op has the leaner kernel
-    return bool(thins) and thin_kernels_serve(implementation, [gate], thins)
+    if not thins or not thin_kernels_allowed(implementation, [gate], thins):
+        return False  # without an update the plain op has the leaner kernel
+    from fastpack.ops.kernels import updated_glu as kernels
+
+    return bool(kernels.stages(3, *updates))
 
 
 def _add(base: Tensor, update: Factors) -> Tensor:

@@ -2,8 +2,9 @@
 
 Definition, for each projection i: ``scale_i dropout_i(n) A_i^T B_i^T`` (Hu et al., "LoRA", arXiv:2106.09685, eq. 3).
 A and B are brought to the activations' dtype, all of a group in one launch; where every update has the same scale and
-no dropout, one product serves all A. The scale is part of that product. What a group has several of, or what is added
-to something, one kernel does (:mod:`fastpack.ops.kernels.thin`); torch's products do the rest, and all of it elsewhere.
+no dropout, one product serves all A. The scale is part of that product. Where kernels gain by it, one launch expands
+all updates of a group (and adds a residual), shrinks all its gradients, or makes the gradients of all its B
+(:mod:`fastpack.ops.kernels.thin`); torch's products do the rest.
 
 ``flat`` is what :func:`fastpack.ops.projection_parts.tensors_of` makes, ``keep`` and ``kept`` hold what the backward
 needs under names of their own.
@@ -14,24 +15,30 @@ Shape suffixes: T tokens, H size of the input, O of an output, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
 from fastpack.ops.projection_parts import Settings
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-LARGEST_RANK = 128
-"""Above it the thin factors of a tile no longer fit beside the tile."""
-
-
-def thin_kernels_serve(implementation: Implementation, large: Sequence[Tensor], thins: Sequence[Tensor]) -> bool:
-    """True where kernels of thin products are to run, over ``large [T, ...]`` and thin factors ``[T, R]``."""
-    if not use_triton(implementation, thins[0]) or any(thin.shape[1] > LARGEST_RANK for thin in thins):
+def thin_kernels_allowed(implementation: Implementation, large: Sequence[Tensor], thins: Sequence[Tensor]) -> bool:
+    """True where kernels may run over ``large [T, ...]`` and thin factors ``[T, R]``."""
+    dtype = thins[0].dtype
+    if dtype not in KERNEL_DTYPES or not use_triton(implementation, thins[0]):
         return False
-    return all(x.dtype in KERNEL_DTYPES and x.stride(-1) == 1 for x in large)
+    return all(x.dtype == dtype and x.stride(-1) == 1 for x in large)
+
+
+def _kernels(which: str, settings: Settings, large: Sequence[Tensor], thins: Sequence[Tensor]) -> Any | None:
+    """The module of thin kernels where the one of this name serves, else None."""
+    if not thins or not thin_kernels_allowed(settings.implementation, large, thins):
+        return None
+    from fastpack.ops.kernels import thin as kernels
+
+    return kernels if kernels.serves(which, large, thins) else None
 
 
 def expand_forward(
@@ -76,21 +83,17 @@ def expanded(
         updates: as :func:`expand_forward` returns them, by projection.
         bases: ``[T, O_i]`` or None, of every projection.
     """
-    given = [base for i in updates if (base := bases[i]) is not None]
-    if not updates or not thin_kernels_serve(settings.implementation, given, [thin for thin, _ in updates.values()]):
+    thins, wides = [thin for thin, _ in updates.values()], [wide for _, wide in updates.values()]
+    added = [bases[i] for i in updates]
+    kernels = _kernels("expand", settings, [base for base in added if base is not None], thins)
+    if kernels is None:
         return {
-            i: torch.mm(*pair) if (base := bases[i]) is None else torch.addmm(base, *pair)
-            for i, pair in updates.items()
+            i: torch.mm(*pair) if base is None else torch.addmm(base, *pair)
+            for (i, pair), base in zip(updates.items(), added, strict=True)
         }
-    from fastpack.ops.kernels import thin as kernels
-
-    made = {
-        i: torch.empty(len(thin), wide.shape[1], dtype=thin.dtype, device=thin.device)
-        for i, (thin, wide) in updates.items()
-    }
-    thins, wides = zip(*updates.values(), strict=True)
-    kernels.expand(thins, wides, list(made.values()), [bases[i] for i in updates])
-    return made
+    made = [thin.new_empty(len(thin), wide.shape[1]) for thin, wide in zip(thins, wides, strict=True)]
+    kernels.expand(thins, wides, made, added)
+    return dict(zip(updates, made, strict=True))
 
 
 def shrink_backward(
@@ -108,16 +111,12 @@ def shrink_backward(
             part.zero_()
         else:
             present.append((grad, kept[f"{prefix}b{i}"], settings.scale(i), part))
-    if not present:
-        return low
-    given, wide, scales, parts = zip(*present, strict=True)
-    if thin_kernels_serve(settings.implementation, given, parts):
-        from fastpack.ops.kernels import thin as kernels
-
-        kernels.shrink(given, wide, scales, parts)
-    else:
+    kernels = _kernels("shrink", settings, [entry[0] for entry in present], [entry[3] for entry in present])
+    if kernels is None:
         for grad, b, scale, part in present:
             scaled_mm(grad, b, scale, part)
+    else:
+        kernels.shrink(*zip(*present, strict=True))
     return low
 
 
@@ -208,11 +207,10 @@ def _dropped(x: Tensor, settings: Settings, i: int, kept: dict[str, Tensor], pre
 def _products_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: Settings) -> list[Tensor]:
     """``x [T, O]^T @ thin [T, R]`` of each, in float32."""
     xs, thins = [x for x, _ in pairs], [thin for _, thin in pairs]
-    if len(pairs) < 2 or not thin_kernels_serve(settings.implementation, xs, thins):
+    kernels = _kernels("reduce", settings, xs, thins) if len(pairs) > 1 else None
+    if kernels is None:
         return [_mm_float32(x.t(), thin) for x, thin in pairs]
-    from fastpack.ops.kernels import thin as kernels
-
-    found = [torch.empty(x.shape[1], thin.shape[1], dtype=torch.float32, device=x.device) for x, thin in pairs]
+    found = [x.new_empty(x.shape[1], thin.shape[1], dtype=torch.float32) for x, thin in pairs]
     kernels.reduce(xs, thins, found)
     return found
 

@@ -137,6 +137,20 @@ def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
 
 
+def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not more ranks than registers hold, nor sums in too few programs, nor dtypes that differ."""
+    xs, thins = [rows(300, 384, device)], [drawn(300, 16, device=device)]
+    monkeypatch.setattr(thin, "processors", lambda _: 12)
+    assert all(thin.serves(name, xs, thins) for name in ("expand", "shrink", "reduce"))
+    assert not any(thin.serves(name, xs, [drawn(300, 144, device=device)]) for name in ("expand", "shrink", "reduce"))
+    monkeypatch.setattr(thin, "processors", lambda _: 20)
+    assert [thin.serves(name, xs, thins) for name in ("expand", "shrink", "reduce")] == [True, False, False]
+    assert updates.thin_kernels_allowed("triton", xs, thins)
+    assert not updates.thin_kernels_allowed("triton", [xs[0].to(torch.float16)], thins)
+    assert not updates.thin_kernels_allowed("triton", [xs[0].double()], [thins[0].double()])
+    assert not updates.thin_kernels_allowed("triton", [xs[0].t()], thins)
+
+
 def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, projections = group(device, 8, torch.float32)
     residual = torch.randn(70, 64, device=device)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import on_device, shared_memory
 
 LOG2E = math.log2(math.e)
 MAX_PART = 16  # heads of a group that a program takes at once
@@ -388,15 +388,5 @@ def chosen(table: dict[int, Tile], q: Tensor, v: Tensor, *, streams_keys: bool) 
     tile = (FLOAT32 if q.dtype == torch.float32 else table)[max(64, *blocks)]
     held, streamed = (tile.rows, tile.keys) if streams_keys else (tile.keys, tile.rows)
     width = sum(blocks) * q.element_size()
-    room = (_shared_memory(q.device) - held * width) // (streamed * width)
+    room = (shared_memory(q.device) - held * width) // (streamed * width)
     return tile if tile.stages <= room else replace(tile, stages=max(1, room))
-
-
-def _shared_memory(device: torch.device) -> int:
-    return _shared_memory_of(device.index) if device.type == "cuda" else 2**20
-
-
-@functools.cache
-def _shared_memory_of(index: int) -> int:
-    properties: Any = torch.cuda.get_device_properties(index)
-    return int(properties.shared_memory_per_block_optin)

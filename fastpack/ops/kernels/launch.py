@@ -11,6 +11,9 @@ from torch import Tensor
 
 _HERE = contextlib.nullcontext()
 
+RESERVED = 2048
+"""Bytes of shared memory for what a compiler adds of its own."""
+
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which must be the tensor's: a model may be spread over several."""
@@ -27,6 +30,22 @@ def processors(device: torch.device) -> int:
 @functools.cache
 def _processors(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program may hold beside its registers; plenty on a CPU."""
+    return _shared_memory(device.index) if device.type == "cuda" else 2**20
+
+
+@functools.cache
+def _shared_memory(index: int) -> int:
+    properties: Any = torch.cuda.get_device_properties(index)
+    return int(properties.shared_memory_per_block_optin)
+
+
+def stages_that_fit(device: torch.device, most: int, held: int, streamed: int) -> int:
+    """How many tiles of ``streamed`` bytes may be on their way beside ``held`` bytes, at most so many; 0 for none."""
+    return max(0, min(most, (shared_memory(device) - RESERVED - held) // streamed))
 
 
 @overload

@@ -19,15 +19,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import on_device, processors, stages_that_fit
 
 MOST = 3
 """Of one launch: q, k and v."""
 
-EXPAND = {"BLOCK_T": 16, "BLOCK_O": 128, "TILES": 8, "STAGES": 3, "num_warps": 4}
+LARGEST_RANK = 128
+"""Above it the sums of a tile no longer fit into registers."""
+
+EXPAND = {"BLOCK_T": 16, "BLOCK_O": 128, "TILES": 8, "num_warps": 4}
 """A program walks down so many tiles with the second factor in registers."""
-SHRINK = {"BLOCK_T": 16, "BLOCK_K": 128, "STAGES": 5, "num_warps": 2}
-REDUCE = {"BLOCK_T": 64, "BLOCK_M": 64, "STAGES": 5, "num_warps": 4}
+SHRINK = {"BLOCK_T": 16, "BLOCK_K": 128, "num_warps": 2}
+REDUCE = {"BLOCK_T": 64, "BLOCK_M": 64, "num_warps": 4}
+MOST_STAGES = {"expand": 3, "shrink": 5, "reduce": 5}
 """All measured on an H200, at 2,944 and 12,032 tokens."""
 
 
@@ -199,6 +203,25 @@ def _reduce_kernel(
 # --- launchers --------------------------------------------------------------------------------------------------------
 
 
+def serves(kernel: str, xs: Sequence[Tensor], thins: Sequence[Tensor]) -> bool:
+    """Whether a launcher can run over ``xs`` and is likely to gain by it.
+
+    It has to have room for its tiles, and a sum that is not split needs enough programs to keep the device busy.
+
+    Args:
+        kernel: ``expand``, ``shrink`` or ``reduce``.
+        xs: the large tensors ``[T, ...]`` that are read.
+        thins: the thin ones ``[T, R]``.
+    """
+    if not stages(kernel, thins):
+        return False
+    if kernel == "shrink":
+        return len(xs) * triton.cdiv(len(xs[0]), SHRINK["BLOCK_T"]) >= processors(xs[0].device)
+    if kernel == "reduce":
+        return 2 * sum(triton.cdiv(x.shape[1], REDUCE["BLOCK_M"]) for x in xs) >= processors(xs[0].device)
+    return True
+
+
 def expand(
     thins: Sequence[Tensor], wides: Sequence[Tensor], outs: Sequence[Tensor], bases: Sequence[Tensor | None]
 ) -> None:
@@ -212,13 +235,12 @@ def expand(
         for thin, wide, out, base in zip(thins, wides, outs, bases, strict=True)
     ]  # fmt: skip
     spans = triton.cdiv(tokens, EXPAND["BLOCK_T"] * EXPAND["TILES"])
+    shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("expand", thins), **EXPAND}
     if tokens:
         with on_device(thins[0]):
             for some, arguments in _threes(given):
                 columns = sum(triton.cdiv(out.shape[1], EXPAND["BLOCK_O"]) for out in outs[some])
-                _expand_kernel[(columns, spans)](
-                    *arguments, tokens, COUNT=len(outs[some]), BLOCK_R=block_of_ranks(thins[some]), **EXPAND
-                )
+                _expand_kernel[(columns, spans)](*arguments, tokens, COUNT=len(outs[some]), **shared)
 
 
 def shrink(
@@ -231,13 +253,12 @@ def shrink(
         for x, weight, scale, out in zip(inputs, weights, scales, outs, strict=True)
     ]
     even = all(x.shape[1] % SHRINK["BLOCK_K"] == 0 for x in inputs)
+    shared = {"BLOCK_R": block_of_ranks(outs), "STAGES": stages("shrink", outs), "EVEN": even, **SHRINK}
     if tokens:
         with on_device(inputs[0]):
             for some, arguments in _threes(given):
-                count = len(outs[some])
-                _shrink_kernel[(triton.cdiv(tokens, SHRINK["BLOCK_T"]), count)](
-                    *arguments, tokens, COUNT=count, BLOCK_R=block_of_ranks(outs[some]), EVEN=even, **SHRINK
-                )
+                grid = (triton.cdiv(tokens, SHRINK["BLOCK_T"]), len(outs[some]))
+                _shrink_kernel[grid](*arguments, tokens, COUNT=len(outs[some]), **shared)
 
 
 def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -246,17 +267,30 @@ def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Ten
         (x, x.stride(0), thin, *thin.stride(), out, *out.stride(), x.shape[1], thin.shape[1])
         for x, thin, out in zip(inputs, thins, outs, strict=True)
     ]
+    shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("reduce", thins), **REDUCE}
     with on_device(inputs[0]):
         for some, arguments in _threes(given):
             columns = sum(triton.cdiv(x.shape[1], REDUCE["BLOCK_M"]) for x in inputs[some])
-            _reduce_kernel[(columns,)](
-                *arguments, len(inputs[0]), COUNT=len(outs[some]), BLOCK_R=block_of_ranks(thins[some]), **REDUCE
-            )
+            _reduce_kernel[(columns,)](*arguments, len(inputs[0]), COUNT=len(outs[some]), **shared)
 
 
 def block_of_ranks(thins: Sequence[Tensor]) -> int:
     """What the matrix units take at least, or the power of two that holds them all."""
     return max([16, *(triton.next_power_of_2(thin.shape[1]) for thin in thins)])
+
+
+def stages(kernel: str, thins: Sequence[Tensor]) -> int:
+    """How many tiles may be on their way, 0 for none; compilers give each projection's branch memory of its own."""
+    ranks, size = block_of_ranks(thins), thins[0].element_size()
+    if ranks > LARGEST_RANK:
+        return 0
+    held = 2 * ranks * EXPAND["BLOCK_O"] if kernel == "expand" else 0  # the second factor, on its way to registers
+    streamed = {
+        "expand": EXPAND["BLOCK_T"] * (EXPAND["BLOCK_O"] + ranks),
+        "shrink": SHRINK["BLOCK_K"] * (SHRINK["BLOCK_T"] + ranks),
+        "reduce": REDUCE["BLOCK_T"] * (REDUCE["BLOCK_M"] + ranks),
+    }[kernel]
+    return stages_that_fit(thins[0].device, MOST_STAGES[kernel], held * size, streamed * size * min(MOST, len(thins)))
 
 
 def _threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:

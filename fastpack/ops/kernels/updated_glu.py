@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
-from fastpack.ops.kernels.launch import on_device
-from fastpack.ops.kernels.thin import block_of_ranks, first_factor, second_factor
+from fastpack.ops.kernels.launch import on_device, stages_that_fit
+from fastpack.ops.kernels.thin import LARGEST_RANK, block_of_ranks, first_factor, second_factor
 
 Factors = tuple[Tensor, Tensor] | None
 """``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
@@ -91,7 +91,7 @@ def _backward_kernel(
 
 
 BLOCK_T, BLOCK_I = 16, 128
-TILES, STAGES, WARPS = 8, 3, 4
+TILES, MOST_STAGES, WARPS = 8, 3, 4
 """A program walks down ``TILES`` tiles with the second factors in registers, the next tiles already on their way."""
 
 
@@ -107,7 +107,7 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of
             *_arguments(of_gate, gate), *_arguments(of_up, gate), tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up),
-            TILES=TILES, STAGES=STAGES, num_warps=WARPS,
+            TILES=TILES, STAGES=stages(2, of_gate, of_up), num_warps=WARPS,
         )  # fmt: skip
     return out
 
@@ -135,8 +135,19 @@ def backward(
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
             RECOMPUTE=recompute,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up, of_grad),
-            TILES=TILES, STAGES=STAGES, num_warps=WARPS,
+            TILES=TILES, STAGES=stages(3, of_gate, of_up, of_grad), num_warps=WARPS,
         )  # fmt: skip
+
+
+def stages(tiles: int, *factors: Factors) -> int:
+    """How many sets of so many tiles may be on their way beside the second factors; 0 where those don't fit."""
+    thins = [pair[0] for pair in factors if pair is not None]
+    ranks, size = block_of_ranks(thins), thins[0].element_size()
+    if ranks > LARGEST_RANK:
+        return 0
+    held = len(thins) * ranks * BLOCK_I
+    streamed = BLOCK_T * (tiles * BLOCK_I + len(thins) * ranks)
+    return stages_that_fit(thins[0].device, MOST_STAGES, held * size, streamed * size)
 
 
 def _grid(tokens: int, width: int) -> tuple[int, int]:

@@ -1,0 +1,65 @@
+"""Compiles kernels for GPUs that are not there, and prints what shared memory they take.
+
+A script of its own: a process in which Triton interprets kernels can't compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fastpack.ops.kernels import launch, thin, updated_glu
+
+LIMITS = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448}
+"""Bytes that a program may have: T4, A100, RTX 4090 and L4, H100 and H200."""
+KERNELS = {"expand": thin._expand_kernel, "shrink": thin._shrink_kernel, "reduce": thin._reduce_kernel}
+SIZES = {"expand": thin.EXPAND, "shrink": {**thin.SHRINK, "EVEN": True}, "reduce": thin.REDUCE}
+GLU = {"KIND": "silu", "HAS_GATE": True, "HAS_UP": True, "HAS_GRAD": True, "RECOMPUTE": True}
+ONES = ("rank_step", "wide_rank", "weight_rank", "out_rank", "thin_rank")
+POINTERS = ("base", "thin", "wide", "out", "x", "weight", "grad", "gate", "up", "dgate", "dup")
+
+
+def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int) -> int:
+    """As if every tensor were aligned and every rank the last dimension."""
+    signature: dict[str, str] = {}
+    constexprs: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for at, name in enumerate(kernel.arg_names):
+        if name in constants or name.rstrip("012").endswith(ONES):
+            signature[name], constexprs[(at,)] = "constexpr", constants.get(name, 1)
+        elif name.rstrip("012") in POINTERS or name.endswith(("_thin", "_wide")):
+            wide = kernel is thin._reduce_kernel and name.startswith("out")
+            signature[name] = "*fp32" if wide else f"*{dtype}"
+        else:
+            signature[name] = "fp32" if name.startswith("scale") else "i32"
+        if signature[name] != "constexpr" and not name.startswith(("scale", "tokens")):
+            attributes[(at,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return int(made.metadata.shared)
+
+
+def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:
+    of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    thins = [torch.empty(4, rank, dtype=of)] * count
+    launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
+    if name == "glu":
+        stages = updated_glu.stages(3, *((x, x.t()) for x in thins))
+        tile = {"BLOCK_T": updated_glu.BLOCK_T, "BLOCK_I": updated_glu.BLOCK_I, "TILES": updated_glu.TILES}
+        kernel, constants, warps = updated_glu._backward_kernel, {**GLU, **tile}, updated_glu.WARPS
+    else:
+        stages, constants = thin.stages(name, thins), {**SIZES[name], "COUNT": count}
+        kernel, warps = KERNELS[name], constants.pop("num_warps")
+    constants |= {"BLOCK_R": thin.block_of_ranks(thins), "STAGES": stages}
+    taken = shared_memory(kernel, dtype, constants, capability, warps) if stages else None
+    return {"stages": stages, "taken": taken, "limit": LIMITS[capability]}
+
+
+if __name__ == "__main__":
+    print(json.dumps([measure(*case) for case in json.loads(sys.argv[1])]))

@@ -1,0 +1,42 @@
+"""Kernels of thin products fit the shared memory of GPUs that are not there, or leave them alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+FITS = [
+    (75, "fp16", 64, 1, "expand"),
+    (75, "fp16", 16, 3, "shrink"),
+    (89, "bf16", 128, 1, "shrink"),
+    (89, "bf16", 64, 3, "reduce"),
+    (89, "bf16", 64, 3, "glu"),
+    (90, "bf16", 128, 3, "expand"),
+    (90, "bf16", 128, 3, "shrink"),
+    (90, "bf16", 128, 3, "reduce"),
+    (90, "fp32", 16, 3, "reduce"),
+    (90, "bf16", 128, 3, "glu"),
+]
+"""Compute capability, dtype, rank, how many projections, kernel."""
+DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
+
+
+def test_what_kernels_take() -> None:
+    given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compiled.py")
+    command = [sys.executable, str(script), json.dumps(FITS + DOES_NOT)]
+    run = subprocess.run(command, env=given, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = json.loads(run.stdout.splitlines()[-1])
+    for case, made in zip(FITS, found, strict=False):
+        assert made["stages"] >= 1, case
+        assert 0 < made["taken"] <= made["limit"], (case, made)
+    for case, made in zip(DOES_NOT, found[len(FITS) :], strict=True):
+        assert made["stages"] == 0, case
