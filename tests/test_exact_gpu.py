@@ -10,6 +10,7 @@ from torch import nn
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.graphs.recorder import no_synchronisation
 
 pytestmark = pytest.mark.gpu
 
@@ -145,10 +146,7 @@ def test_one_synchronisation_a_step() -> None:
     packed = fastpack.PackedSeqLens.from_lengths(lengths, device="cuda")
     hidden = model.model.embed_tokens(ids)
     tables = model.model.rotary_emb(hidden, packed.position_ids)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         for layer in model.model.layers:
             hidden = layer(hidden, position_embeddings=tables, packed_seq_lens=packed)
         hidden.float().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

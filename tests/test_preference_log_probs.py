@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack import PackedSeqLens, PackingError
 from fastpack.batching.packed import PackedPreferenceCollator
+from fastpack.graphs.recorder import no_synchronisation
 from fastpack.packing import IGNORE_INDEX
 from fastpack.preference import PairLogProbs, pair_log_probs, pair_log_probs_of_logits, preference_loss
 
@@ -163,13 +164,10 @@ def test_no_synchronisation(case: str) -> None:
         return found
 
     step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         found = step()
         with pytest.raises(RuntimeError, match="synchroniz"):
             found.chosen.tolist()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_what_is_refused() -> None:

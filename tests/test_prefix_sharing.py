@@ -36,6 +36,7 @@ import fastpack
 from fastpack import PackingError
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
+from fastpack.graphs.recorder import no_synchronisation
 from fastpack.prefixes import Prefixes
 
 NAIVE_BOUND = 1e-2
@@ -373,9 +374,6 @@ def test_a_collated_batch_waits_for_nobody() -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert sharing(model).stats.shared == 2

@@ -63,7 +63,7 @@ def learn_later() -> Any:
     A reward is beta times the difference of two log-probabilities near -7,000 (700 tokens of random weights), each a
     sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ, however little,
     that leaves noise of some hundredths in a loss of 0.7, and of a sixth in the gradients' norm. As long as they are
-    the same computation they round alike: the norms of stock and patched models agree to 1e-4.
+    the same computation they round alike: the norms of stock and patched models agree to 1e-3.
     """
     from transformers import TrainerCallback
 

@@ -132,7 +132,7 @@ class CudaRecorder:
         with torch.cuda.stream(stream):
             for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
                 # the last one finds out what a capture would trip over, without its damage
-                with _no_synchronisation() if left == 0 else contextlib.nullcontext():
+                with no_synchronisation() if left == 0 else contextlib.nullcontext():
                     backward(forward())
         current.wait_stream(stream)
         torch.cuda.synchronize()
@@ -204,7 +204,8 @@ def capture_problem(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def _no_synchronisation() -> Iterator[None]:
+def no_synchronisation() -> Iterator[None]:
+    """Whatever waits for the device raises a RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

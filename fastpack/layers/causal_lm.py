@@ -157,7 +157,8 @@ def _run_head(
     args: tuple[Any, ...],
     kwargs: Any,
 ) -> Any:
-    args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
+    if reads_packing(head, kind, scope, args, kwargs):
+        args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
     kwargs = _without_first_labels(kind, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
@@ -266,13 +267,11 @@ def prepare_head(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read the packing where the head needs it: hand it on, and ignore the first label of each sequence, on a copy.
+    """Read the packing, where :func:`reads_packing` says that the head needs it, and hand it on.
 
     Raises:
         PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
     """
-    if not reads_packing(head, kind, scope, args, kwargs):
-        return args, kwargs
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
         return args, kwargs

@@ -28,7 +28,6 @@ from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_trito
 Activation = Callable[[Tensor], Tensor]
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
-
 # transformers' classes, which write these functions in several ways
 UPSTREAM: dict[str, ActivationKind] = {
     "SiLUActivation": "silu",

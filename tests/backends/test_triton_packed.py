@@ -21,7 +21,7 @@ from fastpack.backends.call import AttentionCall
 from fastpack.packing import Bucket, PackedSeqLens
 
 pytest.importorskip("triton")
-from fastpack.ops.kernels import attention, attention_backward
+from fastpack.ops.kernels import attention, attention_backward, launch
 from fastpack.ops.kernels.attention import Scores, Tile
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
@@ -284,12 +284,12 @@ def test_stages_that_fit_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {128: Tile(rows=64, keys=32, warps=4, stages=3)}
     each = 32 * 256 * 2
     for room, stages in ((2 * each + 3 * each, 3), (2 * each + 3 * each - 1, 2), (2 * each + each, 1), (0, 1)):
-        monkeypatch.setattr(attention, "shared_memory", lambda device, room=room: room)
+        monkeypatch.setattr(launch, "shared_memory", lambda device, room=room: room)
         assert attention.chosen(table, q, v, streams_keys=True) == replace(table[128], stages=stages)
-    monkeypatch.setattr(attention, "shared_memory", lambda device: each + 2 * each)  # one side of keys, one of rows
+    monkeypatch.setattr(launch, "shared_memory", lambda device: each + 2 * each)  # one side of keys, one of rows
     assert attention.chosen(table, q, v, streams_keys=False).stages == 1
     assert attention.chosen(table, q, v, streams_keys=True).stages == 1
-    monkeypatch.setattr(attention, "shared_memory", lambda device: each + 4 * each)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: each + 4 * each)
     assert attention.chosen(table, q, v, streams_keys=False).stages == 2
     assert attention.chosen(table, q, v, streams_keys=True).stages == 3
 

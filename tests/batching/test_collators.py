@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastpack
 from fastpack import PackedSeqLens, PackingError, packing_inputs
+from fastpack.graphs.recorder import no_synchronisation
 from fastpack.packing_inputs import pack_inputs
 
 
@@ -93,13 +94,10 @@ def test_no_synchronisation(kind: str, graphs: Any) -> None:
         model.model(**{k: v for k, v in batch.items() if k != "labels"}).last_hidden_state.float().sum().backward()
 
     step(batches[0])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         step(batches[0])
         with pytest.raises(RuntimeError, match="synchroniz"):
             step(to_device(INPUT_KINDS[kind](make_sequences(VOCAB)), torch.device("cuda")))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def move(value: Any) -> Any:

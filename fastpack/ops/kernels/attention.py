@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device, shared_memory
+from fastpack.ops.kernels.launch import on_device, stages_that_fit
 
 LOG2E = math.log2(math.e)
 MAX_PART = 16  # heads of a group that a program takes at once
@@ -388,5 +388,4 @@ def chosen(table: dict[int, Tile], q: Tensor, v: Tensor, *, streams_keys: bool) 
     tile = (FLOAT32 if q.dtype == torch.float32 else table)[max(64, *blocks)]
     held, streamed = (tile.rows, tile.keys) if streams_keys else (tile.keys, tile.rows)
     width = sum(blocks) * q.element_size()
-    room = (shared_memory(q.device) - held * width) // (streamed * width)
-    return tile if tile.stages <= room else replace(tile, stages=max(1, room))
+    return replace(tile, stages=max(1, stages_that_fit(q.device, tile.stages, held * width, streamed * width)))

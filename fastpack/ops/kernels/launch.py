@@ -11,9 +11,6 @@ from torch import Tensor
 
 _HERE = contextlib.nullcontext()
 
-RESERVED = 2048
-"""Bytes of shared memory for what a compiler adds of its own."""
-
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which must be the tensor's: a model may be spread over several."""
@@ -45,7 +42,7 @@ def _shared_memory(index: int) -> int:
 
 def stages_that_fit(device: torch.device, most: int, held: int, streamed: int) -> int:
     """How many tiles of ``streamed`` bytes may be on their way beside ``held`` bytes, at most so many; 0 for none."""
-    return max(0, min(most, (shared_memory(device) - RESERVED - held) // streamed))
+    return max(0, min(most, (shared_memory(device) - held) // streamed))
 
 
 @overload

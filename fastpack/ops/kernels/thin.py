@@ -27,6 +27,9 @@ MOST = 3
 LARGEST_RANK = 128
 """Above it the sums of a tile no longer fit into registers."""
 
+RESERVED = 2048
+"""Bytes of shared memory for what a compiler adds of its own."""
+
 EXPAND = {"BLOCK_T": 16, "BLOCK_O": 128, "TILES": 8, "num_warps": 4}
 """A program walks down so many tiles with the second factor in registers."""
 SHRINK = {"BLOCK_T": 16, "BLOCK_K": 128, "num_warps": 2}
@@ -290,7 +293,9 @@ def stages(kernel: str, thins: Sequence[Tensor]) -> int:
         "shrink": SHRINK["BLOCK_K"] * (SHRINK["BLOCK_T"] + ranks),
         "reduce": REDUCE["BLOCK_T"] * (REDUCE["BLOCK_M"] + ranks),
     }[kernel]
-    return stages_that_fit(thins[0].device, MOST_STAGES[kernel], held * size, streamed * size * min(MOST, len(thins)))
+    return stages_that_fit(
+        thins[0].device, MOST_STAGES[kernel], RESERVED + held * size, streamed * size * min(MOST, len(thins))
+    )
 
 
 def _threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
 from fastpack.ops.kernels.launch import on_device, stages_that_fit
-from fastpack.ops.kernels.thin import LARGEST_RANK, block_of_ranks, first_factor, second_factor
+from fastpack.ops.kernels.thin import LARGEST_RANK, RESERVED, block_of_ranks, first_factor, second_factor
 
 Factors = tuple[Tensor, Tensor] | None
 """``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
@@ -147,7 +147,7 @@ def stages(tiles: int, *factors: Factors) -> int:
         return 0
     held = len(thins) * ranks * BLOCK_I
     streamed = BLOCK_T * (tiles * BLOCK_I + len(thins) * ranks)
-    return stages_that_fit(thins[0].device, MOST_STAGES, held * size, streamed * size)
+    return stages_that_fit(thins[0].device, MOST_STAGES, RESERVED + held * size, streamed * size)
 
 
 def _grid(tokens: int, width: int) -> tuple[int, int]:
