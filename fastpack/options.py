@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Graphs = Literal["auto"] | None
 Loss = Literal["fused"] | None
-Offload = Literal["checkpoints"] | None
+Offload = Literal["checkpoints", "activations"] | None
 SharePrefixes = Literal["auto"] | None
 
 
@@ -67,14 +67,14 @@ class PatchOptions:
         Raises:
             BackendUnavailableError: no attention backend has this name.
             PatchError: another option has a value that it doesn't take; Triton was asked for and is not installed;
-                ``graphs`` was asked for together with ``offload`` or ``share_prefixes``.
+                ``graphs`` was asked for together with ``share_prefixes``.
         """
         check_name(self.attention)
         for name, allowed in (
             ("kernels", get_args(Implementation)),
             ("graphs", (None, "auto")),
             ("loss", (None, "fused")),
-            ("offload", (None, "checkpoints")),
+            ("offload", (None, "checkpoints", "activations")),
             ("share_prefixes", (None, "auto")),
         ):
             value = getattr(self, name)
@@ -83,12 +83,6 @@ class PatchOptions:
         if self.kernels == "triton" and not triton_installed():
             raise PatchError(
                 "kernels='triton', but Triton is not installed: pip install triton, or pass kernels='auto'."
-            )
-        if self.graphs is not None and self.offload is not None:
-            raise PatchError(
-                f"graphs={self.graphs!r} and offload={self.offload!r} exclude each other: what a recorded step saves "
-                "has its fixed place on the device. Pass one of them; graphs gain where layers are small, offloading "
-                "where they are big."
             )
         if self.graphs is not None and self.share_prefixes is not None:
             raise PatchError(

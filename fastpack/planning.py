@@ -212,7 +212,7 @@ def _plan_backbone(
         notes.append(f"graphs: off, the {family.rung} rung plans each batch on the host")
     if graphs is not None:
         notes.append(graphs.describe(next(backbone.parameters()).device))
-    offload = CheckpointOffload() if options.offload == "checkpoints" else None
+    offload = None if options.offload is None else CheckpointOffload(products=options.offload == "activations")
     sharing = PrefixSharing() if options.share_prefixes == "auto" else None
     bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, family))
     plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack.offload import CheckpointOffload, offload_of
-from fastpack.offload.transfer import Lane
+from fastpack.offload.transfer import Lane, Rates
 
 LAYERS = 7
 LENGTHS = (40, 1, 23)
@@ -74,6 +74,9 @@ class LateLink:
         self.abandoned += 1
         self.kept.append(tensor)
 
+    def rates(self, dtype: torch.dtype) -> Rates:
+        return Rates(bytes=1.0, operations=1.0)
+
     def did(self, what: str) -> list[int]:
         return [which for did, which in self.diary if did == what]
 
@@ -98,16 +101,23 @@ def backbone_of(model: Any) -> Any:
     return base.base_model
 
 
-def offloaded(model: Any, *, reentrant: bool = False, link: type[LateLink] = LateLink) -> Any:
+def offloaded(
+    model: Any,
+    choice: Any = "checkpoints",
+    *,
+    reentrant: bool = False,
+    link: type[LateLink] = LateLink,
+    graphs: Any = None,
+) -> Any:
     """Patched, checkpointed, and with a stand-in for the device."""
-    prepared(model, "checkpoints", reentrant=reentrant)
+    prepared(model, choice, reentrant=reentrant, graphs=graphs)
     ours = offload(model)
     ours.connect, ours.min_bytes = link, 1024  # tokens' statistics are smaller
     return model
 
 
-def prepared(model: Any, choice: Any, *, reentrant: bool = False) -> Any:
-    fastpack.patch(model, offload=choice)
+def prepared(model: Any, choice: Any, *, reentrant: bool = False, graphs: Any = None) -> Any:
+    fastpack.patch(model, offload=choice, graphs=graphs)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if hasattr(model, "get_base_model"):
         model.enable_input_require_grads()

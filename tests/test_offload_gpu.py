@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
+from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import no_synchronisation
 from fastpack.offload import CheckpointOffload
 from fastpack.offload.saved import KEEP
-from fastpack.offload.transfer import CudaLink
+from fastpack.offload.transfer import CudaLink, Rates
 
 pytestmark = pytest.mark.gpu
 
@@ -186,3 +187,64 @@ def test_half_a_backward_leaves_memory_in_order() -> None:
         others = [torch.zeros(1, 4096, 1024, device="cuda") for _ in range(12)]
         torch.cuda.synchronize()
         assert not any(other.any() for other in others)
+
+
+class FastLink(CudaLink):
+    """One that has time for everything."""
+
+    def rates(self, dtype: torch.dtype) -> Rates:
+        return Rates(bytes=1e18, operations=1.0)
+
+
+class LossyLink(FastLink):
+    """The negative control: what comes back is not what was sent."""
+
+    def bring(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        tensor, moment = super().bring(host)
+        self.wait(moment)
+        return tensor.zero_(), self.mark()
+
+
+PRODUCTS = LAYERS - 2
+"""Those of the last two stay."""
+
+
+@pytest.mark.parametrize("graphs", [None, "auto"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_products_come_back(lora: bool, graphs: Any) -> None:
+    """The same bits where gate and up wait on the host, recorded or not, over batches that follow each other."""
+    results: dict[Any, list[Any]] = {}
+    for link in (None, FastLink, LossyLink):
+        model = fastpack.patch(
+            build(lora=lora), attention="triton_packed", graphs=graphs, offload=None if link is None else "activations"
+        )
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if lora:
+            model.enable_input_require_grads()
+        if link is not None:
+            offload(model).connect = link
+        results[link] = [step(model, seed) for seed in (0, 1, 0)]
+        if link is FastLink:
+            forwards = offload(model).stats.forwards
+            assert offload(model).stats.products == PRODUCTS * forwards
+            assert offload(model).stats.tensors == (LAYERS + 1 - KEEP - (lora and graphs is None)) * forwards
+            stats = getattr(runner_of(backbone_of(model)), "stats", None)
+            assert stats is None or (stats.recordings, stats.replays, forwards) == (1, 3, 5), stats
+    for want, ours, lost in zip(*results.values(), strict=True):
+        assert equal(ours[0], want[0])
+        assert not equal(lost[0], want[0])
+    assert results[None][1][0].keys() == results[None][0][0].keys()
+    assert not equal(results[None][1][0], results[None][0][0])
+
+
+def test_time_is_measured_once_and_not_under_capture() -> None:
+    link = CudaLink(torch.device("cuda"))
+    with no_synchronisation():
+        assert link.rates(torch.bfloat16) is None
+    state = torch.cuda.get_rng_state()
+    found = link.rates(torch.bfloat16)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert found is not None
+    assert 1e9 < found.bytes < 1e12
+    assert 1e12 < found.operations < 1e16
+    assert link.rates(torch.bfloat16) is found

@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--attention", default="auto", help="attention backend")
     ours.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
     ours.add_argument("--graphs", choices=("auto",), nargs="?", const="auto", help="CUDA graphs")
+    ours.add_argument(
+        "--offload", choices=("checkpoints", "activations"), help="with --checkpointing: what waits in host memory"
+    )
     ours.add_argument("--loss", choices=("fused",), nargs="?", const="fused", help="the loss of --loop plain")
     found = parser.add_argument_group("what is written")
     found.add_argument("--json", type=Path, help="write the figures here")
@@ -80,6 +83,7 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
         kernels=arguments.kernels,
         graphs=arguments.graphs,
         loss=arguments.loss,
+        offload=arguments.offload,
         trainer_waits=arguments.trainer_waits,
     )
 

@@ -54,6 +54,7 @@ def patch(target: Any, settings: Settings) -> str:
         kernels=settings.kernels,
         graphs=settings.graphs,
         loss=settings.loss,
+        offload=settings.offload,
         share_prefixes="auto" if CONTESTANTS[settings.contestant].shared else None,
     )
     return str(fastpack.report(target).backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ def save_plot(outcome: Outcome, path: Path) -> None:
 
     rows = outcome.ran[::-1]
     figure = Figure(
-        figsize=(11, 1.9 + 0.55 * len(rows)),
+        figsize=(11, 2.2 + 0.55 * len(rows)),
         dpi=160,
         layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1),
         facecolor="white",
     )
     FigureCanvasAgg(figure)
     speed, memory = figure.subplots(1, 2, width_ratios=(2.2, 1), sharey=True)
-    figure.suptitle(_headline(outcome), fontsize=14, fontweight="bold", color=INK, x=0.02, ha="left")
+    figure.suptitle(_headline(outcome), fontsize=12, fontweight="bold", color=INK, x=0.02, ha="left")
     names = [row.contestant for row in rows]
     colors = [_color(name) for name in names]
 
@@ -75,12 +76,13 @@ def _draw_floor(axes: Any, floor: float, longest: float) -> None:
 
 
 def _headline(outcome: Outcome) -> str:
+    what = textwrap.fill(outcome.title, 105)
     ours = [row for row in outcome.ran if CONTESTANTS[row.contestant].patched]
     stock = outcome.best_stock
     if not ours or stock is None:
-        return outcome.title
+        return what
     best = max(row.tokens_per_second for row in ours)
-    return f"{outcome.title}: {best / stock.tokens_per_second:.2f}x the best stock run"
+    return f"{what}\n{best / stock.tokens_per_second:.2f}x the best stock run"
 
 
 def _footer(outcome: Outcome) -> str:

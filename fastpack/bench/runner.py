@@ -59,7 +59,9 @@ class Outcome:
         words += ["checkpointing"] if given.checkpointing else []
         words += ["a plain loop"] if given.loop == "plain" else []
         words += ["a trainer that waits"] if given.trainer_waits else []
-        words += [f"{name} {value}" for name in ("graphs", "loss") if (value := getattr(given, name)) is not None]
+        words += [
+            f"{name} {value}" for name in ("graphs", "loss", "offload") if (value := getattr(given, name)) is not None
+        ]
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Settings:
     kernels: Any = "auto"
     graphs: Any = None
     loss: Any = None
+    offload: Any = None
     dtype: str = "auto"
     trainer_waits: bool = False
     seed: int = 0

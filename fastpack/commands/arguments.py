@@ -51,7 +51,11 @@ class OwnArguments:
     )
     offload: str | None = field(
         default=None,
-        metadata={"help": "With gradient checkpointing: layer inputs wait in host memory.", "choices": ["checkpoints"]},
+        metadata={
+            "help": "With gradient checkpointing: what waits in host memory, layer inputs alone, or what is dear to "
+            "compute again too.",
+            "choices": ["checkpoints", "activations"],
+        },
     )
     share_prefixes: str | None = field(
         default=None,

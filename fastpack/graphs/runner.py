@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ ENOUGH_WORK = "its layers have enough work to hide their launches"
 NO_ROOM = "there are as many recordings as are kept"
 FORGET_AFTER = 2000
 """Batches after which each counts half."""
+
+Around = Callable[..., AbstractContextManager[None]]
+"""Makes the context for a forward of ``(backbone, device, recording=)``."""
 
 _OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "packed_seq_lens", "use_cache", "return_dict")
 """What the door sets itself."""
@@ -153,13 +156,15 @@ class GraphRunner:
         stack = self._current_stack(backbone)
         return Seen(stack, stack.state())
 
-    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any]) -> Any:
+    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any], around: Around | None = None) -> Any:
         """The backbone's outputs for a packed batch.
 
         Args:
             backbone: the module; ``stock``: the forward to call, as :func:`fastpack.layers.stock.call_stock` takes it.
             arguments: what the stock forward is to be called with.
+            around: what goes around it, recorded or not.
         """
+        around = around or _nothing
         packed: PackedSeqLens = arguments["packed_seq_lens"]
         seen, self._seen = self._seen, None
         reason = (
@@ -170,7 +175,7 @@ class GraphRunner:
                 # outside the recording: its gradient, its hooks and NEFTune's noise are as ever
                 embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
                 arguments = {**arguments, "input_ids": None, "inputs_embeds": embeddings}
-            reason, step, request = self._find_step(backbone, stock, arguments, packed, seen)
+            reason, step, request = self._find_step(backbone, stock, arguments, packed, seen, around)
             if step is not None:
                 ticket = Ticket()
                 self._pending = weakref.ref(ticket)
@@ -178,7 +183,8 @@ class GraphRunner:
                 return step.replay(request, ticket)
         assert reason is not None
         self.stats.eager[reason] += 1
-        return call_stock(backbone, stock, **arguments)
+        with around(backbone, packed.cu_seqlens.device):
+            return call_stock(backbone, stock, **arguments)
 
     def _find_step(
         self,
@@ -187,6 +193,7 @@ class GraphRunner:
         arguments: Mapping[str, Any],
         packed: PackedSeqLens,
         seen: Seen | None,
+        around: Around,
     ) -> tuple[str | None, RecordedStep | None, Request]:
         """The recording to replay, made now if it is time to; or why there is none."""
         if seen is None or (seen.packed is not None and seen.packed is not packed):
@@ -199,7 +206,7 @@ class GraphRunner:
             for name, value in arguments.items()
             if value is not None and name not in _OURS and name not in _FOR_THE_LOSS
         }
-        request = Request(stack, _runner(backbone, stock, extras), embeddings, packed, bucket)
+        request = Request(stack, _runner(backbone, stock, extras, around), embeddings, packed, bucket)
         like = (
             state,
             embeddings.dtype,
@@ -320,25 +327,30 @@ def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
 
 
 def _runner(
-    backbone: Any, stock: Forward | None, settings: Mapping[str, Any]
+    backbone: Any, stock: Forward | None, settings: Mapping[str, Any], around: Around
 ) -> Callable[[Tensor, PackedSeqLens], Any]:
     """What is recorded: the stock forward from embeddings on."""
 
     def run(embeddings: Tensor, packed: PackedSeqLens) -> Any:
-        return call_stock(
-            backbone,
-            stock,
-            **settings,
-            input_ids=None,
-            inputs_embeds=embeddings,
-            attention_mask=mask_stand_in(packed),
-            position_ids=packed.position_ids,
-            packed_seq_lens=packed,
-            use_cache=False,
-            return_dict=True,
-        )
+        with around(backbone, embeddings.device, recording=True):
+            return call_stock(
+                backbone,
+                stock,
+                **settings,
+                input_ids=None,
+                inputs_embeds=embeddings,
+                attention_mask=mask_stand_in(packed),
+                position_ids=packed.position_ids,
+                packed_seq_lens=packed,
+                use_cache=False,
+                return_dict=True,
+            )
 
     return run
+
+
+def _nothing(*_: Any, **__: Any) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 def _tokens(step: RecordedStep) -> int:

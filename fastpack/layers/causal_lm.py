@@ -101,7 +101,7 @@ def backbone_forward(
         return_dict=True,
     )
     if graphs is not None:
-        outputs = graphs.run(backbone, stock, arguments)
+        outputs = graphs.run(backbone, stock, arguments, None if offload is None else offload.around)
     else:
         if scope is not None:
             arguments = accepted(type(backbone).forward, arguments)

@@ -19,6 +19,7 @@ from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.offload.products import KEPT
 from fastpack.ops.views import as_row
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
@@ -120,7 +121,8 @@ def _run_mlp(layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dr
         spec.post_mlp is None and spec.residual_scale is None and not dropout and not drops(mlp, mlp_spec.out_dropout)
     )
     need_output = not (fuses and _is_run_again(layer))
-    out = mlp_block(mlp, mlp_spec, options, x, norm=norm, residual=fuses, need_output=need_output)
+    kept = layer.__dict__.get(KEPT)
+    out = mlp_block(mlp, mlp_spec, options, x, norm=norm, residual=fuses, need_output=need_output, kept=kept)
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 
 

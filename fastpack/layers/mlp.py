@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fastpack.families.spec import MlpSpec
 from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
-from fastpack.ops.gated_mlp import gated_mlp
+from fastpack.ops.gated_mlp import Kept, gated_mlp
 from fastpack.ops.glu import activation_kind, gated, gated_halves
 from fastpack.ops.views import reshaped
 from fastpack.options import PatchOptions
@@ -31,11 +31,13 @@ def mlp_block(
     norm: nn.Module | None = None,
     residual: bool = False,
     need_output: bool = True,
+    kept: Kept | None = None,
 ) -> Tensor:
     """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``.
 
     Args:
         need_output: False where only what the backward needs is computed again, and nobody reads the result.
+        kept: where gate and up may wait between a checkpointed forward and its backward.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
@@ -52,6 +54,7 @@ def mlp_block(
             norm=fused_norm,
             residual=adds,
             need_output=need_output,
+            kept=kept,
             implementation=kernels,
         )
         return x + out if residual and not adds else out

@@ -1,4 +1,4 @@
-"""Offloading what gradient checkpointing keeps: layer inputs wait in host memory for their backward.
+"""Offloading: what gradient checkpointing keeps, or would compute again, waits in host memory for the backward.
 
 ``patch(model, offload="checkpoints")``. Checkpointing saves one input ``[1, T, H]`` a layer; both kinds of
 ``torch.utils.checkpoint`` save it through autograd, where ``torch.autograd.graph.saved_tensors_hooks`` sees it. Hooks
@@ -11,6 +11,11 @@ around the backbone's forward (:mod:`~fastpack.offload.saved`)
 Nothing waits on the host. A copy is over long before the layer beside it: it moves 2H bytes a token, where a layer
 computes some 24 H^2 operations forward. Host buffers are handed on from step to step
 (:mod:`~fastpack.offload.transfer`).
+
+``offload="activations"`` gives the time that is left to gate and up of gated MLPs, which are most of what a layer's
+second run would multiply (:mod:`~fastpack.offload.products`).
+
+Where steps are recorded (``graphs``), so are the copies, in host buffers that the recordings keep.
 
 Sources: PyTorch's notes "CUDA semantics" (streams, memory management) and its tutorial "Hooks for autograd saved
 tensors".

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack.layers.stock import bound_with
+from fastpack.offload.products import Journey, with_slots
 from fastpack.offload.saved import Kept, Offloaded, Pass
 from fastpack.offload.transfer import Lane, Link, connect_cuda
 
@@ -25,13 +27,15 @@ class OffloadStats:
     """What happened so far.
 
     Attributes:
-        forwards: forwards with the hooks around them.
-        tensors: how many tensors were copied to the host.
+        forwards: forwards with the hooks around them, those that were recorded among them.
+        tensors: how many layer inputs they copied to the host.
+        products: of how many layers gate and up were copied.
         idle: training forwards without, by reason.
     """
 
     forwards: int = 0
     tensors: int = 0
+    products: int = 0
     idle: Counter[str] = field(default_factory=Counter)
 
 
@@ -42,50 +46,62 @@ class CheckpointOffload:
     Attributes:
         connect: makes the link to a device, or None where there can't be one; another one in tests.
         min_bytes: smaller tensors stay on the device.
+        products: gate and up leave too, as far as there is time for it.
     """
 
     connect: Callable[[torch.device], Link | None] = connect_cuda
     min_bytes: int = MIN_BYTES
+    products: bool = False
     stats: OffloadStats = field(default_factory=OffloadStats)
 
     def __post_init__(self) -> None:
-        self._lanes: dict[torch.device, Lane | None] = {}
+        self._lanes: dict[tuple[torch.device, bool], Lane | None] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"connect": self.connect, "min_bytes": self.min_bytes}
+        return {"connect": self.connect, "min_bytes": self.min_bytes, "products": self.products}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, stats=OffloadStats())
         self.__post_init__()
 
-    def around(self, backbone: nn.Module, device: torch.device) -> AbstractContextManager[None]:
-        """The context for a forward of the backbone on a device; does nothing where there is nothing to offload."""
+    def around(
+        self, backbone: nn.Module, device: torch.device, *, recording: bool = False
+    ) -> AbstractContextManager[None]:
+        """The context for a forward of the backbone on a device; does nothing where there is nothing to offload.
+
+        Args:
+            recording: the forward is recorded, or warms up for it: its host buffers are kept for the recording.
+        """
         if not (torch.is_grad_enabled() and backbone.training):
             return nullcontext()
-        reason = self.why_not(backbone, device)
+        reason = self.why_not(backbone, device, recording=recording)
         if reason is not None:
             self.stats.idle[reason] += 1
             return nullcontext()
-        return self.saving()
+        return self.saving(_layers(backbone) if self.products else (), recording=recording)
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Offload what is saved for backward inside, whatever saves it."""
-        hooks = Pass(self.lane, self.min_bytes)
+    def saving(self, layers: Sequence[nn.Module] = (), *, recording: bool = False) -> Iterator[None]:
+        """Offload what is saved for backward inside, whatever saves it; and products of these layers."""
+        lane = functools.partial(self.lane, recording=recording)
+        hooks, journey = Pass(lane, self.min_bytes), Journey(lane, len(layers), self.min_bytes)
         self.stats.forwards += 1
         try:
-            with saved_tensors_hooks(hooks.pack, _unpack):
+            with saved_tensors_hooks(hooks.pack, _unpack), with_slots(layers, journey):
                 yield
             hooks.finish()
+            journey.finish()
         finally:
             self.stats.tensors += hooks.sent
+            self.stats.products += journey.sent
             hooks.clear()
+            journey.clear()
 
-    def why_not(self, backbone: nn.Module, device: torch.device) -> str | None:
+    def why_not(self, backbone: nn.Module, device: torch.device, *, recording: bool = False) -> str | None:
         """Why a training forward on a device has nothing to offload, or None."""
         if self.lane(device) is None:
             return f"the model is on {device.type}, and copies beside the computation need CUDA"
-        layers = [layer for found in backbone.children() if isinstance(found, nn.ModuleList) for layer in found]
+        layers = _layers(backbone)
         checkpointed = [on for on in map(_checkpointing, layers) if on is not None]
         if not any(checkpointed):
             return "gradient checkpointing is off"
@@ -95,16 +111,17 @@ class CheckpointOffload:
             return "it runs inside a backward pass (checkpointing around the model)"
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "saved tensors are packed by someone else (checkpointing around the model, TRL's offloading)"
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return "a CUDA graph is being captured"
+        if not recording and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return "someone else is capturing a CUDA graph"
         return None
 
-    def lane(self, device: torch.device) -> Lane | None:
+    def lane(self, device: torch.device, *, recording: bool = False) -> Lane | None:
         """The lane of a device, made when it is first asked for; None where there can't be one."""
-        if device not in self._lanes:
+        key = (device, recording)
+        if key not in self._lanes:
             link = self.connect(device)
-            self._lanes[device] = None if link is None else Lane(link)
-        return self._lanes[device]
+            self._lanes[key] = None if link is None else Lane(link, keep=recording)
+        return self._lanes[key]
 
     @property
     def host_bytes(self) -> int:
@@ -116,7 +133,10 @@ class CheckpointOffload:
         stats = self.stats
         if stats.forwards:
             size = f"{self.host_bytes / 2**30:.2f} GiB"
-            parts = [f"{stats.tensors} layer inputs of {stats.forwards} forwards waited in {size} of host memory"]
+            what = f"{stats.tensors} layer inputs"
+            if self.products:
+                what += f", and gate and up of {stats.products} layers,"
+            parts = [f"{what} of {stats.forwards} forwards waited in {size} of host memory"]
         else:
             device = next(backbone.parameters()).device
             reason = None if device.type == "meta" else self.why_not(backbone, device)
@@ -128,6 +148,10 @@ class CheckpointOffload:
 def offload_of(backbone: nn.Module) -> CheckpointOffload | None:
     """The offloading of a patched backbone, None where it was patched without."""
     return bound_with(backbone, CheckpointOffload)
+
+
+def _layers(backbone: nn.Module) -> list[nn.Module]:
+    return [layer for found in backbone.children() if isinstance(found, nn.ModuleList) for layer in found]
 
 
 def _checkpointing(layer: nn.Module) -> bool | None:

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+SIDE, REPEATS = 4096, 5
+"""Of the square matrices that are copied and multiplied to find the rates of a device, and how often."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does in a second.
+
+    Attributes:
+        bytes: copied to the host, or from it.
+        operations: floating-point operations of matrix products.
+    """
+
+    bytes: float
+    operations: float
 
 
 class Link(Protocol):
@@ -29,6 +47,9 @@ class Link(Protocol):
     def abandon(self, tensor: Tensor) -> None:
         """Keep the device memory of a tensor, which is about to be freed, until the copies under way are done."""
 
+    def rates(self, dtype: torch.dtype) -> Rates | None:
+        """Of copies, and of products in this dtype; None where they can't be measured now."""
+
 
 class CudaLink:
     """A side stream of a CUDA device."""
@@ -36,6 +57,7 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self._rates: dict[torch.dtype, Rates] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -63,6 +85,33 @@ class CudaLink:
     def abandon(self, tensor: Tensor) -> None:
         tensor.record_stream(self.stream)
 
+    def rates(self, dtype: torch.dtype) -> Rates | None:
+        if dtype not in self._rates:
+            if torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == 2:
+                return None
+            self._rates[dtype] = self._measure(dtype)
+        return self._rates[dtype]
+
+    def _measure(self, dtype: torch.dtype) -> Rates:
+        # no zeros, which multiply faster, and random numbers that are not the model's
+        draw = torch.Generator(self.device).manual_seed(0)
+        a, b = (torch.rand(SIDE, SIDE, generator=draw, device=self.device).to(dtype) for _ in range(2))
+        out, host = torch.empty_like(a), torch.empty(a.shape, dtype=dtype, pin_memory=True)
+        copying = self._seconds(lambda: host.copy_(a, non_blocking=True))
+        multiplying = self._seconds(lambda: torch.mm(a, b, out=out))
+        return Rates(a.nbytes / copying, 2 * SIDE**3 / multiplying)
+
+    def _seconds(self, run: Callable[[], Any]) -> float:
+        run()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream(self.device)
+        start.record(stream)
+        for _ in range(REPEATS):
+            run()
+        end.record(stream)
+        end.synchronize()
+        return start.elapsed_time(end) / 1000 / REPEATS
+
 
 def connect_cuda(device: torch.device) -> Link | None:
     """A link to a CUDA device, None to any other."""
@@ -78,13 +127,16 @@ class HostPool:
     Sizes are rounded up to powers of two, which that cache does anyway, so that batches of similar T share buffers. A
     free buffer that is too small gives way to a larger one: there are never more than were in use at once.
 
+    Args:
+        keep: never let a buffer go: recordings hold the addresses of those that they were given.
+
     Attributes:
         count: how many buffers there are, handed out or not.
         nbytes: their size together.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, *, keep: bool = False) -> None:
+        self._link, self._keep = link, keep
         self._free: list[Tensor] = []
         self.count = self.nbytes = 0
 
@@ -99,7 +151,7 @@ class HostPool:
         fitting = [size for size in sizes if size >= nbytes]
         if fitting:
             return self._free.pop(sizes.index(min(fitting)))
-        if sizes:
+        if sizes and not self._keep:
             del self._free[sizes.index(min(sizes))]
             self.count -= 1
             self.nbytes -= min(sizes)
@@ -116,6 +168,6 @@ class HostPool:
 class Lane:
     """A link and its buffers."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, keep: bool = False) -> None:
         self.link = link
-        self.pool = HostPool(link)
+        self.pool = HostPool(link, keep=keep)

@@ -16,7 +16,7 @@ Shape suffixes: T tokens, H hidden size, I size inside.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +38,16 @@ from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
 from fastpack.ops.updates import expand_forward, factors
 
 
+class Kept(Protocol):
+    """Where gate and up may wait between a checkpointed forward and the backward that runs it again."""
+
+    def save(self, made: Sequence[Tensor], x: Tensor) -> None:
+        """In the first forward: products of ``x [T, H]``, which nobody changes before :meth:`load`."""
+
+    def load(self) -> list[Tensor] | None:
+        """When it runs again: the same products, in memory of the caller's own; None where they have to be made."""
+
+
 def gated_mlp(
     x: Tensor,
     inner: Sequence[Projection],
@@ -47,6 +57,7 @@ def gated_mlp(
     norm: Norm | None = None,
     residual: bool = False,
     need_output: bool = True,
+    kept: Kept | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """``[T, H]`` to ``[T, H]``.
@@ -57,12 +68,14 @@ def gated_mlp(
         residual: add x to the result.
         need_output: False where checkpointing runs this again for its backward alone: the product with ``down`` is
             left out, and the result holds nothing.
+        kept: where gate and up may wait for it meanwhile.
     """
     settings = (Settings.of(inner, implementation), Settings.of([down], implementation))
     weight = None if norm is None else norm.weight
     out: Tensor = _GatedMlp.apply(
-        *settings, norm, activation, (residual, need_output), implementation, x, weight, *tensors_of([*inner, down])
-    )
+        *settings, norm, activation, (residual, need_output, kept), implementation, x, weight,
+        *tensors_of([*inner, down]),
+    )  # fmt: skip
     return out
 
 
@@ -74,18 +87,25 @@ class _GatedMlp(torch.autograd.Function):
         down: Settings,
         norm: Norm | None,
         activation: ActivationKind,
-        wanted: tuple[bool, bool],
+        wanted: tuple[bool, bool, Kept | None],
         implementation: Implementation,
         x: Tensor,
         norm_weight: Tensor | None,
         *flat: Tensor | None,
     ) -> Tensor:
         keep: dict[str, Tensor] = {"x": x}
-        residual, need_output = wanted
+        residual, need_output, kept = wanted
         with torch.autocast(x.device.type, enabled=False):
             n = normalise(x, norm, inner.dtype, keep, implementation)
             updates = expand_forward(n, inner, flat[:-4], keep, prefix="inner ")
-            made = group_forward(n, inner, flat[:-4], keep, updates={}, prefix="inner ")
+            found = None if kept is None else kept.load()
+            if found is None:
+                made = group_forward(n, inner, flat[:-4], keep, updates={}, prefix="inner ")
+                if kept is not None:
+                    kept.save(made, n)
+            else:
+                made = found
+                keep_weights(inner, flat[:-4], keep, prefix="inner ")
             gate, up = _two(made)
             h = updated_forward(gate, up, activation, *_halved(updates, len(made)), implementation=implementation)
             if need_output:

@@ -115,7 +115,7 @@ def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> N
         return stock_patch(model, attention=options["attention"])
 
     monkeypatch.setattr(fastpack, "patch", patch)
-    chosen = {"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused"}
+    chosen = {"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused", "offload": "activations"}
     settings = replace(SMALL, **chosen)  # type: ignore[arg-type]
     stock, ours = train(settings, "stock padded", "fastpack")
     assert given == [{**chosen, "share_prefixes": None}]

@@ -1,0 +1,216 @@
+"""What checkpointing would multiply again: gate and up of a layer wait in host memory for its backward instead.
+
+A checkpointed layer runs twice. The products of its gated MLP are the larger part of the second run, and H operations
+for each byte of their results; where copies beside the computation keep pace, bringing these back costs nothing. Each
+layer carries a :class:`Slot` while it runs, in which :func:`fastpack.ops.gated_mlp.gated_mlp` puts them the first time
+and finds them the second. The bits are the same.
+
+Shape suffixes: T tokens, H hidden size, I size inside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.offload.saved import Contents
+from fastpack.offload.transfer import Lane, Rates
+
+KEPT = "_fastpack_kept"
+"""The attribute under which a layer that runs finds its slot."""
+CHECKPOINTING = "_gradient_checkpointing_func"
+
+LAYER = 2.25
+"""How many times as long as gate's and up's products at full rate a decoder layer's forward takes at least: 1.9 times
+their operations (Llama 8B), and some time beside the products. On an H200 it is 2.6 times; copies that take all of that
+are late in the end."""
+KEEP = 2
+"""The products of how many layers stay on the device: of the last ones, which the backward needs first."""
+IN_FLIGHT = 1
+"""How many layers' products are on their way to the host at most; the device waits for the oldest before there are
+more."""
+
+
+class Parcel:
+    """One layer's products, on the device, on the host or on their way."""
+
+    def __init__(self, lane: Lane, tensors: Sequence[Tensor], previous: weakref.ref[Parcel] | None) -> None:
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._dtype = tensors[0].dtype
+        self._contents = [Contents(lane, tensor, None) for tensor in tensors]
+        self._previous = previous
+        self._fetched_before = False
+        for contents in self._contents:
+            contents.send()
+
+    def leave(self) -> None:
+        """Free the device's memory, for what the device computes after the copies."""
+        for contents in self._contents:
+            contents.leave()
+
+    def prefetch(self) -> None:
+        """Start the copies back, if they are not on the device."""
+        for contents in self._contents:
+            contents.prefetch()
+
+    def fetch(self) -> list[Tensor]:
+        """The products, in memory of the caller's own; the copies back of those needed next begin."""
+        self._fetched_before = True
+        found = [
+            contents.fetch().view(self._dtype).view(shape)
+            for contents, shape in zip(self._contents, self._shapes, strict=True)
+        ]
+        following = None if self._previous is None else self._previous()
+        if following is not None and not following._fetched_before:
+            following.prefetch()
+        return found
+
+
+class Journey:
+    """The parcels of one forward, which the layers that are checkpointed in it keep alive.
+
+    Args:
+        lane: the lane of a device, or None.
+        layers: how many layers will run.
+        min_bytes: smaller products are made again.
+    """
+
+    def __init__(self, lane: Callable[[torch.device], Lane | None], layers: int, min_bytes: int) -> None:
+        self._lane, self._layers, self._min_bytes = lane, layers, min_bytes
+        self._begun = 0
+        self._leaving: deque[Parcel] = deque()
+        self._last: weakref.ref[Parcel] | None = None
+        self._turned = False
+        self.sent = 0
+
+    def checkpointed(self, layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What checkpoints a layer as ``function`` does, and gives it a slot."""
+
+        def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            slot = Slot(self, self._begun)
+            self._begun += 1
+            return function(partial(_run_with, slot, layer, run), *args, **kwargs)
+
+        return call
+
+    def send(self, index: int, tensors: Sequence[Tensor], x: Tensor) -> Parcel | None:
+        """Start the copies of a layer's products to the host, if there is time for them; else None."""
+        lane = self._lane(x.device)
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        if lane is None or nbytes < self._min_bytes or not all(t.is_contiguous() for t in tensors):
+            return None
+        rates = lane.link.rates(x.dtype)
+        if rates is None or not is_sent(index, self._layers, pace(rates, tensors, x)):
+            return None
+        parcel = Parcel(lane, tensors, self._last)
+        self._last = weakref.ref(parcel)
+        self.sent += 1
+        self._leaving.append(parcel)
+        while len(self._leaving) > IN_FLIGHT:
+            self._leaving.popleft().leave()
+        return parcel
+
+    def keeps(self, index: int) -> bool:
+        """Whether a layer's products stay on the device."""
+        return index >= self._layers - KEEP
+
+    def turn_back(self) -> None:
+        """The backward has begun: what it needs first is brought."""
+        last = None if self._last is None or self._turned else self._last()
+        self._turned = True
+        if last is not None:
+            last.prefetch()
+
+    def finish(self) -> None:
+        """All that was sent leaves."""
+        while self._leaving:
+            self._leaving.popleft().leave()
+
+    def clear(self) -> None:
+        """Hold on to nothing: from here on the graph alone does."""
+        self._leaving.clear()
+
+
+class Slot:
+    """What one checkpointed call of a layer keeps: :class:`fastpack.ops.gated_mlp.Kept`."""
+
+    def __init__(self, journey: Journey, index: int) -> None:
+        self._journey, self._index = journey, index
+        self._runs = 0
+        self._parcel: Parcel | None = None
+        self._here: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """The layer runs: once forward, then for each backward."""
+        self._runs += 1
+        if self._runs > 1:
+            self._journey.turn_back()
+
+    def save(self, made: Sequence[Tensor], x: Tensor) -> None:
+        if self._runs > 1:
+            return
+        if self._journey.keeps(self._index):
+            self._here = list(made)
+        else:
+            self._parcel = self._journey.send(self._index, made, x)
+
+    def load(self) -> list[Tensor] | None:
+        if self._runs == 1:
+            return None
+        if self._parcel is not None:
+            return self._parcel.fetch()
+        here = self._here
+        if here is not None and torch._C._autograd._get_current_graph_task_keep_graph():
+            return [tensor.clone() for tensor in here]  # gradients will take the memory of what is handed out
+        self._here = None
+        return here
+
+
+def _run_with(slot: Slot, layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    slot.begin()
+    outer = layer.__dict__.get(KEPT)
+    layer.__dict__[KEPT] = slot
+    try:
+        return run(*args)
+    finally:
+        if outer is None:
+            del layer.__dict__[KEPT]
+        else:
+            layer.__dict__[KEPT] = outer
+
+
+@contextmanager
+def with_slots(layers: Sequence[nn.Module], journey: Journey) -> Iterator[None]:
+    """While inside, each of these layers carries a slot when it is checkpointed."""
+    before = [(layer, layer.__dict__[CHECKPOINTING]) for layer in layers if CHECKPOINTING in layer.__dict__]
+    try:
+        for layer, function in before:
+            layer.__dict__[CHECKPOINTING] = journey.checkpointed(layer, function)
+        yield
+    finally:
+        for layer, function in before:
+            layer.__dict__[CHECKPOINTING] = function
+
+
+def pace(rates: Rates, tensors: Sequence[Tensor], x: Tensor) -> float:
+    """The share of layers whose products a link can copy while the layers run, with every layer's input.
+
+    Args:
+        rates: of the link and of its device.
+        tensors: a layer's products ``[T, I]`` of x ``[T, H]``; its input has the size of x.
+    """
+    work = 2 * x.numel() * sum(tensor.shape[-1] for tensor in tensors)
+    left = LAYER * work / rates.operations - x.nbytes / rates.bytes
+    return max(0.0, min(1.0, left * rates.bytes / sum(tensor.nbytes for tensor in tensors)))
+
+
+def is_sent(index: int, layers: int, share: float) -> bool:
+    """Whether a layer is one of those whose products leave: evenly spread, and over before the last layer is."""
+    return int((index + 1) * share) > int(index * share) and index + 1 / share <= layers - 1
