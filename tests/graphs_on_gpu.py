@@ -29,7 +29,7 @@ def runner(model: Any) -> GraphRunner:
 def graphed(model: Any, attention: str = "auto", **settings: Any) -> Any:
     """Patched, each size recorded when it comes first, however much work there is."""
     fastpack.patch(model, graphs="auto", attention=attention)
-    runner(model).settings = GraphSettings(**{"record_after": 1, "max_work": float("inf"), **settings})
+    runner(model).settings = GraphSettings(**{"record_after": 0, "max_work": float("inf"), **settings})
     return model
 
 

@@ -105,7 +105,7 @@ def graphed(model: Any, **settings: Any) -> Any:
     fastpack.patch(model, graphs="auto")
     found = runner(model)
     found.recorder = FakeRecorder()
-    found.settings = GraphSettings(**{"record_after": 1, **settings})
+    found.settings = GraphSettings(**{"record_after": 0, **settings})
     return model
 
 

@@ -105,17 +105,38 @@ def test_shapes_come_back() -> None:
     assert (stats.recordings, stats.replays) == (1, 4)
 
 
-def test_a_roomier_recording_serves_until_sizes_come_often() -> None:
-    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"), record_after=3, roomy=1.2)
-    roomy, own, small = (300, 60), (290, 20), (40, 20)
-    assert Bucket.of(roomy).tokens > Bucket.of(own).tokens > 1.2 * Bucket.of(small).tokens
+def recorded_when(model: Any, *batches: tuple[int, ...]) -> list[int]:
+    """How many recordings there are after each batch."""
+    plain = fastpack.patch(tiny_model("llama"))
     recordings = []
-    for lengths in (roomy, own, own, own, own, small):
+    for lengths in batches:
         check(step(model, lengths), step(plain, lengths))
         model.zero_grad()
+        plain.zero_grad()
         recordings.append(runner(model).stats.recordings)
-    assert recordings == [1, 1, 1, 2, 2, 3], "own sizes at their third sight, small ones at once"
-    assert (runner(model).stats.replays, dict(runner(model).stats.eager)) == (6, {})
+    assert (runner(model).stats.replays, dict(runner(model).stats.eager)) == (len(batches), {})
+    return recordings
+
+
+def test_a_roomier_recording_serves_until_it_has_wasted_as_much() -> None:
+    roomy, own, small = (300, 60), (290, 20), (40, 20)
+    tokens = [Bucket.of(lengths).tokens for lengths in (roomy, own, small)]
+    assert tokens == [384, 320, 64]
+    model = graphed(tiny_model("llama"), record_after=3 * 64 / 320, roomy=1.2)
+    found = recorded_when(model, roomy, own, own, own, own, small)
+    assert found == [1, 1, 1, 2, 2, 3], "own sizes when 3 x 64 tokens were wasted, small ones at once"
+
+
+def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None:
+    roomy, own, less = (380, 60), (370, 10), (310, 8)
+    tokens = [Bucket.of(lengths).tokens for lengths in (roomy, own, less)]
+    assert tokens == [448, 384, 320]
+    settings: dict[str, Any] = {"record_after": 3 * 64 / 384, "roomy": 1.5}
+    assert recorded_when(graphed(tiny_model("llama"), **settings), roomy, own, less, own) == [1, 1, 1, 2]
+    model = graphed(tiny_model("llama"), **settings)
+    assert recorded_when(model, roomy, own, roomy, own) == [1, 1, 1, 1], "two do not make it, nor what fits as it is"
+    found = recorded_when(graphed(tiny_model("llama"), **settings), roomy, own, less, own, less, less, less)
+    assert found == [1, 1, 1, 2, 2, 2, 3], "what was wasted before a recording counts no more"
 
 
 def test_gradients_accumulate_over_buckets() -> None:
@@ -361,7 +382,7 @@ def test_copies_and_pickles_start_empty() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         found = runner(other)
         assert found is not runner(model)
-        assert (found.stats.recordings, found.settings.record_after) == (0, 1)
+        assert (found.stats.recordings, found.settings.record_after) == (0, 0)
         other.zero_grad()
         check(step(other), want)
         assert (found.stats.replays, runner(model).stats.replays) == (1, 1)

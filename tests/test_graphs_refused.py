@@ -270,7 +270,7 @@ def test_attention_that_prepares_on_the_host_is_refused(backend: str, monkeypatc
     model = tiny_model("llama")
     fastpack.patch(model, graphs="auto", attention=backend)
     found = runner(model)
-    found.recorder, found.settings = FakeRecorder(), GraphSettings(record_after=1)
+    found.recorder, found.settings = FakeRecorder(), GraphSettings(record_after=0)
     hidden(model)
     assert reason(model).startswith("its attention")
 

@@ -57,7 +57,7 @@ def test_trl_trains_the_same(settings: dict[str, Any], tmp_path: Path, monkeypat
     trainers = pytest.importorskip("test_trainers")
     settings = {**settings, "gradient_accumulation_steps": 2}
     want, _ = trainers.train(fastpack.patch(tiny_model("llama")), tmp_path, patch=None, **settings)
-    model = graphed(tiny_model("llama"), record_after=2)
+    model = graphed(tiny_model("llama"), record_after=0.05)
     order = looks(monkeypatch)
     ours, trainer = trainers.train(model, tmp_path, patch=None, **settings)
     trainers.check_equal(ours, want)

@@ -39,8 +39,10 @@ class GraphSettings:
     """When to record.
 
     Attributes:
-        record_after: how often sizes have to come before they are recorded while a recording of slightly larger ones
-            serves them; without such a one they are recorded at first sight. Recording takes about four steps' time.
+        record_after: while recordings of slightly larger sizes serve, how many tokens one of a batch's own sizes would
+            have saved since the last was made, over all batches that it would have held, before it is made too; in
+            multiples of its tokens. Without a recording that serves, sizes are recorded at first sight. Recording takes
+            about three steps' time, and tokens of a tail about half of that of others.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as those that came
             least often to take their place.
         roomy: how many times the tokens of its own sizes a batch may be replayed with.
@@ -51,7 +53,7 @@ class GraphSettings:
             time before, until recording is given up.
     """
 
-    record_after: int = 3
+    record_after: float = 1.0
     max_recordings: int = 32
     roomy: float = 1.15
     max_work: float = 5e12
@@ -79,6 +81,10 @@ class Circumstances:
 
     reason: str | None
     work: float
+
+
+Key = tuple[Bucket, Circumstances]
+"""What a recording is of."""
 
 
 class Seen(NamedTuple):
@@ -122,8 +128,9 @@ class GraphRunner:
         self._drop()
 
     def _drop(self) -> None:
-        self._steps: dict[tuple[Bucket, Circumstances], RecordedStep] = {}
-        self._sightings: Counter[Hashable] = Counter()
+        self._steps: dict[Key, RecordedStep] = {}
+        self._sightings: Counter[Key] = Counter()
+        self._wasted: Counter[Key] = Counter()
         self._known: dict[Hashable, Circumstances] = {}
         self._buffers = Buffers()
         self.recorder.clear()
@@ -231,7 +238,7 @@ class GraphRunner:
             return None, step, request
         served = [found for (_, of), found in self._steps.items() if of is known]
         roomy = min((found for found in served if self._fits(found.bucket, packed, bucket)), key=_tokens, default=None)
-        if roomy is not None and self._sightings[key] < self.settings.record_after:
+        if roomy is not None and self._waste(key, roomy.bucket) < self.settings.record_after * bucket.tokens:
             return None, roomy, request
         if not self._has_room(key):
             return (None if roomy is not None else NO_ROOM), roomy, request
@@ -241,9 +248,19 @@ class GraphRunner:
             self._known[like] = Circumstances(str(error), known.work)
             return str(error), None, request
         self.stats.recordings += 1
+        self._wasted.clear()  # what others waste from here on, they waste beside this one
         return None, step, request
 
-    def _see(self, key: Hashable) -> None:
+    def _waste(self, key: Key, roomy: Bucket) -> int:
+        """Tokens that a recording of these sizes would have saved, now that ``roomy`` serves a batch of them too."""
+        own, known = key
+        for seen, of in self._sightings:
+            holds = seen.max_seqlen >= own.max_seqlen and seen.sequences >= own.sequences
+            if of is known and holds and own.tokens <= seen.tokens < roomy.tokens:
+                self._wasted[seen, of] += roomy.tokens - seen.tokens
+        return self._wasted[key]
+
+    def _see(self, key: Key) -> None:
         self._sightings[key] += 1
         if self._sightings.total() >= FORGET_AFTER:  # what came long ago counts less and less
             self._sightings = Counter({seen: count // 2 for seen, count in self._sightings.items() if count > 1})
@@ -251,7 +268,7 @@ class GraphRunner:
     def _fits(self, roomy: Bucket, packed: PackedSeqLens, own: Bucket) -> bool:
         return roomy.tokens <= self.settings.roomy * own.tokens and roomy.holds(packed.lengths)
 
-    def _has_room(self, key: Hashable) -> bool:
+    def _has_room(self, key: Key) -> bool:
         """Whether sizes may be recorded now; drops the rarest where they take its place."""
         if len(self._steps) >= self.settings.max_recordings:
             rarest = min(self._steps, key=self._sightings.__getitem__)
