@@ -91,10 +91,11 @@ def patch(
             copied beside the computation: the same gradients, and (layers - 3) x T x hidden size x 2 bytes less device
             memory in half precision. It takes as much host memory, each piece rounded up to a power of two.
             ``activations`` lets gate and up of gated MLPs wait there too, which then are not multiplied a second time:
-            of as many layers as there is time for, by the rates of copies and of products, measured once. Of the last
-            two they stay on the device, and one more layer's are on their way back: 3 x T x 2 x intermediate size x 2
-            bytes more. Without gradient checkpointing or on another device than CUDA it does nothing, and the report
-            says why.
+            of as many layers as there is time for, by the rates of copies and of products, measured when the first
+            layer asks. Of the last two they stay on the device, and one more layer's are on their way back: 3 x T x 2 x
+            intermediate size x 2 bytes more than with ``checkpoints``. The report says in how many layers they were
+            made again after all, and why. Without gradient checkpointing or on another device than CUDA ``offload``
+            does nothing, and the report says why.
         share_prefixes: ``auto`` runs what sequences of a batch have in common at their beginnings once, a prompt with
             its chosen and its rejected completion above all, in every batch in which that saves a twentieth of the
             tokens or more. Every sequence still attends to all of its own tokens, and results are the same, gradients

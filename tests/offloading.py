@@ -34,7 +34,7 @@ class LateLink:
         self.queue: list[Callable[[], None]] = []
         self.diary: list[tuple[str, int]] = []
         self.names: dict[int, int] = {}
-        self.hazards = self.abandoned = self.done = 0
+        self.hazards = self.abandoned = self.done = self.drained = 0
         self.kept: list[Tensor] = []
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -73,6 +73,9 @@ class LateLink:
     def abandon(self, tensor: Tensor) -> None:
         self.abandoned += 1
         self.kept.append(tensor)
+
+    def drain(self) -> None:
+        self.drained += 1
 
     def rates(self, dtype: torch.dtype) -> Rates:
         return Rates(bytes=1.0, operations=1.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,6 @@ import torch
 from offloading import (
     KINDS,
     LAYERS,
-    LENGTHS,
     ForgetfulLink,
     LateLink,
     LossyLink,
@@ -29,12 +30,14 @@ from offloading import (
 )
 from recording import FakeRecorder, Varlen, runner
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.graphs.recorder import Tape
 from fastpack.offload import saved
-from fastpack.offload.products import CHECKPOINTING, KEEP, KEPT, is_sent, pace
-from fastpack.offload.transfer import HostPool, Rates
+from fastpack.offload.products import CHECKPOINTING, KEEP, KEPT, Journey, Parcel, is_sent, pace
+from fastpack.offload.transfer import HostPool, Lane, Rates
 from fastpack.ops import gated_mlp
 
 SENT = LAYERS - KEEP
@@ -64,6 +67,10 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+def told(model: Any) -> str:
+    return "; ".join(fastpack.report(model).notes)
+
+
 def with_products(model: Any, **settings: Any) -> Any:
     model = offloaded(model, "activations", **settings)
     offload(model).min_bytes = 512
@@ -85,7 +92,8 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     link, pool = lane(model).link, lane(model).pool
     assert sorted(link.did("bring")) == link.did("send"), "each once"
     assert (link.hazards, link.abandoned, pool.in_use) == (0, 0, 0)
-    assert f"and gate and up of {SENT} layers, of 1 forwards waited" in str(fastpack.report(model))
+    assert f"and gate and up of {SENT} layers, of 1 forwards waited" in told(model)
+    assert "made again" not in told(model)
     layers = backbone_of(model).layers
     assert not any(KEPT in layer.__dict__ for layer in layers)
     assert not any("Journey" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
@@ -96,6 +104,7 @@ def test_what_has_no_gated_mlp_is_left_alone() -> None:
     assert equal(gradients(model), gradients(prepared(tiny("gpt2"), None)))
     assert offload(model).stats.products == 0
     assert offload(model).stats.tensors >= LAYERS + 1 - saved.KEEP
+    assert f"gate and up were made again in {LAYERS} layers: they have no gated MLP" in told(model)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
@@ -171,21 +180,64 @@ def test_in_recorded_steps(choice: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Passes that are recorded do the same, in host buffers that are never let go."""
     monkeypatch.setitem(BACKENDS, "torch_varlen", Varlen())
     model, plain = offloaded(tiny(lora=True), choice, graphs="auto"), prepared(tiny(lora=True), None)
-    offload(model).min_bytes = 512
     runner(model).recorder = FakeRecorder()
-    for lengths in ((40, 24), (9, 9, 9), (40, 24)):
+    batches = ((9, 9, 9), (90, 60), (9, 9, 9), (90, 60))
+    for lengths in batches:
         ours, want = gradients(model, lengths), gradients(plain, lengths)
         for name, gradient in want.items():
             torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6)
     stats = offload(model).stats
     assert not runner(model).stats.eager
-    assert runner(model).stats.replays == 3
-    assert stats.products == (SENT * stats.forwards if choice == "activations" else 0)
-    assert stats.tensors >= (LAYERS + 1 - saved.KEEP) * stats.forwards
-    (recorded,) = (found for (_, recording), found in offload(model)._lanes.items() if recording)
-    assert recorded is not None
-    assert (recorded.pool.in_use, recorded.link.hazards) == (0, 0)
-    assert recorded.pool.count > 0
+    assert runner(model).stats.replays == len(batches)
+    assert (stats.forwards, stats.recorded) == (0, (LAYERS - 1, SENT if choice == "activations" else 0))
+    assert f"{LAYERS - 1} layer inputs" in told(model)
+    assert "of each recorded step wait in 0.00 GiB" in told(model)
+    pool = recorded(model).pool
+    assert (pool.in_use, recorded(model).link.hazards) == (0, 0)
+    assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), "those of the small ones too"
+
+
+def recorded(model: Any) -> Lane:
+    (found,) = (found for (_, recording), found in offload(model)._lanes.items() if recording)
+    assert found is not None
+    return found
+
+
+class Forgetful(FakeRecorder):
+    """Keeps addresses, not what its passes close over, as graphs do."""
+
+    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+        tape = super().record(device, forward, backward)
+        gradients = [None if g is None else torch.zeros_like(g) for g in tape.gradients]
+        return Tape(tape.output, gradients, lambda: None, lambda: None)
+
+
+@pytest.mark.parametrize("how", ["unpatched", "patched anew", "dropped"])
+def test_a_recorded_forward_holds_its_buffers(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its backward is over, and the device with it."""
+    monkeypatch.setitem(BACKENDS, "torch_varlen", Varlen())
+    model = offloaded(tiny(lora=True), "activations", graphs="auto")
+    offload(model).min_bytes = 512
+    runner(model).recorder = Forgetful()
+    loss = run(model)
+    pool, link = weakref.ref(recorded(model).pool), recorded(model).link
+    buffers = [weakref.ref(buffer) for buffer in recorded(model).pool._free]
+    if how == "unpatched":
+        fastpack.unpatch(model)
+    elif how == "patched anew":
+        fastpack.patch(model)
+    else:
+        del model
+    gc.collect()
+    assert len(buffers) > SENT
+    assert all(buffer() is not None for buffer in buffers)
+    loss.backward()
+    assert link.drained == 0
+    del loss
+    gc.collect()
+    assert pool() is None
+    assert not any(buffer() is not None for buffer in buffers)
+    assert link.drained == 1, "nobody else may have the memory while a replay reads it"
 
 
 def test_buffers_of_recordings_stay() -> None:
@@ -233,12 +285,131 @@ def test_slow_links_send_nothing() -> None:
         assert equal(gradients(model), want)
         assert offload(model).stats.products == 0
         assert offload(model).stats.tensors > 0
+        why = "there is no time to copy them" if link is SlowLink else "could not be measured then"
+        assert f"made again in {SENT} layers: " in told(model)
+        assert why in told(model)
 
 
-def test_small_products_stay_unkept() -> None:
+def test_small_products_are_made_again() -> None:
     model = with_products(tiny())
     offload(model).min_bytes = 2**20
-    want: dict[str, Tensor] = gradients(prepared(tiny(), None))
-    assert equal(gradients(model), want)
+    assert equal(gradients(model), gradients(prepared(tiny(), None)))
     assert offload(model).stats.products == 0
-    assert sum(LENGTHS) > 1
+    assert f"made again in {LAYERS} layers: they have less than 1,048,576 bytes" in told(model)
+
+
+def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the forward one layer's products are on their way, beside the one that runs; later they are on the host."""
+    products: list[StorageWeakRef] = []
+    alive: list[int] = []
+    stock = Journey._send
+
+    def count() -> int:
+        return sum(not storage.expired() for storage in products)
+
+    def send(journey: Journey, lane: Lane, tensors: Any) -> Parcel:
+        products.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
+        parcel = stock(journey, lane, tensors)
+        alive.append(count())
+        return parcel
+
+    monkeypatch.setattr(Journey, "_send", send)
+    loss = run(with_products(tiny()))
+    assert alive == [2] * SENT, "those of a layer before are on the host"
+    assert (len(products), count()) == (2 * SENT, 0)
+    loss.backward()
+
+
+def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    under_way: list[bool] = []
+    stock = Parcel.fetch
+
+    def fetch(parcel: Parcel) -> list[Tensor]:
+        under_way.append(all(contents._fetched is not None for contents in parcel._contents))
+        return stock(parcel)
+
+    monkeypatch.setattr(Parcel, "fetch", fetch)
+    gradients(with_products(tiny()))
+    assert under_way == [True] * SENT
+
+
+@KINDS
+def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
+    """As in a loop that rebinds it only when the next forward is over."""
+    model = with_products(tiny(), reentrant=reentrant)
+    sizes = []
+    for _ in range(3):
+        loss = run(model)
+        loss.backward()
+        assert lane(model).pool.in_use == 0
+        sizes.append(lane(model).pool.nbytes)
+    assert len(set(sizes)) == 1
+    del loss
+
+
+@pytest.mark.parametrize("rates", [Rates(1.0, 1.0), None], ids=["sent", "none sent"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks every operation of the second run up among those of the first: all of them have to come again."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    monkeypatch.setattr(LateLink, "rates", lambda self, dtype: rates)
+    results = []
+    for choice in ("activations", None):
+        model = with_products(tiny(model_type)) if choice else prepared(tiny(model_type), None)
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        results.append(gradients(model))
+        if choice:
+            assert f"made again in {LAYERS} layers: somebody watches" in told(model)
+    assert equal(*results)
+
+
+def test_layers_that_never_run_again_send_nothing() -> None:
+    results = []
+    for model in (with_products(tiny()), prepared(tiny(), None)):
+        model.requires_grad_(False)
+        model.disable_input_require_grads()
+        for layer in model.model.layers[4:]:
+            layer.requires_grad_(True)
+        results.append(gradients(model))
+        if len(results) == 1:
+            assert offload(model).stats.products == SENT - 4
+    assert equal(*results)
+
+
+def test_what_was_made_before_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that never left are handed out as copies."""
+    model = with_products(tiny(), reentrant=True)
+    layers = backbone_of(model).layers
+    seen: list[Tensor] = []
+    layers[3].register_forward_hook(lambda module, args, out: seen.append(out))
+
+    def fail(*_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            raise ZeroDivisionError
+
+    layers[4].post_attention_layernorm.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run(model)
+    (out,) = (tensor for tensor in seen if tensor.requires_grad)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        out.sum().backward(retain_graph=True)
+        found.append(collected(model))
+    assert equal(*found)
+
+
+def test_autocast_and_dropout() -> None:
+    results = []
+    for model in (with_products(tiny(lora=True)), prepared(tiny(lora=True), None)):
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.3
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(model)
+        loss.backward()
+        results.append(collected(model))
+    assert equal(*results)

@@ -107,6 +107,7 @@ class RecordedStep:
         stack, bucket, like = request.stack, request.bucket, request.embeddings.detach()
         device = like.device
         self.bucket = bucket
+        self._run = request.run  # and with it what a replay reads outside the device's memory (offloading's buffers)
         self._embeddings = buffers.take(like, bucket.tokens)
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)

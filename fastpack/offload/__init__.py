@@ -8,14 +8,14 @@ around the backbone's forward (:mod:`~fastpack.offload.saved`)
    last few, which the backward needs first, stay;
 2. start the copy back of the next one needed, in the backward, before the current layer runs again.
 
-Nothing waits on the host. A copy is over long before the layer beside it: it moves 2H bytes a token, where a layer
-computes some 24 H^2 operations forward. Host buffers are handed on from step to step
-(:mod:`~fastpack.offload.transfer`).
+Once buffers are there, and rates are known, nothing waits on the host. The copy of an input is over long before the
+layer beside it: it moves 2H bytes a token, where a layer computes some 24 H^2 operations forward. Host buffers are
+handed on from step to step (:mod:`~fastpack.offload.transfer`).
 
 ``offload="activations"`` gives the time that is left to gate and up of gated MLPs, which are most of what a layer's
 second run would multiply (:mod:`~fastpack.offload.products`).
 
-Where steps are recorded (``graphs``), so are the copies, in host buffers that the recordings keep.
+Where steps are recorded (``graphs``), so are the copies, in host buffers that live as long as a recording.
 
 Sources: PyTorch's notes "CUDA semantics" (streams, memory management) and its tutorial "Hooks for autograd saved
 tensors".

@@ -27,15 +27,19 @@ class OffloadStats:
     """What happened so far.
 
     Attributes:
-        forwards: forwards with the hooks around them, those that were recorded among them.
+        forwards: forwards with the hooks around them.
         tensors: how many layer inputs they copied to the host.
         products: of how many layers gate and up were copied.
+        recorded: the last two of the forward that was recorded last, which each replay of it does again.
+        made_again: layers of all these whose gate and up were made again nevertheless, by reason.
         idle: training forwards without, by reason.
     """
 
     forwards: int = 0
     tensors: int = 0
     products: int = 0
+    recorded: tuple[int, int] | None = None
+    made_again: Counter[str] = field(default_factory=Counter)
     idle: Counter[str] = field(default_factory=Counter)
 
 
@@ -76,7 +80,8 @@ class CheckpointOffload:
             return nullcontext()
         reason = self.why_not(backbone, device, recording=recording)
         if reason is not None:
-            self.stats.idle[reason] += 1
+            if not recording:  # which is tried several times, and replayed more often
+                self.stats.idle[reason] += 1
             return nullcontext()
         return self.saving(_layers(backbone) if self.products else (), recording=recording)
 
@@ -85,15 +90,19 @@ class CheckpointOffload:
         """Offload what is saved for backward inside, whatever saves it; and products of these layers."""
         lane = functools.partial(self.lane, recording=recording)
         hooks, journey = Pass(lane, self.min_bytes), Journey(lane, len(layers), self.min_bytes)
-        self.stats.forwards += 1
         try:
             with saved_tensors_hooks(hooks.pack, _unpack), with_slots(layers, journey):
                 yield
             hooks.finish()
             journey.finish()
         finally:
-            self.stats.tensors += hooks.sent
-            self.stats.products += journey.sent
+            if recording:
+                self.stats.recorded = (hooks.sent, journey.sent)
+            else:
+                self.stats.forwards += 1
+                self.stats.tensors += hooks.sent
+                self.stats.products += journey.sent
+            self.stats.made_again.update(journey.made_again)
             hooks.clear()
             journey.clear()
 
@@ -131,18 +140,23 @@ class CheckpointOffload:
     def describe(self, backbone: nn.Module) -> str:
         """One line for a report."""
         stats = self.stats
-        if stats.forwards:
-            size = f"{self.host_bytes / 2**30:.2f} GiB"
-            what = f"{stats.tensors} layer inputs"
-            if self.products:
-                what += f", and gate and up of {stats.products} layers,"
-            parts = [f"{what} of {stats.forwards} forwards waited in {size} of host memory"]
+        if stats.forwards or stats.recorded:
+            parts = []
+            if stats.forwards:
+                parts += [f"{self._what(stats.tensors, stats.products)} of {stats.forwards} forwards waited"]
+            if stats.recorded is not None:
+                parts += [f"{self._what(*stats.recorded)} of each recorded step wait"]
+            parts[-1] += f" in {self.host_bytes / 2**30:.2f} GiB of host memory"
+            parts += [f"gate and up were made again in {n} layers: {why}" for why, n in stats.made_again.most_common()]
         else:
             device = next(backbone.parameters()).device
             reason = None if device.type == "meta" else self.why_not(backbone, device)
             parts = ["on" if reason is None else f"nothing to do, {reason}"]
         parts += [f"{count} forwards without: {why}" for why, count in stats.idle.most_common()]
         return f"offload: {'; '.join(parts)}"
+
+    def _what(self, tensors: int, products: int) -> str:
+        return f"{tensors} layer inputs" + (f", and gate and up of {products} layers," if self.products else "")
 
 
 def offload_of(backbone: nn.Module) -> CheckpointOffload | None:

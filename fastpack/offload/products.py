@@ -11,7 +11,7 @@ Shape suffixes: T tokens, H hidden size, I size inside.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -36,6 +36,7 @@ KEEP = 2
 IN_FLIGHT = 1
 """How many layers' products are on their way to the host at most; the device waits for the oldest before there are
 more."""
+ELSEWHERE = "they have no gated MLP that runs as one op, or something else than transformers checkpoints them"
 
 
 class Parcel:
@@ -63,10 +64,10 @@ class Parcel:
     def fetch(self) -> list[Tensor]:
         """The products, in memory of the caller's own; the copies back of those needed next begin."""
         self._fetched_before = True
-        found = [
-            contents.fetch().view(self._dtype).view(shape)
-            for contents, shape in zip(self._contents, self._shapes, strict=True)
-        ]
+        found: list[Tensor] = []
+        for contents, shape in zip(self._contents, self._shapes, strict=True):
+            tensor = contents.fetch().view(self._dtype).view(shape)
+            found.append(tensor.clone() if contents.is_here else tensor)  # an exception came before it left
         following = None if self._previous is None else self._previous()
         if following is not None and not following._fetched_before:
             following.prefetch()
@@ -80,15 +81,20 @@ class Journey:
         lane: the lane of a device, or None.
         layers: how many layers will run.
         min_bytes: smaller products are made again.
+
+    Attributes:
+        sent: of how many layers products were sent to the host.
+        made_again: layers whose products will be made again, by reason.
     """
 
     def __init__(self, lane: Callable[[torch.device], Lane | None], layers: int, min_bytes: int) -> None:
         self._lane, self._layers, self._min_bytes = lane, layers, min_bytes
-        self._begun = 0
+        self._begun = self._saved = 0
         self._leaving: deque[Parcel] = deque()
         self._last: weakref.ref[Parcel] | None = None
         self._turned = False
         self.sent = 0
+        self.made_again: Counter[str] = Counter()
 
     def checkpointed(self, layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
         """What checkpoints a layer as ``function`` does, and gives it a slot."""
@@ -96,19 +102,35 @@ class Journey:
         def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             slot = Slot(self, self._begun)
             self._begun += 1
+            if not _has_backward(layer, args):
+                self._saved += 1
+                return function(run, *args, **kwargs)
             return function(partial(_run_with, slot, layer, run), *args, **kwargs)
 
         return call
 
-    def send(self, index: int, tensors: Sequence[Tensor], x: Tensor) -> Parcel | None:
-        """Start the copies of a layer's products to the host, if there is time for them; else None."""
+    def save(self, index: int, tensors: Sequence[Tensor], x: Tensor) -> Parcel | list[Tensor] | None:
+        """A layer's products on their way to the host, or those that stay; None where they will be made again."""
+        self._saved += 1
         lane = self._lane(x.device)
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        if lane is None or nbytes < self._min_bytes or not all(t.is_contiguous() for t in tensors):
-            return None
-        rates = lane.link.rates(x.dtype)
-        if rates is None or not is_sent(index, self._layers, pace(rates, tensors, x)):
-            return None
+        if torch._C._len_torch_dispatch_stack():
+            why = "somebody watches every operation (selective checkpointing, a dispatch mode)"
+        elif lane is None or sum(tensor.nbytes for tensor in tensors) < self._min_bytes:
+            why = f"they have less than {self._min_bytes:,} bytes"
+        elif index >= self._layers - KEEP:
+            return list(tensors)
+        elif (rates := lane.link.rates(x.dtype)) is None:
+            why = "the rates of copies and products could not be measured then"
+        elif not all(tensor.is_contiguous() for tensor in tensors) or not is_sent(
+            index, self._layers, pace(rates, tensors, x)
+        ):
+            why = "there is no time to copy them"
+        else:
+            return self._send(lane, tensors)
+        self.made_again[why] += 1
+        return None
+
+    def _send(self, lane: Lane, tensors: Sequence[Tensor]) -> Parcel:
         parcel = Parcel(lane, tensors, self._last)
         self._last = weakref.ref(parcel)
         self.sent += 1
@@ -116,10 +138,6 @@ class Journey:
         while len(self._leaving) > IN_FLIGHT:
             self._leaving.popleft().leave()
         return parcel
-
-    def keeps(self, index: int) -> bool:
-        """Whether a layer's products stay on the device."""
-        return index >= self._layers - KEEP
 
     def turn_back(self) -> None:
         """The backward has begun: what it needs first is brought."""
@@ -132,6 +150,8 @@ class Journey:
         """All that was sent leaves."""
         while self._leaving:
             self._leaving.popleft().leave()
+        if self._layers > self._saved:
+            self.made_again[ELSEWHERE] += self._layers - self._saved
 
     def clear(self) -> None:
         """Hold on to nothing: from here on the graph alone does."""
@@ -144,8 +164,7 @@ class Slot:
     def __init__(self, journey: Journey, index: int) -> None:
         self._journey, self._index = journey, index
         self._runs = 0
-        self._parcel: Parcel | None = None
-        self._here: list[Tensor] | None = None
+        self._saved: Parcel | list[Tensor] | None = None
 
     def begin(self) -> None:
         """The layer runs: once forward, then for each backward."""
@@ -154,23 +173,27 @@ class Slot:
             self._journey.turn_back()
 
     def save(self, made: Sequence[Tensor], x: Tensor) -> None:
-        if self._runs > 1:
-            return
-        if self._journey.keeps(self._index):
-            self._here = list(made)
-        else:
-            self._parcel = self._journey.send(self._index, made, x)
+        if self._runs == 1:
+            self._saved = self._journey.save(self._index, made, x)
 
     def load(self) -> list[Tensor] | None:
-        if self._runs == 1:
+        saved = self._saved
+        if self._runs == 1 or saved is None:
             return None
-        if self._parcel is not None:
-            return self._parcel.fetch()
-        here = self._here
-        if here is not None and torch._C._autograd._get_current_graph_task_keep_graph():
-            return [tensor.clone() for tensor in here]  # gradients will take the memory of what is handed out
-        self._here = None
-        return here
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not retained:
+            self._saved = None
+        if isinstance(saved, Parcel):
+            return saved.fetch()
+        # gradients will take the memory of what is handed out
+        return [tensor.clone() for tensor in saved] if retained else saved
+
+
+def _has_backward(layer: nn.Module, args: Sequence[Any]) -> bool:
+    """Whether a layer will run again at all."""
+    if any(isinstance(given, Tensor) and given.requires_grad for given in args):
+        return True
+    return any(parameter.requires_grad for parameter in layer.parameters())
 
 
 def _run_with(slot: Slot, layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:

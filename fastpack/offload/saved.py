@@ -73,6 +73,11 @@ class Contents:
         self._lane.link.wait(done)
         return tensor
 
+    @property
+    def is_here(self) -> bool:
+        """True while the device's memory is not freed: what :meth:`fetch` gives then is not the caller's own."""
+        return self._device is not None
+
     def next_needed(self) -> Contents | None:
         """Those that a backward needs after these, saved before them: None, too, where all were asked for before."""
         contents: Contents | None = self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -47,6 +48,9 @@ class Link(Protocol):
     def abandon(self, tensor: Tensor) -> None:
         """Keep the device memory of a tensor, which is about to be freed, until the copies under way are done."""
 
+    def drain(self) -> None:
+        """Wait for all that was asked of the device."""
+
     def rates(self, dtype: torch.dtype) -> Rates | None:
         """Of copies, and of products in this dtype; None where they can't be measured now."""
 
@@ -84,6 +88,9 @@ class CudaLink:
 
     def abandon(self, tensor: Tensor) -> None:
         tensor.record_stream(self.stream)
+
+    def drain(self) -> None:
+        torch.cuda.synchronize(self.device)
 
     def rates(self, dtype: torch.dtype) -> Rates | None:
         if dtype not in self._rates:
@@ -128,7 +135,8 @@ class HostPool:
     free buffer that is too small gives way to a larger one: there are never more than were in use at once.
 
     Args:
-        keep: never let a buffer go: recordings hold the addresses of those that they were given.
+        keep: let no buffer go while the pool lives, nor then before the device is done: recordings read from and
+            write to the addresses that they were given, on streams that nobody here knows.
 
     Attributes:
         count: how many buffers there are, handed out or not.
@@ -137,6 +145,8 @@ class HostPool:
 
     def __init__(self, link: Link, *, keep: bool = False) -> None:
         self._link, self._keep = link, keep
+        if keep:
+            weakref.finalize(self, link.drain).atexit = False  # before the buffers go
         self._free: list[Tensor] = []
         self.count = self.nbytes = 0
 
