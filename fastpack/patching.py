@@ -93,7 +93,7 @@ def patch(
             ``activations`` lets gate and up of gated MLPs wait there too, which then are not multiplied a second time:
             of as many layers as there is time for, by the rates of copies and of products, measured when the first
             layer asks. Of the last two they stay on the device, and one more layer's are on their way back: 3 x T x 2 x
-            intermediate size x 2 bytes more than with ``checkpoints``. The report says in how many layers they were
+            intermediate size x 2 bytes more than with ``checkpoints``. The report says of how many layers they are
             made again after all, and why. Without gradient checkpointing or on another device than CUDA ``offload``
             does nothing, and the report says why.
         share_prefixes: ``auto`` runs what sequences of a batch have in common at their beginnings once, a prompt with

@@ -104,7 +104,7 @@ def test_what_has_no_gated_mlp_is_left_alone() -> None:
     assert equal(gradients(model), gradients(prepared(tiny("gpt2"), None)))
     assert offload(model).stats.products == 0
     assert offload(model).stats.tensors >= LAYERS + 1 - saved.KEEP
-    assert f"gate and up were made again in {LAYERS} layers: they have no gated MLP" in told(model)
+    assert f"gate and up of {LAYERS} layers are made again: they have no gated MLP" in told(model)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
@@ -286,7 +286,7 @@ def test_slow_links_send_nothing() -> None:
         assert offload(model).stats.products == 0
         assert offload(model).stats.tensors > 0
         why = "there is no time to copy them" if link is SlowLink else "could not be measured then"
-        assert f"made again in {SENT} layers: " in told(model)
+        assert f"gate and up of {SENT} layers are made again: " in told(model)
         assert why in told(model)
 
 
@@ -295,7 +295,7 @@ def test_small_products_are_made_again() -> None:
     offload(model).min_bytes = 2**20
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
     assert offload(model).stats.products == 0
-    assert f"made again in {LAYERS} layers: they have less than 1,048,576 bytes" in told(model)
+    assert f"of {LAYERS} layers are made again: they have less than 1,048,576 bytes" in told(model)
 
 
 def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypat
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         results.append(gradients(model))
         if choice:
-            assert f"made again in {LAYERS} layers: somebody watches" in told(model)
+            assert f"of {LAYERS} layers are made again: somebody watches" in told(model)
     assert equal(*results)
 
 

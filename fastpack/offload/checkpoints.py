@@ -31,7 +31,7 @@ class OffloadStats:
         tensors: how many layer inputs they copied to the host.
         products: of how many layers gate and up were copied.
         recorded: the last two of the forward that was recorded last, which each replay of it does again.
-        made_again: layers of all these whose gate and up were made again nevertheless, by reason.
+        made_again: layers of the last of all these whose gate and up are made again nevertheless, by reason.
         idle: training forwards without, by reason.
     """
 
@@ -102,7 +102,7 @@ class CheckpointOffload:
                 self.stats.forwards += 1
                 self.stats.tensors += hooks.sent
                 self.stats.products += journey.sent
-            self.stats.made_again.update(journey.made_again)
+            self.stats.made_again = journey.made_again
             hooks.clear()
             journey.clear()
 
@@ -147,7 +147,7 @@ class CheckpointOffload:
             if stats.recorded is not None:
                 parts += [f"{self._what(*stats.recorded)} of each recorded step wait"]
             parts[-1] += f" in {self.host_bytes / 2**30:.2f} GiB of host memory"
-            parts += [f"gate and up were made again in {n} layers: {why}" for why, n in stats.made_again.most_common()]
+            parts += [f"gate and up of {n} layers are made again: {why}" for why, n in stats.made_again.most_common()]
         else:
             device = next(backbone.parameters()).device
             reason = None if device.type == "meta" else self.why_not(backbone, device)
