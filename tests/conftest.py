@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -63,3 +64,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     count(projections, "add_updates")
     count(mlp, "gated_mlp")
     return found
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Whatever is given back meanwhile is given back by counting references alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

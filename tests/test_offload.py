@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,14 +37,7 @@ import fastpack
 from fastpack.offload import offload_of
 from fastpack.offload.saved import KEEP
 
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """Whatever is given back is given back by counting references alone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 @KINDS

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,14 +16,7 @@ from fastpack.offload import CheckpointOffload
 from fastpack.offload.saved import IN_FLIGHT, KEEP, Kept, Offloaded, Pass
 from fastpack.offload.transfer import HostPool, Lane
 
-
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """Whatever is given back is given back by counting references alone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 def test_host_pool() -> None:

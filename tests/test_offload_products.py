@@ -6,7 +6,6 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,13 +43,7 @@ SENT = LAYERS - KEEP
 """Layers whose products leave where there is time for all."""
 
 
-@pytest.fixture(autouse=True)
-def no_collection() -> Iterator[None]:
-    """Whatever is given back is given back by counting references alone."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("no_collection")
 
 
 @pytest.fixture

@@ -90,7 +90,8 @@ class CudaLink:
         tensor.record_stream(self.stream)
 
     def drain(self) -> None:
-        torch.cuda.synchronize(self.device)
+        if not torch.cuda.is_current_stream_capturing():  # a collection of garbage: what it found was long let go
+            torch.cuda.synchronize(self.device)
 
     def rates(self, dtype: torch.dtype) -> Rates | None:
         if dtype not in self._rates:
