@@ -57,13 +57,15 @@ class Norm:
 class Settings:
     """What a group of projections has beside tensors; one entry of each tuple for each projection.
 
-    ``loras`` holds ``(scale, dropout)``, or None for a projection without an update.
+    ``loras`` holds ``(scale, dropout)``, or None for a projection without an update; ``lora_dtype`` is that of every A
+    and B, None where they differ.
     """
 
     dtype: torch.dtype
     loras: tuple[tuple[float, float] | None, ...]
     quant_states: tuple[Any, ...]
     implementation: Implementation = "auto"
+    lora_dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, projections: Sequence[Projection], implementation: Implementation) -> Settings:
@@ -73,6 +75,7 @@ class Settings:
             tuple(None if p.lora is None else (p.lora.scale, p.lora.dropout) for p in projections),
             tuple(p.quant_state for p in projections),
             implementation,
+            common_dtype([p.lora for p in projections]),
         )
 
     @property
@@ -98,6 +101,12 @@ class Settings:
         lora = self.loras[i]
         assert lora is not None
         return lora
+
+
+def common_dtype(loras: Sequence[Lora | None]) -> torch.dtype | None:
+    """That of every A and B, None where they differ."""
+    found = {tensor.dtype for lora in loras if lora is not None for tensor in (lora.a, lora.b)}
+    return found.pop() if len(found) == 1 else None
 
 
 def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:

@@ -146,7 +146,10 @@ def update_gradients(
     *,
     prefix: str = "",
 ) -> None:
-    """The gradients of every A and B that needs one, in float32, into ``made``, flat as the tensors are."""
+    """The gradients of every A and B that needs one into ``made``, flat as the tensors are.
+
+    Sums are float32, rounded once to the dtype that all A and B have; where they differ, whoever takes them does it.
+    """
     owners = settings.owners
     if not owners:
         return
@@ -163,10 +166,10 @@ def update_gradients(
         return
     assert n is not None
     if settings.uniform:
-        found: Sequence[Tensor] = _mm_float32(low.t(), n).split(ranks)
+        found: Sequence[Tensor] = _rounded(_mm_float32(low.t(), n), settings).split(ranks)
     else:
         found = [
-            _mm_float32(part.t(), _dropped(n.clone(), settings, i, kept, prefix))
+            _rounded(_mm_float32(part.t(), _dropped(n.clone(), settings, i, kept, prefix)), settings)
             for i, part in zip(owners, low.split(ranks, 1), strict=True)
         ]
     for i, gradient in zip(owners, found, strict=True):
@@ -205,14 +208,19 @@ def _dropped(x: Tensor, settings: Settings, i: int, kept: dict[str, Tensor], pre
 
 
 def _products_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: Settings) -> list[Tensor]:
-    """``x [T, O]^T @ thin [T, R]`` of each, in float32."""
+    """``x [T, O]^T @ thin [T, R]`` of each, summed in float32."""
     xs, thins = [x for x, _ in pairs], [thin for _, thin in pairs]
     kernels = _kernels("reduce", settings, xs, thins) if len(pairs) > 1 else None
     if kernels is None:
-        return [_mm_float32(x.t(), thin) for x, thin in pairs]
-    found = [x.new_empty(x.shape[1], thin.shape[1], dtype=torch.float32) for x, thin in pairs]
+        return [_rounded(_mm_float32(x.t(), thin), settings) for x, thin in pairs]
+    dtype = settings.lora_dtype or torch.float32
+    found = [x.new_empty(x.shape[1], thin.shape[1], dtype=dtype) for x, thin in pairs]
     kernels.reduce(xs, thins, found)
     return found
+
+
+def _rounded(gradient: Tensor, settings: Settings) -> Tensor:
+    return gradient if settings.lora_dtype is None else gradient.to(settings.lora_dtype)
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from fastpack.ops import projections as projections_module
 from fastpack.ops import updates
 from fastpack.ops.projection_parts import Lora, Projection
 from fastpack.ops.projections import project
@@ -165,3 +167,34 @@ def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest
     assert torch.equal(residual, before)
     for ours, right in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("same", [True, False])
+def test_gradients_have_the_dtype_of_parameters(
+    same: bool, implementation: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all A and B where it is one, in one cast a group; summed in float32, and rounded once."""
+    x, projections = group(device, 8, torch.bfloat16)
+    if not same:
+        first = projections[0].lora
+        assert first is not None
+        changed = Lora(first.a.detach().float().requires_grad_(), first.b, first.scale)
+        projections[0] = replace(projections[0], lora=changed)
+    given: list[list[Tensor | None]] = []
+    stock = projections_module.update_gradients
+
+    def update_gradients(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        given.append(args[6])
+
+    monkeypatch.setattr(projections_module, "update_gradients", update_gradients)
+    monkeypatch.setattr(thin, "processors", lambda _: 2)
+    found = gradients(x, projections, None, implementation)
+    (made,) = given
+    dtypes = {gradient.dtype for gradient in made if gradient is not None}
+    assert dtypes == {torch.bfloat16 if same else torch.float32}
+    leaves = [t for p in projections if p.lora is not None for t in (p.lora.a, p.lora.b)]
+    for ours, leaf in zip(found[len(projections) + 1 :], leaves, strict=True):
+        assert ours.dtype == leaf.dtype
+        assert ours.abs().max() > 0
