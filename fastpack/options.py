@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 
 Graphs = Literal["auto"] | None
 Loss = Literal["fused"] | None
-Offload = Literal["checkpoints", "activations"] | None
+OffloadKind = Literal["checkpoints", "activations"]
+Offload = OffloadKind | None
 SharePrefixes = Literal["auto"] | None
+OFFLOADS: tuple[str, ...] = get_args(OffloadKind)
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class PatchOptions:
             ("kernels", get_args(Implementation)),
             ("graphs", (None, "auto")),
             ("loss", (None, "fused")),
-            ("offload", (None, "checkpoints", "activations")),
+            ("offload", (None, *OFFLOADS)),
             ("share_prefixes", (None, "auto")),
         ):
             value = getattr(self, name)

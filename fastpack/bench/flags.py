@@ -10,6 +10,7 @@ from fastpack.bench.contestants import CONTESTANTS, TRAINERS
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES
 from fastpack.errors import FastpackError
+from fastpack.options import OFFLOADS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--attention", default="auto", help="attention backend")
     ours.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
     ours.add_argument("--graphs", choices=("auto",), nargs="?", const="auto", help="CUDA graphs")
-    ours.add_argument(
-        "--offload", choices=("checkpoints", "activations"), help="with --checkpointing: what waits in host memory"
-    )
+    ours.add_argument("--offload", choices=OFFLOADS, help="with --checkpointing: what waits in host memory")
     ours.add_argument("--loss", choices=("fused",), nargs="?", const="fused", help="the loss of --loop plain")
     found = parser.add_argument_group("what is written")
     found.add_argument("--json", type=Path, help="write the figures here")

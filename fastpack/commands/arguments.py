@@ -14,7 +14,7 @@ from trl import ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-def
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.commands import UsageError
 from fastpack.ops.implementation import IMPLEMENTATIONS
-from fastpack.options import PatchKeywords, TokenBudget
+from fastpack.options import OFFLOADS, PatchKeywords, TokenBudget
 
 if TYPE_CHECKING:
     from fastpack.commands.training import Command
@@ -54,7 +54,7 @@ class OwnArguments:
         metadata={
             "help": "With gradient checkpointing: what waits in host memory, layer inputs alone, or what is dear to "
             "compute again too.",
-            "choices": ["checkpoints", "activations"],
+            "choices": list(OFFLOADS),
         },
     )
     share_prefixes: str | None = field(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -163,7 +163,7 @@ class GraphRunner:
         stack = self._current_stack(backbone)
         return Seen(stack, stack.state())
 
-    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any], around: Around | None = None) -> Any:
+    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any], around: Around) -> Any:
         """The backbone's outputs for a packed batch.
 
         Args:
@@ -171,7 +171,6 @@ class GraphRunner:
             arguments: what the stock forward is to be called with.
             around: what goes around it, recorded or not.
         """
-        around = around or _nothing
         packed: PackedSeqLens = arguments["packed_seq_lens"]
         seen, self._seen = self._seen, None
         reason = (
@@ -364,10 +363,6 @@ def _runner(
             )
 
     return run
-
-
-def _nothing(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _tokens(step: RecordedStep) -> int:

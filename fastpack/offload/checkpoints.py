@@ -108,7 +108,7 @@ class CheckpointOffload:
 
     def why_not(self, backbone: nn.Module, device: torch.device, *, recording: bool = False) -> str | None:
         """Why a training forward on a device has nothing to offload, or None."""
-        if self.lane(device) is None:
+        if self.lane(device, recording=recording) is None:
             return f"the model is on {device.type}, and copies beside the computation need CUDA"
         layers = _layers(backbone)
         checkpointed = [on for on in map(_checkpointing, layers) if on is not None]

@@ -11,7 +11,7 @@ Shape suffixes: T tokens, H hidden size, I size inside.
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.offload.saved import Contents
+from fastpack.offload.saved import Contents, Departures
 from fastpack.offload.transfer import Lane, Rates
 
 KEPT = "_fastpack_kept"
@@ -89,8 +89,8 @@ class Journey:
 
     def __init__(self, lane: Callable[[torch.device], Lane | None], layers: int, min_bytes: int) -> None:
         self._lane, self._layers, self._min_bytes = lane, layers, min_bytes
-        self._begun = self._saved = 0
-        self._leaving: deque[Parcel] = deque()
+        self._begun = self._decided = 0
+        self._leaving = Departures(IN_FLIGHT)
         self._last: weakref.ref[Parcel] | None = None
         self._turned = False
         self.sent = 0
@@ -103,7 +103,7 @@ class Journey:
             slot = Slot(self, self._begun)
             self._begun += 1
             if not _has_backward(layer, args):
-                self._saved += 1
+                self._decided += 1
                 return function(run, *args, **kwargs)
             return function(partial(_run_with, slot, layer, run), *args, **kwargs)
 
@@ -111,7 +111,7 @@ class Journey:
 
     def save(self, index: int, tensors: Sequence[Tensor], x: Tensor) -> Parcel | list[Tensor] | None:
         """A layer's products on their way to the host, or those that stay; None where they will be made again."""
-        self._saved += 1
+        self._decided += 1
         lane = self._lane(x.device)
         if torch._C._len_torch_dispatch_stack():
             why = "somebody watches every operation (selective checkpointing, a dispatch mode)"
@@ -121,9 +121,9 @@ class Journey:
             return list(tensors)
         elif (rates := lane.link.rates(x.dtype)) is None:
             why = "the rates of copies and products could not be measured then"
-        elif not all(tensor.is_contiguous() for tensor in tensors) or not is_sent(
-            index, self._layers, pace(rates, tensors, x)
-        ):
+        elif not all(tensor.is_contiguous() for tensor in tensors):
+            why = "they are parts of something wider"
+        elif not is_sent(index, self._layers, pace(rates, tensors, x)):
             why = "there is no time to copy them"
         else:
             return self._send(lane, tensors)
@@ -134,9 +134,7 @@ class Journey:
         parcel = Parcel(lane, tensors, self._last)
         self._last = weakref.ref(parcel)
         self.sent += 1
-        self._leaving.append(parcel)
-        while len(self._leaving) > IN_FLIGHT:
-            self._leaving.popleft().leave()
+        self._leaving.add(parcel)
         return parcel
 
     def turn_back(self) -> None:
@@ -148,10 +146,9 @@ class Journey:
 
     def finish(self) -> None:
         """All that was sent leaves."""
-        while self._leaving:
-            self._leaving.popleft().leave()
-        if self._layers > self._saved:
-            self.made_again[ELSEWHERE] += self._layers - self._saved
+        self._leaving.finish()
+        if self._layers > self._decided:
+            self.made_again[ELSEWHERE] += self._layers - self._decided
 
     def clear(self) -> None:
         """Hold on to nothing: from here on the graph alone does."""
@@ -198,15 +195,11 @@ def _has_backward(layer: nn.Module, args: Sequence[Any]) -> bool:
 
 def _run_with(slot: Slot, layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
     slot.begin()
-    outer = layer.__dict__.get(KEPT)
     layer.__dict__[KEPT] = slot
     try:
         return run(*args)
     finally:
-        if outer is None:
-            del layer.__dict__[KEPT]
-        else:
-            layer.__dict__[KEPT] = outer
+        del layer.__dict__[KEPT]
 
 
 @contextmanager

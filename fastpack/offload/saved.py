@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -128,6 +128,38 @@ class Kept:
         return self.tensor
 
 
+class Leaves(Protocol):
+    def leave(self) -> None:
+        """Free the device's memory, for what the device computes after the copy to the host."""
+
+
+class Departures:
+    """What is on its way to the host.
+
+    Args:
+        most: how much of it at most; the device waits for the oldest before there is more.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._under_way: deque[Leaves] = deque()
+
+    def add(self, sent: Leaves) -> None:
+        """One more, whose copy has begun."""
+        self._under_way.append(sent)
+        while len(self._under_way) > self._most:
+            self._under_way.popleft().leave()
+
+    def finish(self) -> None:
+        """All leave."""
+        while self._under_way:
+            self._under_way.popleft().leave()
+
+    def clear(self) -> None:
+        """Hold on to nothing: from here on the graph alone does."""
+        self._under_way.clear()
+
+
 class Pass:
     """The hooks around one forward.
 
@@ -139,7 +171,7 @@ class Pass:
     def __init__(self, lane: Callable[[torch.device], Lane | None], min_bytes: int) -> None:
         self._lane, self._min_bytes = lane, min_bytes
         self._waiting: deque[Contents] = deque()
-        self._leaving: deque[Contents] = deque()
+        self._leaving = Departures(IN_FLIGHT)
         # by the address of a storage, which is not used again while there is a weak reference to it
         self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[Contents]]] = {}
         self._last: weakref.ref[Contents] | None = None
@@ -182,14 +214,11 @@ class Pass:
             contents = self._waiting.popleft()
             contents.send()
             self.sent += 1
-            self._leaving.append(contents)
-        while len(self._leaving) > IN_FLIGHT:
-            self._leaving.popleft().leave()
+            self._leaving.add(contents)
 
     def finish(self) -> None:
         """All that was sent leaves."""
-        while self._leaving:
-            self._leaving.popleft().leave()
+        self._leaving.finish()
 
     def clear(self) -> None:
         """Hold on to nothing: from here on the graph alone does."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.ops.projection_parts import Lora, Settings, common_dtype
+from fastpack.ops.projection_parts import Lora, Settings
 from fastpack.ops.projections import backward_to_weights, needs_input_again
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward
 
@@ -25,12 +25,7 @@ def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]
         bases: ``[T, O_i]``, products with the base weights.
         loras: the update of each, or None.
     """
-    settings = Settings(
-        bases[0].dtype,
-        tuple(None if lora is None else (lora.scale, lora.dropout) for lora in loras),
-        (None,) * len(loras),
-        lora_dtype=common_dtype(loras),
-    )
+    settings = Settings.of_updates(bases[0].dtype, loras, (None,) * len(loras))
     flat = [tensor for lora in loras for tensor in (None, None, lora and lora.a, lora and lora.b)]
     made: tuple[Tensor, ...] = _AddUpdates.apply(settings, n, *bases, *flat)
     return list(made)

@@ -70,12 +70,25 @@ class Settings:
     @classmethod
     def of(cls, projections: Sequence[Projection], implementation: Implementation) -> Settings:
         """Those of a group, all of which compute in the same dtype."""
+        quant_states = tuple(p.quant_state for p in projections)
+        return cls.of_updates(projections[0].dtype, [p.lora for p in projections], quant_states, implementation)
+
+    @classmethod
+    def of_updates(
+        cls,
+        dtype: torch.dtype,
+        loras: Sequence[Lora | None],
+        quant_states: tuple[Any, ...],
+        implementation: Implementation = "auto",
+    ) -> Settings:
+        """Those of a group with these updates."""
+        found = {tensor.dtype for lora in loras if lora is not None for tensor in (lora.a, lora.b)}
         return cls(
-            projections[0].dtype,
-            tuple(None if p.lora is None else (p.lora.scale, p.lora.dropout) for p in projections),
-            tuple(p.quant_state for p in projections),
+            dtype,
+            tuple(None if lora is None else (lora.scale, lora.dropout) for lora in loras),
+            quant_states,
             implementation,
-            common_dtype([p.lora for p in projections]),
+            found.pop() if len(found) == 1 else None,
         )
 
     @property
@@ -101,12 +114,6 @@ class Settings:
         lora = self.loras[i]
         assert lora is not None
         return lora
-
-
-def common_dtype(loras: Sequence[Lora | None]) -> torch.dtype | None:
-    """That of every A and B, None where they differ."""
-    found = {tensor.dtype for lora in loras if lora is not None for tensor in (lora.a, lora.b)}
-    return found.pop() if len(found) == 1 else None
 
 
 def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:

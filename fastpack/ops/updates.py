@@ -166,10 +166,10 @@ def update_gradients(
         return
     assert n is not None
     if settings.uniform:
-        found: Sequence[Tensor] = _rounded(_mm_float32(low.t(), n), settings).split(ranks)
+        found: Sequence[Tensor] = _over_tokens(low.t(), n, settings).split(ranks)
     else:
         found = [
-            _rounded(_mm_float32(part.t(), _dropped(n.clone(), settings, i, kept, prefix)), settings)
+            _over_tokens(part.t(), _dropped(n.clone(), settings, i, kept, prefix), settings)
             for i, part in zip(owners, low.split(ranks, 1), strict=True)
         ]
     for i, gradient in zip(owners, found, strict=True):
@@ -212,15 +212,17 @@ def _products_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: Sett
     xs, thins = [x for x, _ in pairs], [thin for _, thin in pairs]
     kernels = _kernels("reduce", settings, xs, thins) if len(pairs) > 1 else None
     if kernels is None:
-        return [_rounded(_mm_float32(x.t(), thin), settings) for x, thin in pairs]
+        return [_over_tokens(x.t(), thin, settings) for x, thin in pairs]
     dtype = settings.lora_dtype or torch.float32
     found = [x.new_empty(x.shape[1], thin.shape[1], dtype=dtype) for x, thin in pairs]
     kernels.reduce(xs, thins, found)
     return found
 
 
-def _rounded(gradient: Tensor, settings: Settings) -> Tensor:
-    return gradient if settings.lora_dtype is None else gradient.to(settings.lora_dtype)
+def _over_tokens(a: Tensor, b: Tensor, settings: Settings) -> Tensor:
+    """:func:`_mm_float32`, rounded once to the dtype that all A and B have."""
+    found = _mm_float32(a, b)
+    return found if settings.lora_dtype is None else found.to(settings.lora_dtype)
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
