@@ -147,7 +147,7 @@ class RecordedStep:
     def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
         tokens = packed.total_tokens
         self._embeddings[:, :tokens].copy_(embeddings)
-        self._embeddings[:, tokens:].copy_(embeddings[:, :1])  # as PackedSeqLens.bucketed makes a tail
+        self._embeddings[:, tokens:].zero_()  # most families keep these at zero, and products of zeros take less power
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
 
     def replay(self, request: Request, ticket: Ticket) -> Any:

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device, stages_that_fit
+from fastpack.ops.kernels.launch import early, on_device, stages_that_fit, wait_for_inputs
 
 LOG2E = math.log2(math.e)
 MAX_PART = 16  # heads of a group that a program takes at once
@@ -223,8 +223,10 @@ def forward_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: slots times key/value heads times parts of a group, heads first. LSE is ``[T, H]``, of base 2."""
+    wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // (KV_HEADS * PARTS)
     kv_head = tl.program_id(0) // PARTS % KV_HEADS
@@ -338,7 +340,7 @@ def forward(
         forward_kernel[(slots(cu_seqlens, tokens, tile.rows // part) * k.shape[1] * parts,)](
             q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            **sizes(q, k, v), **scores.flags, **tile.arguments,
+            **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return out, lse
 

@@ -36,7 +36,7 @@ from fastpack.ops.kernels.attention import (
     store_rows,
     visible,
 )
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 QUERIES: dict[int, Tile] = {
     # as attention.FORWARD
@@ -82,8 +82,10 @@ def queries_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid as of the forward. Writes DQ, and DELTA ``[T, H]`` for :func:`keys_kernel`."""
+    wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // (KV_HEADS * PARTS)
     kv_head = tl.program_id(0) // PARTS % KV_HEADS
@@ -173,8 +175,10 @@ def keys_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: slots of ``KEYS`` tokens times key/value heads, heads first. A sequence's first tile has most to do."""
+    wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // KV_HEADS
     kv_head = tl.program_id(0) % KV_HEADS
@@ -255,7 +259,7 @@ def queries(
     with on_device(q):
         queries_kernel[(slots(cu_seqlens, len(q), tile.rows // part) * k.shape[1] * parts,)](
             q, k, v, out, grad, lse, delta, dq, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments, scores.scale,
-            *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments,
+            *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return dq, delta
 
@@ -278,7 +282,7 @@ def keys(
     with on_device(q):
         keys_kernel[(slots(cu_seqlens, len(q), tile.keys) * k.shape[1],)](
             q, k, v, grad, lse, delta, dk, dv, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments, scores.scale,
-            *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments,
+            *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return dk, dv
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 BLOCK = 2048
 MOST = 6
@@ -17,7 +17,8 @@ MOST = 6
 
 
 @triton.jit
-def _kernel(p0, p1, p2, p3, p4, p5, n0, n1, n2, n3, n4, n5, out, BLOCK: tl.constexpr):
+def _kernel(p0, p1, p2, p3, p4, p5, n0, n1, n2, n3, n4, n5, out, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    wait_for_inputs(EARLY)
     which = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if which == 0:
@@ -50,7 +51,7 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
             counts = sizes[first : first + MOST]
             blank = MOST - len(batch)
             _kernel[(triton.cdiv(max(counts), BLOCK), len(batch))](
-                *batch, *[out] * blank, *counts, *[0] * blank, out[done:], BLOCK=BLOCK, num_warps=4
+                *batch, *[out] * blank, *counts, *[0] * blank, out[done:], BLOCK=BLOCK, num_warps=4, **early(out)
             )
             done += sum(counts)
     return out

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 BLOCK = 4096
 WARPS = 8
@@ -41,7 +41,9 @@ def _cross_entropy_kernel(
     GRADIENT: tl.constexpr,
     SCALE_PER_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0)
     AT = LOGITS + row.to(tl.int64) * stride
@@ -114,5 +116,5 @@ def cross_entropy_(
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](
             logits, labels, scale, losses, logits.stride(0), vocab, ignore_index, logit_scale, softcap or 1.0,
-            softcap is not None, gradient, per_row, block, num_warps=WARPS,
+            softcap is not None, gradient, per_row, block, num_warps=WARPS, **early(logits),
         )  # fmt: skip

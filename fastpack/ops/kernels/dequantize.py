@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 UNITS = 512
 """Words, or single bytes, that a program reads."""
@@ -56,8 +56,10 @@ def _kernel(
     ROUND: tl.constexpr,
     UNIT: tl.constexpr,
     UNITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """UNIT bytes are read at once; beyond the end nothing is stored, so that what is loaded there may be anything."""
+    wait_for_inputs(EARLY)
     EACH: tl.constexpr = 2 * UNIT
     TILE: tl.constexpr = EACH * UNITS
     SHARING: tl.constexpr = UNITS if BLOCKSIZE > TILE else BLOCKSIZE // EACH  # units of one block
@@ -118,5 +120,6 @@ def dequantize(packed: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
             UNITS=UNITS,
             num_warps=WARPS,
             enable_fp_fusion=False,
+            **early(packed),
         )
     return out

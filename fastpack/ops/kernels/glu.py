@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import in_rows, on_device
+from fastpack.ops.kernels.launch import early, in_rows, on_device, wait_for_inputs
 
 if TYPE_CHECKING:
     from fastpack.ops.glu import ActivationKind
@@ -78,7 +78,9 @@ def _forward_kernel(
     KIND: tl.constexpr,
     FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row, column, left = _place(tokens, WIDTH, BLOCK, FLAT)
     inside = tl.arange(0, BLOCK)
     mask = inside < left
@@ -107,8 +109,10 @@ def _backward_kernel(
     KIND: tl.constexpr,
     FLAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """H, where it is not None, may be GRAD itself."""
+    wait_for_inputs(EARLY)
     row, column, left = _place(tokens, WIDTH, BLOCK, FLAT)
     inside = tl.arange(0, BLOCK)
     mask = inside < left
@@ -134,7 +138,7 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
     block, warps = forward_tile(width)
     with on_device(gate):
         _forward_kernel[(_programs(tokens, width, block, flat),)](
-            gate, up, out, tokens, gate_stride, up_stride, width, kind, flat, block, num_warps=warps
+            gate, up, out, tokens, gate_stride, up_stride, width, kind, flat, block, num_warps=warps, **early(gate)
         )
     return out
 
@@ -178,7 +182,10 @@ def backward(
     block, warps = backward_tile(width)
     with on_device(gate):
         _backward_kernel[(_programs(tokens, width, block, flat),)](
-            grads, gate, up, dgate, dup, h_rows, tokens, *strides, width, kind, flat, block, num_warps=warps
+            *(grads, gate, up, dgate, dup, h_rows, tokens, *strides),
+            *(width, kind, flat, block),
+            num_warps=warps,
+            **early(gate),
         )
     return (*out, h)
 

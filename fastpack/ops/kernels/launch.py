@@ -1,4 +1,4 @@
-"""What launchers share: the device that a kernel runs on, and rows of any distance."""
+"""What launchers share: the device that a kernel runs on, how early it may be launched, and rows of any distance."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import functools
 from typing import Any, overload
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _HERE = contextlib.nullcontext()
@@ -17,6 +19,33 @@ def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(x.device)
+
+
+@triton.jit
+def wait_for_inputs(EARLY: tl.constexpr):
+    """What every kernel does first: wait until the kernel before it in the stream has ended, and can be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+def early(x: Tensor) -> dict[str, bool]:
+    """Arguments of a launch on the device of ``x``, which need not wait until the kernel before has ended.
+
+    Hopper and its successors can set a kernel up and place its programs while the last programs of the one before are
+    still at work (programmatic dependent launch), if it waits for them by itself, as :func:`wait_for_inputs` does: 1.4
+    us of what lies between two kernels are gone then. None of ours lets the next one begin before its own end: programs
+    that wait would take the place of those that work.
+    """
+    if x.is_cuda and _can_launch_early(x.device.index):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
+
+
+@functools.cache
+def _can_launch_early(index: int) -> bool:
+    compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter knows nothing of it
+    hopper = torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+    return compiled and hopper and hasattr(tl.extra.cuda, "gdc_wait")
 
 
 def processors(device: torch.device) -> int:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import in_rows, on_device, processors
+from fastpack.ops.kernels.launch import early, in_rows, on_device, processors, wait_for_inputs
 
 if TYPE_CHECKING:
     from fastpack.ops.norm import Kind
@@ -76,8 +76,10 @@ def _forward_kernel(
     GIVEN: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Centred where there is a MEAN; with rstd as it is where GIVEN."""
+    wait_for_inputs(EARLY)
     row, there = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, ROWS)
     column = tl.arange(0, BLOCK)
     mask = there[:, None] & (column < WIDTH)[None, :]
@@ -171,7 +173,9 @@ def _backward_kernel(
     UNIT_OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    wait_for_inputs(EARLY)
     row, there = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, ROWS)
     scale = _scale(_load_weight(WEIGHT, tl.arange(0, BLOCK), HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
     _gradient_of_rows(
@@ -201,8 +205,10 @@ def _backward_weight_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The same over many groups of rows; DWEIGHT and DBIAS are ``[programs, H]``."""
+    wait_for_inputs(EARLY)
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     scale = _scale(_load_weight(WEIGHT, column, HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
@@ -269,6 +275,7 @@ def forward(
             tile,
             block,
             num_warps=warps,
+            **early(x),
         )
     return out, summed, mean, rstd
 
@@ -298,7 +305,7 @@ def backward(
         tile, block, warps = backward_tile(width)
         with on_device(x):
             _backward_kernel[(triton.cdiv(tokens, tile) * heads,)](
-                *tensors, tokens, *strides, *constants, tile, block, num_warps=warps
+                *tensors, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
             )
         return dx, None, None
     tile, block, warps, each, stages = backward_weight_tile(width, tokens < 512)
@@ -307,7 +314,7 @@ def backward(
     dbias = torch.empty_like(dweight) if needed[2] else None
     with on_device(x):
         _backward_weight_kernel[(groups * heads,)](
-            *tensors, dweight, dbias, tokens, *strides, *constants, tile, block, stages, num_warps=warps
+            *tensors, dweight, dbias, tokens, *strides, *constants, tile, block, stages, num_warps=warps, **early(x)
         )
     return dx, dweight.sum(0).to(weight.dtype) if needed[1] else None, None if dbias is None else dbias.sum(0)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 from fastpack.ops.kernels.rope import (
     NORM,
     Tile,
@@ -158,8 +158,10 @@ def _norm_turn_backward_kernel(
     UNIT_OFFSET: tl.constexpr,
     EPS: tl.constexpr,
     COMPUTE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: ``q_programs``, then those of k; each takes ``blocks`` such shares, one after another."""
+    wait_for_inputs(EARLY)
     program = tl.program_id(0)
     row = partial
     if partial is not None:
@@ -213,6 +215,7 @@ def norm_rotate(
             EPS=norm.eps,
             COMPUTE=compute_dtype(q),
             **constants,
+            **early(q),
         )
 
 
@@ -259,5 +262,6 @@ def norm_rotate_backward(
             EPS=norm.eps,
             COMPUTE=compute_dtype(q),
             **constants,
+            **early(q),
         )
     return None if partial is None else (partial[:q_programs], partial[q_programs:])

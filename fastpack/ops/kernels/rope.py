@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device
+from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 
 class Tile(NamedTuple):
@@ -246,8 +246,10 @@ def turn_kernel(
     UNIT_OFFSET: tl.constexpr,
     EPS: tl.constexpr,
     COMPUTE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Grid: the programs of q, then those of k; each takes ``BLOCK_T`` tokens and ``BLOCK_H`` of their heads."""
+    wait_for_inputs(EARLY)
     program = tl.program_id(0)
     q_programs = tl.cdiv(tokens, Q_BLOCK_T) * tl.cdiv(Q_HEADS, Q_BLOCK_H)
     # fmt: off
@@ -360,6 +362,7 @@ def rotate(
             EPS=0.0,
             COMPUTE=compute_dtype(q),
             **constants,
+            **early(q),
         )
 
 

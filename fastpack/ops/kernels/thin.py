@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import on_device, processors, stages_that_fit
+from fastpack.ops.kernels.launch import early, on_device, processors, stages_that_fit, wait_for_inputs
 
 MOST = 3
 """Of one launch: q, k and v."""
@@ -141,8 +141,10 @@ def _expand_kernel(
     base2, base_row2, thin2, row2, rank_step2, wide2, wide_rank2, wide_column2, out2, out_row2, width2, rank2,
     tokens, COUNT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: column blocks of the first, the second, the third; spans of tokens."""
+    wait_for_inputs(EARLY)
     block = tl.program_id(0)
     blocks0, blocks1 = tl.cdiv(width0, BLOCK_O), tl.cdiv(width1, BLOCK_O)
     if block < blocks0:
@@ -165,8 +167,10 @@ def _shrink_kernel(
     x2, x_row2, weight2, weight_sum2, weight_rank2, out2, out_row2, out_rank2, scale2, K2, rank2,
     tokens, COUNT: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of tokens; which."""
+    wait_for_inputs(EARLY)
     which = tl.program_id(1)
     if which == 0:
         _shrink(x0, x_row0, weight0, weight_sum0, weight_rank0, out0, out_row0, out_rank0, scale0, K0, rank0, tokens,
@@ -187,8 +191,10 @@ def _reduce_kernel(
     x2, x_row2, thin2, thin_row2, thin_rank2, out2, out_column2, out_rank2, width2, rank2,
     tokens, COUNT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: column blocks of the first, the second, the third."""
+    wait_for_inputs(EARLY)
     block = tl.program_id(0)
     blocks0, blocks1 = tl.cdiv(width0, BLOCK_M), tl.cdiv(width1, BLOCK_M)
     if block < blocks0:
@@ -238,7 +244,7 @@ def expand(
         for thin, wide, out, base in zip(thins, wides, outs, bases, strict=True)
     ]  # fmt: skip
     spans = triton.cdiv(tokens, EXPAND["BLOCK_T"] * EXPAND["TILES"])
-    shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("expand", thins), **EXPAND}
+    shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("expand", thins), **EXPAND, **early(thins[0])}
     if tokens:
         with on_device(thins[0]):
             for some, arguments in _threes(given):
@@ -256,12 +262,12 @@ def shrink(
         for x, weight, scale, out in zip(inputs, weights, scales, outs, strict=True)
     ]
     even = all(x.shape[1] % SHRINK["BLOCK_K"] == 0 for x in inputs)
-    shared = {"BLOCK_R": block_of_ranks(outs), "STAGES": stages("shrink", outs), "EVEN": even, **SHRINK}
+    shared = {"BLOCK_R": block_of_ranks(outs), "STAGES": stages("shrink", outs), **SHRINK, **early(inputs[0])}
     if tokens:
         with on_device(inputs[0]):
             for some, arguments in _threes(given):
                 grid = (triton.cdiv(tokens, SHRINK["BLOCK_T"]), len(outs[some]))
-                _shrink_kernel[grid](*arguments, tokens, COUNT=len(outs[some]), **shared)
+                _shrink_kernel[grid](*arguments, tokens, COUNT=len(outs[some]), EVEN=even, **shared)
 
 
 def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
@@ -270,7 +276,7 @@ def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Ten
         (x, x.stride(0), thin, *thin.stride(), out, *out.stride(), x.shape[1], thin.shape[1])
         for x, thin, out in zip(inputs, thins, outs, strict=True)
     ]
-    shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("reduce", thins), **REDUCE}
+    shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("reduce", thins), **REDUCE, **early(inputs[0])}
     with on_device(inputs[0]):
         for some, arguments in _threes(given):
             columns = sum(triton.cdiv(x.shape[1], REDUCE["BLOCK_M"]) for x in inputs[some])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
-from fastpack.ops.kernels.launch import on_device, stages_that_fit
+from fastpack.ops.kernels.launch import early, on_device, stages_that_fit, wait_for_inputs
 from fastpack.ops.kernels.thin import LARGEST_RANK, RESERVED, block_of_ranks, first_factor, second_factor
 
 Factors = tuple[Tensor, Tensor] | None
@@ -38,7 +38,9 @@ def _forward_kernel(
     tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
     of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
@@ -65,7 +67,9 @@ def _backward_kernel(
     tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_GRAD: tl.constexpr, RECOMPUTE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(EARLY)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
     of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
@@ -107,7 +111,7 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of
             *_arguments(of_gate, gate), *_arguments(of_up, gate), tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up),
-            TILES=TILES, STAGES=stages(2, of_gate, of_up), num_warps=WARPS,
+            TILES=TILES, STAGES=stages(2, of_gate, of_up), num_warps=WARPS, **early(gate),
         )  # fmt: skip
     return out
 
@@ -135,7 +139,7 @@ def backward(
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
             RECOMPUTE=recompute,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up, of_grad),
-            TILES=TILES, STAGES=stages(3, of_gate, of_up, of_grad), num_warps=WARPS,
+            TILES=TILES, STAGES=stages(3, of_gate, of_up, of_grad), num_warps=WARPS, **early(gate),
         )  # fmt: skip
 
 
