@@ -95,6 +95,19 @@ def test_one_memory_for_embeddings_and_gradient() -> None:
     assert recorded._grad.data_ptr() == recorded._embeddings.data_ptr()
 
 
+def test_a_tail_is_zeros() -> None:
+    """Whatever the batch before left there: products of zeros take the least power."""
+    model = graphed(tiny_model("llama"))
+    hidden(model, lengths=LARGE)
+    hidden(model)
+    large, small = runner(model)._steps.values()
+    real = sum(SMALL)
+    assert small._embeddings.data_ptr() == large._embeddings.data_ptr() or len(large._embeddings[0]) > real
+    assert small.bucket.tokens > real
+    assert bool(small._embeddings[:, :real].any(-1).all())
+    assert not small._embeddings[:, real:].any()
+
+
 def test_shapes_come_back() -> None:
     model = graphed(tiny_model("llama"))
     for _ in range(3):

@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
 from fastpack.graphs.recorder import no_synchronisation
+from fastpack.graphs.runner import TOO_LARGE
+from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 
 pytestmark = pytest.mark.gpu
@@ -94,6 +96,26 @@ class Meddling(nn.Module):
         self.meddle(x)
         out: Tensor = self.norm(x)
         return out
+
+
+@pytest.mark.parametrize("when", ["warm-up", "capture"])
+def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
+    """They run as they are, smaller ones are recorded anew, and random numbers can be drawn all the same."""
+
+    def hog(x: Tensor) -> None:
+        capturing = torch.cuda.is_current_stream_capturing()
+        recording = capturing if when == "capture" else not capturing and torch.cuda.get_sync_debug_mode() > 0
+        if recording and x.shape[-2] > Bucket.of(SMALL).tokens:
+            torch.empty(2**50, device="cuda", dtype=torch.uint8)
+
+    plain, model = both()
+    model.model.norm = Meddling(model.model.norm, hog)
+    plain.model.norm = Meddling(plain.model.norm, hog)  # so that both have the same parameters
+    for lengths, recordings in ((SMALL, 1), (LARGE, 1), (LARGE, 1), (SMALL, 2)):
+        close(step(model, lengths), step(plain, lengths))
+        assert runner(model).stats.recordings == recordings
+    assert runner(model).stats.eager == {TOO_LARGE: 2}
+    assert torch.randn(8, device="cuda").isfinite().all()
 
 
 @pytest.mark.parametrize("how", ["item", "nonzero", "synchronize"])

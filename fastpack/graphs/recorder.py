@@ -28,6 +28,10 @@ class CaptureRefusedError(Exception):
     """This forward can't be recorded; the text says why. Nothing was changed, and it runs eagerly as it is."""
 
 
+class NoMemoryError(CaptureRefusedError):
+    """There was not enough memory for it. A recording needs more than the step itself, which may well run."""
+
+
 Forward = Callable[[], Tensor]
 Backward = Callable[[Tensor], Sequence[Tensor | None]]
 
@@ -64,6 +68,7 @@ class Recorder(Protocol):
 
         Raises:
             CaptureRefusedError: the pass does what can't be recorded, such as waiting for the device.
+            NoMemoryError: it took too much memory.
         """
 
     def clear(self) -> None:
@@ -107,21 +112,24 @@ class CudaRecorder:
                 if reason is None:
                     raise
                 self._recover()
-                raise CaptureRefusedError(reason) from error
+                refusal = NoMemoryError if ran_out_of_memory(error) else CaptureRefusedError
+                raise refusal(reason) from error
 
     def _recover(self) -> None:
-        """After a failure: leave the pool and the stream, and make the random generator forget the capture.
+        """After a failed capture: leave the pool and the stream, and make the random generator forget it.
 
-        It refuses to work ("Offset increment outside graph capture") until the next capture that ends well.
+        It refuses to work ("Offset increment outside graph capture") until the next capture that ends well. A warm-up
+        that failed leaves nothing behind.
         """
+        if not self._failed:
+            return
         self._pool = None
         _recording_stream.cache_clear()
-        if self._failed:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(capture_error_mode="thread_local")
-                torch.zeros(1, device="cuda")
-                graph.capture_end()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            torch.zeros(1, device="cuda")
+            graph.capture_end()
 
     def _record(self, forward: Forward, backward: Backward) -> Tape:
         if self._pool is None:
@@ -177,18 +185,9 @@ def _recording_stream(device_index: int) -> torch.cuda.Stream:
 
 
 def capture_problem(error: BaseException) -> str | None:
-    """What a capture, or the warm-up that forbids synchronisation, tripped over; None for any other error.
-
-    Memory counts: a recording needs more than the step itself, which may well run.
-
-    An error inside a capture comes out as the one of its end, with the first one behind it.
-    """
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__context__
-    if any(isinstance(link, torch.OutOfMemoryError) for link in chain):
+    """What a capture, or the warm-up that forbids synchronisation, tripped over; None for any other error."""
+    chain = _with_contexts(error)
+    if ran_out_of_memory(error):
         return "there is not enough memory to record it"
     codes = [getattr(link, "error_code", None) for link in chain]
     if any(code not in (None, 0) and code not in CAPTURE_ERRORS for code in codes):
@@ -201,6 +200,21 @@ def capture_problem(error: BaseException) -> str | None:
         if code in CAPTURE_ERRORS or (isinstance(link, RuntimeError) and code is None and capturing):
             return f"it can't be captured ({text})"
     return None
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether it was that, whatever came out in the end."""
+    return any(isinstance(link, torch.OutOfMemoryError) for link in _with_contexts(error))
+
+
+def _with_contexts(error: BaseException) -> list[BaseException]:
+    """It and what it came from: an error inside a capture comes out as the one of its end, with the first behind it."""
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__context__
+    return chain
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
+from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, NoMemoryError, Recorder
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import Buffers, RecordedStep, Request, Ticket
 from fastpack.hooks import has_hooks
@@ -22,6 +22,7 @@ from fastpack.packing import Bucket, PackedSeqLens
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"
 NO_ROOM = "there are as many recordings as are kept"
+TOO_LARGE = "there was not enough memory to record as many tokens"
 FORGET_AFTER = 2000
 """Batches after which each counts half."""
 
@@ -128,10 +129,14 @@ class GraphRunner:
         self._drop()
 
     def _drop(self) -> None:
-        self._steps: dict[Key, RecordedStep] = {}
         self._sightings: Counter[Key] = Counter()
-        self._wasted: Counter[Key] = Counter()
         self._known: dict[Hashable, Circumstances] = {}
+        self._too_large: dict[Circumstances, int] = {}
+        self._drop_recordings()
+
+    def _drop_recordings(self) -> None:
+        self._steps: dict[Key, RecordedStep] = {}
+        self._wasted: Counter[Key] = Counter()
         self._buffers = Buffers()
         self.recorder.clear()
 
@@ -239,10 +244,17 @@ class GraphRunner:
         roomy = min((found for found in served if self._fits(found.bucket, packed, bucket)), key=_tokens, default=None)
         if roomy is not None and self._waste(key, roomy.bucket) < self.settings.record_after * bucket.tokens:
             return None, roomy, request
-        if not self._has_room(key):
-            return (None if roomy is not None else NO_ROOM), roomy, request
+        reason = self._why_not_now(key)
+        if reason is not None:
+            return (None if roomy is not None else reason), roomy, request
         try:
             step = self._steps[key] = RecordedStep(request, self.recorder, self._buffers, served[0] if served else None)
+        except NoMemoryError:
+            self._too_large[known] = bucket.tokens
+            if roomy is not None:
+                return None, roomy, request
+            self._drop_recordings()  # whose memory this batch may need; smaller ones will be recorded anew
+            return TOO_LARGE, None, request
         except CaptureRefusedError as error:
             self._known[like] = Circumstances(str(error), known.work)
             return str(error), None, request
@@ -267,14 +279,17 @@ class GraphRunner:
     def _fits(self, roomy: Bucket, packed: PackedSeqLens, own: Bucket) -> bool:
         return roomy.tokens <= self.settings.roomy * own.tokens and roomy.holds(packed.lengths)
 
-    def _has_room(self, key: Key) -> bool:
-        """Whether sizes may be recorded now; drops the rarest where they take its place."""
+    def _why_not_now(self, key: Key) -> str | None:
+        """Why sizes may not be recorded now; drops the rarest where they take its place."""
+        bucket, known = key
+        if bucket.tokens >= self._too_large.get(known, bucket.tokens + 1):
+            return TOO_LARGE
         if len(self._steps) >= self.settings.max_recordings:
             rarest = min(self._steps, key=self._sightings.__getitem__)
             if self._sightings[key] < 2 * self._sightings[rarest]:
-                return False
+                return NO_ROOM
             del self._steps[rarest]
-        return True
+        return None
 
     def _current_stack(self, backbone: Any) -> Stack:
         """The modules as they are, with every recording dropped if they are not what they were."""
