@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.dequantize import dequantize
-from fastpack.ops.implementation import Implementation
+from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward, update_gradients
@@ -259,10 +259,19 @@ def backward_to_weights(
         if needs[4 * i]:
             assert n is not None
             made[4 * i] = torch.mm(grad.t(), n)
-        if needs[4 * i + 1]:
-            made[4 * i + 1] = grad.sum(0)
+    of_biases = {4 * i + 1: grad for i, grad in enumerate(grads) if grad is not None and needs[4 * i + 1]}
+    for place, gradient in zip(of_biases, _sums_over_tokens([*of_biases.values()], settings), strict=True):
+        made[place] = gradient
     update_gradients(grads, low, n, settings, kept, needs, made, prefix=prefix)
     return made
+
+
+def _sums_over_tokens(grads: Sequence[Tensor], settings: Settings) -> list[Tensor]:
+    if not grads or not use_triton(settings.implementation, grads[0]):
+        return [grad.sum(0) for grad in grads]
+    from fastpack.ops.kernels.row_sums import sum_rows
+
+    return sum_rows(grads, [grad.dtype for grad in grads])
 
 
 def needs_input_again(needs: Sequence[bool]) -> bool:

@@ -241,16 +241,10 @@ class _NormRope(torch.autograd.Function):
         needs = ctx.needs_input_grad
         grad_q, grad_k = _unit(grad_q), _unit(grad_k)
         dq, dk = (x.new_empty(x.shape) if needed else None for x, needed in zip((q, k), needs, strict=False))
-        partial = kernels.norm_rotate_backward(
+        of_weights = kernels.norm_rotate_backward(
             q, k, grad_q, grad_k, dq, dk, q_weight, k_weight, cos, sin, positions, ctx.settings, needs[2] or needs[3]
         )
-        dq_weight = dk_weight = None
-        if partial is not None:
-            # added in a fixed order, without atomics
-            dq_weight, dk_weight = (
-                rows.sum(0).to(weight.dtype) if needed else None
-                for rows, weight, needed in zip(partial, (q_weight, k_weight), needs[2:4], strict=True)
-            )
+        dq_weight, dk_weight = (g if needed else None for g, needed in zip(of_weights, needs[2:4], strict=True))
         return dq, dk, dq_weight, dk_weight, *(None,) * 7
 
 

@@ -2,7 +2,8 @@
 
 The forward reads each tensor once and writes each result once; so does the backward. Where the weight is trained, a
 fixed number of programs walk over all rows, each with a sum of its own for the weight, and the sums are added
-afterwards: the same bits in every run. Loads come before the first store, over which the compiler may not move them.
+afterwards, in a fixed order: the same bits in every run. Loads come before the first store, over which the compiler may
+not move them.
 
 Everything is computed in float32. Offsets are int64. The number of tokens is never specialised on: a new one compiles
 nothing. Arguments that are None are constants to Triton, and what belongs to them is left out.
@@ -21,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.kernels.launch import early, in_rows, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.row_sums import sum_rows
 
 if TYPE_CHECKING:
     from fastpack.ops.norm import Kind
@@ -316,7 +318,12 @@ def backward(
         _backward_weight_kernel[(groups * heads,)](
             *tensors, dweight, dbias, tokens, *strides, *constants, tile, block, stages, num_warps=warps, **early(x)
         )
-    return dx, dweight.sum(0).to(weight.dtype) if needed[1] else None, None if dbias is None else dbias.sum(0)
+    wanted = [(dweight, weight.dtype)] if needed[1] else []
+    if dbias is not None:
+        wanted.append((dbias, dbias.dtype))
+    sums = sum_rows([partial.view(groups, -1) for partial, _ in wanted], [dtype for _, dtype in wanted])
+    summed = [found.view(weight.shape) for found in sums]
+    return dx, summed[0] if needed[1] else None, None if dbias is None else summed[-1]
 
 
 @functools.cache

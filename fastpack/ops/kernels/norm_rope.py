@@ -1,7 +1,7 @@
 """Triton kernels of :func:`fastpack.ops.rope.norm_rope`: the parts are those of :mod:`fastpack.ops.kernels.rope`.
 
 The backward keeps a sum for each element of its tile, and adds them up once, at its end: each program writes a row of
-partial sums, which torch adds in a fixed order.
+partial sums, which are added in a fixed order.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fastpack.ops.kernels.rope import (
     store_tail,
     turn_kernel,
 )
+from fastpack.ops.kernels.row_sums import sum_rows
 
 NORM_BACKWARD = NORM._replace(of_a_warp=512)  # x, its gradient and a sum for each
 BACKWARD_PROGRAMS = 1024  # at most about so many partial sums of the weights' gradients
@@ -236,12 +237,11 @@ def norm_rotate_backward(
     *,
     tile: Tile = NORM_BACKWARD,
     num_warps: int | None = None,
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of :func:`norm_rotate`: into ``dq`` and ``dk`` (contiguous, or None), from ``q_grad`` and ``k_grad``.
 
     Returns:
-        Partial sums of the weights' gradients, ``[programs, D]`` for that of q and for that of k, in float32 (float64
-        for float64), if ``of_weights``. How many there are depends on shapes alone, not on the device.
+        Those of the weights, ``[D]`` in their dtypes, if ``of_weights``.
     """
     tokens, q_heads, head_dim = q.shape
     plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile)
@@ -264,4 +264,7 @@ def norm_rotate_backward(
             **constants,
             **early(q),
         )
-    return None if partial is None else (partial[:q_programs], partial[q_programs:])
+    if partial is None:
+        return None, None
+    of_q, of_k = sum_rows((partial[:q_programs], partial[q_programs:]), (q_weight.dtype, k_weight.dtype))
+    return of_q, of_k

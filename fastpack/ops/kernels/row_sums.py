@@ -1,0 +1,93 @@
+"""Sums over the rows of several matrices in one launch: gradients of biases, and the last step of those of norms.
+
+A program adds up a few columns from top to bottom, in float32 and in a fixed order, and rounds once. That is quicker
+than a launch for each matrix where there are columns enough for the device, or so few rows that it does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fastpack.ops.implementation import KERNEL_DTYPES
+from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+
+MOST = 3
+"""Of one launch: the biases of q, k and v."""
+TILE = {"BLOCK_T": 256, "BLOCK_M": 32, "num_warps": 8}
+STAGES_OF_FEW, STAGES_OF_MANY = 3, 1
+"""Tiles on their way: where a multiprocessor has at most two programs, and where it has more. Measured on an H200."""
+MOST_BYTES = 2**19
+"""Of a column block, where there are fewer of them than multiprocessors: beyond it torch is quicker, which splits sums
+between programs."""
+
+
+@triton.jit
+def _sum(x, row, rows, width, out, block, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr):
+    columns = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = columns < width
+    total = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
+    for start in tl.range(0, rows, BLOCK_T, num_stages=STAGES):
+        at = start + tl.arange(0, BLOCK_T)
+        mask = (at[:, None] < rows) & there[None, :]
+        total += tl.load(x + at[:, None].to(tl.int64) * row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["rows0", "rows1", "rows2"])
+def _kernel(
+    x0, row0, rows0, width0, out0,
+    x1, row1, rows1, width1, out1,
+    x2, row2, rows2, width2, out2,
+    COUNT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Grid: column blocks of the first, the second, the third."""
+    wait_for_inputs(EARLY)
+    block = tl.program_id(0)
+    blocks0, blocks1 = tl.cdiv(width0, BLOCK_M), tl.cdiv(width1, BLOCK_M)
+    if block < blocks0:
+        _sum(x0, row0, rows0, width0, out0, block, BLOCK_T, BLOCK_M, STAGES)
+    elif COUNT > 1:
+        if block < blocks0 + blocks1:
+            _sum(x1, row1, rows1, width1, out1, block - blocks0, BLOCK_T, BLOCK_M, STAGES)
+        elif COUNT > 2:
+            _sum(x2, row2, rows2, width2, out2, block - blocks0 - blocks1, BLOCK_T, BLOCK_M, STAGES)
+
+
+def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    """The sum over the rows of each matrix, by torch where it is quicker or the kernel can't.
+
+    Args:
+        xs: ``[T, M]`` each, of any sizes.
+        dtypes: of the results.
+
+    Returns:
+        ``[M]`` each.
+    """
+    if not _serves(xs):
+        return [x.sum(0).to(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+    outs = [x.new_empty(x.shape[1], dtype=dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+    for first in range(0, len(xs), MOST):
+        some = slice(first, first + MOST)
+        given = [(x, x.stride(0), *x.shape, out) for x, out in zip(xs[some], outs[some], strict=True)]
+        arguments = [argument for each in (*given, *[given[-1]] * (MOST - len(given))) for argument in each]
+        blocks = _blocks(xs[some])
+        stages = STAGES_OF_FEW if blocks <= 2 * processors(xs[0].device) else STAGES_OF_MANY
+        with on_device(xs[0]):
+            _kernel[(blocks,)](*arguments, COUNT=len(given), STAGES=stages, **TILE, **early(xs[0]))
+    return outs
+
+
+def _serves(xs: Sequence[Tensor]) -> bool:
+    if any(x.stride(1) != 1 or x.dtype not in KERNEL_DTYPES for x in xs):
+        return False
+    longest = max(x.shape[0] * x.element_size() for x in xs) * TILE["BLOCK_M"]
+    return longest <= MOST_BYTES or _blocks(xs) >= processors(xs[0].device)
+
+
+def _blocks(xs: Sequence[Tensor]) -> int:
+    return sum(triton.cdiv(x.shape[1], TILE["BLOCK_M"]) for x in xs)
