@@ -64,6 +64,8 @@ def test_sums(dtype: torch.dtype, device: str, launches: list[int]) -> None:
     assert [f.dtype for f in found] == [torch.float32, dtype, dtype, torch.float32]
     for result, (ours, plain) in zip(found, errors(found, xs), strict=True):
         once = 16 * torch.finfo(torch.float32).eps if result.dtype == torch.float32 else torch.finfo(dtype).eps / 2
+        if device == "cpu" and result.dtype == torch.bfloat16:
+            once *= 2  # Triton's interpreter cuts off
         assert ours <= max(plain, once), (ours, plain)
     assert launches == [4 + 1 + 2, 2]
 
