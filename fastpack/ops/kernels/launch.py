@@ -45,7 +45,7 @@ def early(x: Tensor) -> dict[str, bool]:
 def _can_launch_early(index: int) -> bool:
     compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter knows nothing of it
     hopper = torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
-    return compiled and hopper and hasattr(tl.extra.cuda, "gdc_wait")
+    return compiled and hopper
 
 
 def processors(device: torch.device) -> int:
