@@ -219,7 +219,7 @@ class PackedSeqLens:
         """The same batch with its sizes rounded up, so that they repeat from one batch to the next.
 
         A tail of further sequences fills T up. :meth:`unpad` makes its tokens from the batch's first one, whose values
-        are as good as any (zeros would be divided by in some norms), and :meth:`repad` drops whatever becomes of
+        are as good as any (zeros may be divided by in a norm), and :meth:`repad` drops whatever becomes of
         them, so that their gradient is zero and nobody sees them. No sequence sees another's tokens, so the real ones
         are what they were.
 

@@ -24,7 +24,8 @@ import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs import runner_of
-from fastpack.graphs.runner import NO_ROOM, WAITING
+from fastpack.graphs.recordings import NO_ROOM
+from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 
@@ -76,7 +77,7 @@ def test_negative_control() -> None:
     """The comparison above fails where a replay reads what it was recorded with, and not what came."""
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
     first = step(model)
-    (recorded,) = runner(model)._steps.values()
+    (recorded,) = runner(model)._recordings.steps.values()
     write, given = recorded._write_inputs, []
     recorded._write_inputs = lambda *inputs: given.append(inputs) or write(*inputs)
     step(model)
@@ -91,21 +92,8 @@ def test_negative_control() -> None:
 def test_one_memory_for_embeddings_and_gradient() -> None:
     model = graphed(tiny_model("llama"))
     step(model)
-    (recorded,) = runner(model)._steps.values()
+    (recorded,) = runner(model)._recordings.steps.values()
     assert recorded._grad.data_ptr() == recorded._embeddings.data_ptr()
-
-
-def test_a_tail_is_zeros() -> None:
-    """Whatever the batch before left there: products of zeros take the least power."""
-    model = graphed(tiny_model("llama"))
-    hidden(model, lengths=LARGE)
-    hidden(model)
-    large, small = runner(model)._steps.values()
-    real = sum(SMALL)
-    assert small._embeddings.data_ptr() == large._embeddings.data_ptr() or len(large._embeddings[0]) > real
-    assert small.bucket.tokens > real
-    assert bool(small._embeddings[:, :real].any(-1).all())
-    assert not small._embeddings[:, real:].any()
 
 
 def test_shapes_come_back() -> None:
@@ -370,7 +358,7 @@ def test_room_for_recordings() -> None:
     assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {NO_ROOM: 3})
     step(model, LARGE)
     assert (stats.recordings, stats.replays) == (2, 3)
-    assert [key[0] for key in runner(model)._steps] == [Bucket.of(LARGE)]
+    assert [key[0] for key in runner(model)._recordings.steps] == [Bucket.of(LARGE)]
 
 
 def test_neftune_and_given_embeddings() -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
 from fastpack.graphs.recorder import no_synchronisation
-from fastpack.graphs.runner import TOO_LARGE
+from fastpack.graphs.recordings import TOO_LARGE
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 

@@ -95,7 +95,7 @@ def test_negative_control() -> None:
     """A replay that reads the batch it was recorded with fails the comparison."""
     plain, model = both()
     step(model)
-    (recorded,) = runner(model)._steps.values()
+    (recorded,) = runner(model)._recordings.steps.values()
     recorded._write_inputs = lambda embeddings, packed: None
     other = make_sequences(VOCAB, SMALL, seed=1)
     assert compare(run_batch(model, other, "padded right"), run_batch(plain, other, "padded right")).worst > 1e-2

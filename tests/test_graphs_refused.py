@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative
-from recording import LARGE, SMALL, FakeRecorder, Varlen, check, graphed, hidden, looks, reason, runner, step
+from recording import SMALL, FakeRecorder, Varlen, check, graphed, hidden, looks, reason, runner, step
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.graphs import GraphSettings
-from fastpack.graphs.recorder import CaptureRefusedError, NoMemoryError, Tape, capture_problem
-from fastpack.graphs.runner import ENOUGH_WORK, TOO_LARGE
+from fastpack.graphs.recorder import CaptureRefusedError, capture_problem
+from fastpack.graphs.runner import ENOUGH_WORK
 from fastpack.graphs.stack import Stack
 from fastpack.packing import Bucket
 
@@ -65,7 +65,7 @@ def test_what_is_replaced_is_recorded_anew(what: str) -> None:
     want, ours = (step(m) for m in models)
     check(ours, want)
     assert runner(models[1]).stats.recordings == 2
-    assert len(runner(models[1])._steps) == 1
+    assert len(runner(models[1])._recordings.steps) == 1
 
 
 def test_recording_is_given_up_where_weights_never_stay() -> None:
@@ -318,50 +318,6 @@ def test_which_errors_mean_that_it_cannot_be_captured(error: BaseException, why:
     with pytest.raises(RuntimeError) as end:
         _end_capture_after(error)
     assert capture_problem(end.value) is not None, "the end of a capture says so, whatever came before"
-
-
-def test_sizes_that_memory_is_too_small_to_record() -> None:
-    """They run as they are, without the memory of what was recorded before; smaller ones are recorded anew."""
-    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
-    found = runner(models[1])
-    recorder = Tight(Bucket.of(SMALL).tokens)
-    found.recorder = recorder
-    for lengths, recordings, replays in ((SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 1, 1), (SMALL, 2, 2), (SMALL, 2, 3)):
-        check(*(step(m, lengths) for m in models[::-1]))
-        assert (found.stats.recordings, found.stats.replays) == (recordings, replays)
-        assert bool(recorder.statics) is (lengths is SMALL), "what was recorded is dropped before they run"
-    assert found.stats.eager == {TOO_LARGE: 2}
-    assert recorder.refused == 1, "once is enough"
-    models[1].model.layers[0].mlp.up_proj.weight.data = models[1].model.layers[0].mlp.up_proj.weight.data.clone()
-    step(models[1], LARGE)
-    assert recorder.refused == 2, "with other weights it is tried again"
-
-
-def test_a_roomier_recording_serves_sizes_that_memory_is_too_small_to_record() -> None:
-    model = graphed(tiny_model("llama"), roomy=3.0)
-    found = runner(model)
-    found.recorder = recorder = Tight(10_000)
-    step(model, LARGE)
-    recorder.tokens = 0
-    for _ in range(3):
-        step(model, SMALL)
-    assert (found.stats.recordings, found.stats.replays, recorder.refused) == (1, 4, 1)
-    assert not found.stats.eager
-
-
-class Tight(FakeRecorder):
-    """Has memory for so many tokens."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.tokens, self.refused = tokens, 0
-
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
-        tape = super().record(device, forward, backward)
-        if tape.output.shape[1] > self.tokens:
-            self.refused += 1
-            raise NoMemoryError("no")
-        return tape
 
 
 def _end_capture_after(error: BaseException) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fastpack.bench.power import PowerMeter
+
 LAUNCHES = ("LaunchKernel", "GraphLaunch")
 """What calls of the CUDA runtime and driver that put work on the device have in their names."""
 
@@ -25,10 +27,19 @@ class Clock:
     Args:
         warmup, steps: how many are not timed, and how many are.
         profile: whether a step more follows, which is profiled and not timed.
+        power: told when the timed steps begin and end.
         on_step: called after each step.
     """
 
-    def __init__(self, warmup: int, steps: int, *, profile: bool, on_step: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        warmup: int,
+        steps: int,
+        *,
+        profile: bool,
+        power: PowerMeter | None = None,
+        on_step: Callable[[], None] | None = None,
+    ) -> None:
         self.kernels: int | None = None
         self.launches: int | None = None
         self.busy: float | None = None
@@ -38,6 +49,7 @@ class Clock:
         self._timed = warmup + steps
         self._marks: list[Any] = []
         self._profiler: Any = None
+        self._power = power
         self._on_step = on_step
 
     @property
@@ -50,7 +62,7 @@ class Clock:
     def begin(self) -> None:
         """A step begins."""
         if not self._marks:
-            self._marks.append(_now())
+            self._mark()
         if len(self._marks) == self._timed + 1:
             _synchronize()
             # whatever the profiler takes must not count
@@ -61,7 +73,7 @@ class Clock:
 
     def end(self) -> None:
         """It has ended."""
-        self._marks.append(_now())
+        self._mark()
         if self._profiler is not None:
             _synchronize()
             self._profiler.stop()
@@ -69,6 +81,14 @@ class Clock:
             self._profiler = None
         if self._on_step is not None:
             self._on_step()
+
+    def _mark(self) -> None:
+        self._marks.append(_now())
+        if self._power is not None:
+            if len(self._marks) == self._warmup + 1:
+                self._power.begin()
+            elif len(self._marks) == self._timed + 1:
+                self._power.end()
 
 
 def _now() -> Any:

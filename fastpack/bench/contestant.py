@@ -6,6 +6,7 @@ speaks in lines: ``STEP`` after each step, and at the end ``FIGURES {...}``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import sys
@@ -18,6 +19,7 @@ from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.loops import train_plainly, train_with_trl
 from fastpack.bench.models import build_model
+from fastpack.bench.power import PowerMeter
 from fastpack.bench.preference import train_with_dpo
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
@@ -35,14 +37,16 @@ def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figure
         if on_gpu:  # building may have taken more than training does
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        clock = Clock(settings.warmup, settings.steps, profile=on_gpu, on_step=on_step)
+        power = PowerMeter(str(torch.cuda.get_device_properties(device).uuid)) if settings.power else None
+        clock = Clock(settings.warmup, settings.steps, profile=on_gpu, power=power, on_step=on_step)
         vocabulary = make_config(settings.shape).vocab_size
-        if settings.trainer == "dpo":
-            losses, norms, backend = train_with_dpo(model, backend, settings, vocabulary, clock)
-        else:
-            rows = make_rows(settings.row_lengths(extra_steps=int(on_gpu)), vocabulary, settings.seed)
-            train = train_plainly if settings.loop == "plain" else train_with_trl
-            losses, norms = train(model, settings, rows, clock)
+        with power or contextlib.nullcontext():
+            if settings.trainer == "dpo":
+                losses, norms, backend = train_with_dpo(model, backend, settings, vocabulary, clock)
+            else:
+                rows = make_rows(settings.row_lengths(extra_steps=int(on_gpu)), vocabulary, settings.seed)
+                train = train_plainly if settings.loop == "plain" else train_with_trl
+                losses, norms = train(model, settings, rows, clock)
     except torch.OutOfMemoryError:
         return Figures(settings.contestant, error=OUT_OF_MEMORY)
     measured = settings.warmup + settings.steps
@@ -62,6 +66,7 @@ def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figure
         kernels=clock.kernels,
         launches=clock.launches,
         busy=clock.busy,
+        drawn=asdict(power.drawn) if power is not None and power.drawn is not None else None,
     )
 
 

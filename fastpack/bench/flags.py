@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from fastpack.bench import power
 from fastpack.bench.contestants import CONTESTANTS, TRAINERS
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES
@@ -37,6 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave logging_nan_inf_filter and accelerator_config at their defaults, with which transformers' trainer "
         "waits for the device in every step",
     )
+    parser.add_argument(
+        "--power", action="store_true", help="ask nvidia-smi ten times a second what the GPU draws, and for its clock"
+    )
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, help=what)
     ours = parser.add_argument_group("how fastpack patches")
     ours.add_argument("--attention", default="auto", help="attention backend")
@@ -58,11 +62,13 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
     """What the flags ask for.
 
     Raises:
-        FastpackError: a plain loop of DPO.
+        FastpackError: a plain loop of DPO; power where it can't be asked for.
     """
     dpo = arguments.trainer == "dpo"
     if dpo and arguments.loop == "plain":
         raise FastpackError("--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss.")
+    if arguments.power and (reason := "--power needs a GPU" if not on_gpu else power.unavailable()):
+        raise FastpackError(f"{reason}. Leave --power out.")
     warmup = arguments.warmup
     if warmup is None:
         warmup = 5 if arguments.graphs else 3
@@ -84,6 +90,7 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
         loss=arguments.loss,
         offload=arguments.offload,
         trainer_waits=arguments.trainer_waits,
+        power=arguments.power,
     )
 
 

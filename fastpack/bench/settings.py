@@ -33,6 +33,7 @@ class Settings:
     offload: Any = None
     dtype: str = "auto"
     trainer_waits: bool = False
+    power: bool = False
     seed: int = 0
 
     def row_lengths(self, extra_steps: int = 0) -> list[int]:
@@ -75,6 +76,7 @@ class Figures:
         losses, gradient_norms: of the first steps, on which contestants are compared.
         kernels, launches, busy: of the last step again, under the profiler: kernels on the device, calls that launch
             one or a graph of them, and the seconds in which any ran. None on a CPU.
+        drawn: what :class:`fastpack.bench.power.Drawn` holds, of the timed steps; None where nobody asked or was told.
         error: why there are no figures.
     """
 
@@ -90,6 +92,7 @@ class Figures:
     kernels: int | None = None
     launches: int | None = None
     busy: float | None = None
+    drawn: dict[str, float] | None = None
     error: str | None = None
 
     @property

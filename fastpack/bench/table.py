@@ -10,7 +10,7 @@ from rich.text import Text
 from fastpack.bench.runner import Outcome
 from fastpack.bench.settings import Figures, spread
 
-WIDTH = 140
+WIDTH = 150
 COLUMNS = (
     "",
     "attention",
@@ -25,6 +25,7 @@ COLUMNS = (
     "kernels",
     "busy",
 )
+POWER_COLUMNS = ("W", "MHz")
 
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
@@ -41,7 +42,7 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
 
 def _speeds(outcome: Outcome) -> Table:
     table = Table(title=outcome.title, box=box.ROUNDED)
-    for name in COLUMNS:
+    for name in COLUMNS + (POWER_COLUMNS if _power(outcome) else ()):
         table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
     best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
     for row in outcome.figures:
@@ -69,7 +70,13 @@ def _cells(row: Figures, outcome: Outcome) -> list[str]:
         f"{row.held_memory:.1f}" if row.held_memory is not None else "",
         f"{row.kernels:,}" if row.kernels is not None else "",
         f"{row.busy * 1e3:,.0f}" if row.busy is not None else "",
+        *([f"{row.drawn['watts']:,.0f}", f"{row.drawn['mhz']:,.0f}"] if row.drawn is not None else []),
     ]
+
+
+def _power(outcome: Outcome) -> dict[str, float] | None:
+    """What was drawn by the first of whom it is known."""
+    return next((row.drawn for row in outcome.ran if row.drawn is not None), None)
 
 
 def _losses(outcome: Outcome) -> Table:
@@ -90,10 +97,16 @@ def _legend(outcome: Outcome) -> str:
     ceiling = outcome.ceiling
     padded = next((row for row in outcome.ran if row.padding_share), None)
     padding = f"{padded.padding_share:.0%} of the padded slots are padding; " if padded else ""
+    drawn = _power(outcome)
+    power = (
+        f"drawn of {drawn['watts_limit']:,.0f} W and clocked of {drawn['mhz_limit']:,.0f} MHz, on average; "
+        if drawn
+        else ""
+    )
     return (
         f"x best: times the best stock one; floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's "
         f"matrix products alone would allow at the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); "
         "GiB in tensors, and held by the allocator; "
-        f"busy: ms in which any kernel ran; {padding}medians of {outcome.settings.steps} steps; "
+        f"busy: ms in which any kernel ran; {power}{padding}medians of {outcome.settings.steps} steps; "
         f"copies measured at {ceiling.bandwidth / 1e12:.3g} TB/s"
     )

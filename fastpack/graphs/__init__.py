@@ -2,8 +2,9 @@
 
 ``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is one
 launch forward and one backward, recorded once for each :class:`~fastpack.packing.Bucket` of sizes
-(:mod:`~fastpack.graphs.runner` decides, :mod:`~fastpack.graphs.step` replays, :mod:`~fastpack.graphs.stack` looks for
-what has changed, :mod:`~fastpack.graphs.recorder` talks to the device).
+(:mod:`~fastpack.graphs.runner` decides whether to replay, :mod:`~fastpack.graphs.recordings` which,
+:mod:`~fastpack.graphs.step` does it, :mod:`~fastpack.graphs.stack` looks for what has changed,
+:mod:`~fastpack.graphs.recorder` talks to the device).
 
 What it costs: up to a sixteenth more tokens a step, 2 % on average, and up to 15 % while a roomier recording serves,
 until one of the batch's own sizes is worth its making; memory for the activations and weight gradients of the largest
@@ -19,6 +20,7 @@ waits for the device, and for models whose layers have enough work to hide their
 is drawn anew in each replay.
 """
 
-from fastpack.graphs.runner import GraphRunner, GraphSettings, GraphStats, runner_of
+from fastpack.graphs.recordings import GraphSettings
+from fastpack.graphs.runner import GraphRunner, GraphStats, runner_of
 
 __all__ = ["GraphRunner", "GraphSettings", "GraphStats", "runner_of"]

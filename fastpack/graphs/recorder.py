@@ -90,7 +90,7 @@ class CudaRecorder:
         self._pool: Any = None
         self._first = True
         self._last_stream: torch.cuda.Stream | None = None
-        # A graph whose capture failed stays referenced: the allocator may go on asking it whether it captures.
+        # A graph whose capture did not end stays referenced: the allocator may go on asking it whether it captures.
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     def rejects(self, device: torch.device) -> str | None:
@@ -104,6 +104,7 @@ class CudaRecorder:
         self._pool = None
 
     def record(self, device: torch.device, forward: Forward, backward: Backward) -> Tape:
+        failed = len(self._failed)
         with torch.cuda.device(device):
             try:
                 return self._record(forward, backward)
@@ -111,24 +112,23 @@ class CudaRecorder:
                 reason = capture_problem(error)
                 if reason is None:
                     raise
-                self._recover()
+                if len(self._failed) > failed:
+                    self._recover()
                 refusal = NoMemoryError if ran_out_of_memory(error) else CaptureRefusedError
                 raise refusal(reason) from error
 
     def _recover(self) -> None:
-        """After a failed capture: leave the pool and the stream, and make the random generator forget it.
+        """After a capture that did not end: leave the pool and the stream, and make the random generator forget it.
 
-        It refuses to work ("Offset increment outside graph capture") until the next capture that ends well. A warm-up
-        that failed leaves nothing behind.
+        It refuses to work ("Offset increment outside graph capture") until the next capture that ends well.
         """
-        if not self._failed:
-            return
         self._pool = None
         _recording_stream.cache_clear()
         with torch.cuda.stream(torch.cuda.Stream()):
+            something = torch.zeros(1, device="cuda")
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device="cuda")
+            something.zero_()
             graph.capture_end()
 
     def _record(self, forward: Forward, backward: Backward) -> Tape:
@@ -137,12 +137,14 @@ class CudaRecorder:
         current = torch.cuda.current_stream()
         stream = _recording_stream(current.device_index)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
-                # the last one finds out what a capture would trip over, without its damage
-                with no_synchronisation() if left == 0 else contextlib.nullcontext():
-                    backward(forward())
-        current.wait_stream(stream)
+        try:
+            with torch.cuda.stream(stream):
+                for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
+                    # the last one finds out what a capture would trip over, without its damage
+                    with no_synchronisation() if left == 0 else contextlib.nullcontext():
+                        backward(forward())
+        finally:
+            current.wait_stream(stream)
         torch.cuda.synchronize()
         gc.collect(1)  # a young cycle that holds memory of the pool would keep it from the next capture
         torch.cuda.empty_cache()
@@ -167,7 +169,7 @@ class CudaRecorder:
                 result = run()
             finally:
                 graph.capture_end()
-        self._failed.pop()
+                self._failed.pop()  # not where that raised
         return graph, result
 
     def _replay(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:

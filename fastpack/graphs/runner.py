@@ -12,19 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, NoMemoryError, Recorder
+from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
+from fastpack.graphs.recordings import Circumstances, GraphSettings, Recordings
 from fastpack.graphs.stack import Stack
-from fastpack.graphs.step import Buffers, RecordedStep, Request, Ticket
+from fastpack.graphs.step import RecordedStep, Request, Ticket
 from fastpack.hooks import has_hooks
 from fastpack.layers.stock import Forward, bound_with, call_stock, mask_stand_in
 from fastpack.packing import Bucket, PackedSeqLens
 
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"
-NO_ROOM = "there are as many recordings as are kept"
-TOO_LARGE = "there was not enough memory to record as many tokens"
-FORGET_AFTER = 2000
-"""Batches after which each counts half."""
 
 Around = Callable[..., AbstractContextManager[None]]
 """Makes the context for a forward of ``(backbone, device, recording=)``."""
@@ -33,32 +30,6 @@ _OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "packed
 """What the door sets itself."""
 _FOR_THE_LOSS = ("num_items_in_batch", "shift_labels", "labels")
 """What heads hand on to the backbone, where nothing reads it."""
-
-
-@dataclass(frozen=True)
-class GraphSettings:
-    """When to record.
-
-    Attributes:
-        record_after: while recordings of slightly larger sizes serve, how many tokens one of a batch's own sizes would
-            have saved since the last was made, over all batches that it would have held, before it is made too; in
-            multiples of its tokens. Without a recording that serves, sizes are recorded at first sight. Recording takes
-            about three steps' time, and tokens of a tail about half of that of others.
-        max_recordings: how many are kept; once there are so many, sizes have to come twice as often as those that came
-            least often to take their place.
-        roomy: how many times the tokens of its own sizes a batch may be replayed with.
-        max_work: floating-point operations in a layer, forward and backward, above which launching is no longer what
-            a step waits for. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward
-            (measured), in which an H200 does 1.4e12 to 5e12.
-        max_changes: how often modules or weights may be replaced, each time within ``max_changes`` x 10 batches of the
-            time before, until recording is given up.
-    """
-
-    record_after: float = 1.0
-    max_recordings: int = 32
-    roomy: float = 1.15
-    max_work: float = 5e12
-    max_changes: int = 8
 
 
 @dataclass
@@ -74,18 +45,6 @@ class GraphStats:
     recordings: int = 0
     replays: int = 0
     eager: Counter[str] = field(default_factory=Counter)
-
-
-@dataclass(frozen=True, eq=False)
-class Circumstances:
-    """What the stack is like, apart from sizes: why it can't be recorded so (or None), and its work for a token."""
-
-    reason: str | None
-    work: float
-
-
-Key = tuple[Bucket, Circumstances]
-"""What a recording is of."""
 
 
 class Seen(NamedTuple):
@@ -129,15 +88,8 @@ class GraphRunner:
         self._drop()
 
     def _drop(self) -> None:
-        self._sightings: Counter[Key] = Counter()
         self._known: dict[Hashable, Circumstances] = {}
-        self._too_large: dict[Circumstances, int] = {}
-        self._drop_recordings()
-
-    def _drop_recordings(self) -> None:
-        self._steps: dict[Key, RecordedStep] = {}
-        self._wasted: Counter[Key] = Counter()
-        self._buffers = Buffers()
+        self._recordings = Recordings()
         self.recorder.clear()
 
     @contextmanager
@@ -235,61 +187,13 @@ class GraphRunner:
             reason = WAITING
         if reason is not None:
             return reason, None, request
-        key = (bucket, known)
-        self._see(key)
-        step = self._steps.get(key)
-        if step is not None:
-            return None, step, request
-        served = [found for (_, of), found in self._steps.items() if of is known]
-        roomy = min((found for found in served if self._fits(found.bucket, packed, bucket)), key=_tokens, default=None)
-        if roomy is not None and self._waste(key, roomy.bucket) < self.settings.record_after * bucket.tokens:
-            return None, roomy, request
-        reason = self._why_not_now(key)
-        if reason is not None:
-            return (None if roomy is not None else reason), roomy, request
         try:
-            step = self._steps[key] = RecordedStep(request, self.recorder, self._buffers, served[0] if served else None)
-        except NoMemoryError:
-            self._too_large[known] = bucket.tokens
-            if roomy is not None:
-                return None, roomy, request
-            self._drop_recordings()  # whose memory this batch may need; smaller ones will be recorded anew
-            return TOO_LARGE, None, request
+            found = self._recordings.find(request, known, self.settings, self.recorder)
         except CaptureRefusedError as error:
             self._known[like] = Circumstances(str(error), known.work)
             return str(error), None, request
-        self.stats.recordings += 1
-        self._wasted.clear()  # what others waste from here on, they waste beside this one
-        return None, step, request
-
-    def _waste(self, key: Key, roomy: Bucket) -> int:
-        """Tokens that a recording of these sizes would have saved, now that ``roomy`` serves a batch of them too."""
-        own, known = key
-        for seen, of in self._sightings:
-            holds = seen.max_seqlen >= own.max_seqlen and seen.sequences >= own.sequences
-            if of is known and holds and own.tokens <= seen.tokens < roomy.tokens:
-                self._wasted[seen, of] += roomy.tokens - seen.tokens
-        return self._wasted[key]
-
-    def _see(self, key: Key) -> None:
-        self._sightings[key] += 1
-        if self._sightings.total() >= FORGET_AFTER:  # what came long ago counts less and less
-            self._sightings = Counter({seen: count // 2 for seen, count in self._sightings.items() if count > 1})
-
-    def _fits(self, roomy: Bucket, packed: PackedSeqLens, own: Bucket) -> bool:
-        return roomy.tokens <= self.settings.roomy * own.tokens and roomy.holds(packed.lengths)
-
-    def _why_not_now(self, key: Key) -> str | None:
-        """Why sizes may not be recorded now; drops the rarest where they take its place."""
-        bucket, known = key
-        if bucket.tokens >= self._too_large.get(known, bucket.tokens + 1):
-            return TOO_LARGE
-        if len(self._steps) >= self.settings.max_recordings:
-            rarest = min(self._steps, key=self._sightings.__getitem__)
-            if self._sightings[key] < 2 * self._sightings[rarest]:
-                return NO_ROOM
-            del self._steps[rarest]
-        return None
+        self.stats.recordings += found.made
+        return found.reason, found.step, request
 
     def _current_stack(self, backbone: Any) -> Stack:
         """The modules as they are, with every recording dropped if they are not what they were."""
@@ -378,10 +282,6 @@ def _runner(
             )
 
     return run
-
-
-def _tokens(step: RecordedStep) -> int:
-    return step.bucket.tokens
 
 
 def _process(device: torch.device) -> Hashable:

@@ -99,6 +99,7 @@ class RecordedStep:
 
     Raises:
         CaptureRefusedError: it can't be recorded.
+        NoMemoryError, torch.OutOfMemoryError: there is too little memory, for the recording or for what goes before it.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RecordedStep:
         self._embeddings = buffers.take(like, bucket.tokens)
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
+        self._tail_of_zeros: bool = like_this is not None and like_this._tail_of_zeros
         self._write_inputs(like, request.packed)
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
         stand_ins = stack.stand_ins()
@@ -130,14 +132,17 @@ class RecordedStep:
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if like_this is None:
+                self._embeddings.zero_()
                 with stack.recordable(stand_ins):
-                    found, hidden = _find_reached(forward, leaf, stand_ins, may_draw=not stack.checkpoints)
+                    found, hidden, finite = _find_reached(forward, leaf, stand_ins, may_draw=not stack.checkpoints)
+                self._tail_of_zeros = finite
+                self._write_inputs(like, request.packed)
                 self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
                 self._has_input_gradient = found[leaf]
             else:
                 self.parameters, self._has_input_gradient = like_this.parameters, like_this._has_input_gradient
                 hidden = like_this._tape.output
-            self._grad = buffers.take(hidden, bucket.tokens)
+            self._grad: Tensor = buffers.take(hidden, bucket.tokens)
             del hidden
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
             inputs += [stand_ins[p] for p in self.parameters]
@@ -147,7 +152,11 @@ class RecordedStep:
     def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
         tokens = packed.total_tokens
         self._embeddings[:, :tokens].copy_(embeddings)
-        self._embeddings[:, tokens:].zero_()  # most families keep these at zero, and products of zeros take less power
+        tail = self._embeddings[:, tokens:]
+        if self._tail_of_zeros:
+            tail.zero_()  # most families keep these at zero, and products of zeros take less power
+        else:
+            tail.copy_(embeddings[:, :1])  # as PackedSeqLens.bucketed makes one: a norm may divide by zero
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
 
     def replay(self, request: Request, ticket: Ticket) -> Any:
@@ -199,12 +208,13 @@ class _Replay(torch.autograd.Function):
                 "was saved for it (retain_graph=True does not help). Patch with graphs=None to do this."
             )
         ctx.ticket.done = True
-        if _versions(ctx.step.parameters) != ctx.versions:
+        step, ctx.step = ctx.step, None  # who still holds the loss does not hold the recording
+        if _versions(step.parameters) != ctx.versions:
             raise PatchError(
                 "a parameter was changed in place between the forward, which was replayed from a CUDA graph, and its "
                 "backward, which would read the new values. Step the optimizer after the backward."
             )
-        return (None, None, None, *ctx.step.run_backward(grad))
+        return (None, None, None, *step.run_backward(grad))
 
 
 @contextmanager
@@ -217,8 +227,8 @@ def _host_lengths_refused() -> Iterator[None]:
 
 def _find_reached(
     forward: Callable[[], Tensor], leaf: Tensor, stand_ins: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
-) -> tuple[dict[Tensor, bool], Tensor]:
-    """Whether the leaf and each stand-in has a gradient, from one eager pass; and its output.
+) -> tuple[dict[Tensor, bool], Tensor, bool]:
+    """Whether the leaf and each stand-in has a gradient, from one eager pass; its output; and whether all is finite.
 
     Args:
         may_draw: whether the pass may draw random numbers on its device, which a replay draws anew.
@@ -242,7 +252,8 @@ def _find_reached(
     if any(drew[1:]):
         raise CaptureRefusedError("it draws random numbers on the host")
     found = {leaf: False, **{t: gradient is not None for t, gradient in zip(wanted, gradients, strict=True)}}
-    return found, output.detach()
+    finite = all(bool(t.isfinite().all()) for t in (output, *gradients) if t is not None)
+    return found, output.detach(), finite
 
 
 def _leaves(output: Tensor) -> set[int]:

@@ -52,7 +52,7 @@ def errors(found: list[Tensor], xs: list[Tensor]) -> list[tuple[float, float]]:
     for ours, x in zip(found, xs, strict=True):
         truth = x.double().sum(0)
         size = truth.abs().max()
-        plain = x.sum(0).to(ours.dtype)
+        plain = x.sum(0, dtype=ours.dtype)
         pairs.append((float((ours - truth).abs().max() / size), float((plain - truth).abs().max() / size)))
     return pairs
 

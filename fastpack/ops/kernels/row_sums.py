@@ -69,7 +69,8 @@ def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor
         ``[M]`` each.
     """
     if not _serves(xs):
-        return [x.sum(0).to(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+        wide = [torch.promote_types(x.dtype, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
+        return [x.sum(0, dtype=w).to(dtype) for x, w, dtype in zip(xs, wide, dtypes, strict=True)]
     outs = [x.new_empty(x.shape[1], dtype=dtype) for x, dtype in zip(xs, dtypes, strict=True)]
     for first in range(0, len(xs), MOST):
         some = slice(first, first + MOST)
@@ -83,7 +84,7 @@ def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor
 
 
 def _serves(xs: Sequence[Tensor]) -> bool:
-    if any(x.stride(1) != 1 or x.dtype not in KERNEL_DTYPES for x in xs):
+    if not xs or any(x.stride(1) != 1 or x.dtype not in KERNEL_DTYPES for x in xs):
         return False
     longest = max(x.shape[0] * x.element_size() for x in xs) * TILE["BLOCK_M"]
     return longest <= MOST_BYTES or _blocks(xs) >= processors(xs[0].device)

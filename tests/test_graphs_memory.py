@@ -1,0 +1,177 @@
+"""Recordings where memory is short, what holds them, and what stands in their tails."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare
+from recording import LARGE, SMALL, FakeRecorder, Varlen, check, graphed, hidden, runner, step
+from tiny import tiny_model
+
+import fastpack
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.graphs import step as step_module
+from fastpack.graphs.recorder import NoMemoryError, Tape
+from fastpack.graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
+from fastpack.packing import Bucket
+
+OF_SMALL, OF_LARGE = (Bucket.of(lengths).tokens for lengths in (SMALL, LARGE))
+
+
+@pytest.fixture(autouse=True)
+def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
+    backend = Varlen()
+    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
+    return backend
+
+
+class Tight(FakeRecorder):
+    """Has memory for recordings of so many tokens together."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens, self.held, self.refused = tokens, 0, 0
+
+    def clear(self) -> None:
+        super().clear()
+        self.held = 0
+
+    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+        tape = super().record(device, forward, backward)
+        tokens = tape.output.shape[1]
+        if self.held + tokens > self.tokens:
+            self.refused += 1
+            raise NoMemoryError("no")
+        self.held += tokens
+        return tape
+
+
+def pair(tokens: int, **settings: Any) -> tuple[Any, Any, Tight]:
+    """A model eager, and one graphed with a recorder that has so much memory."""
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"), **settings)
+    recorder = Tight(tokens)
+    runner(model).recorder = recorder
+    return plain, model, recorder
+
+
+def test_what_does_not_fit_runs_as_it_is_with_all_memory_for_itself() -> None:
+    plain, model, recorder = pair(OF_SMALL)
+    stats = runner(model).stats
+    turns = [(SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 1, 1), (SMALL, 2, 2), (SMALL, 2, 3), (LARGE, 2, 3), (SMALL, 3, 4)]
+    for lengths, recordings, replays in turns:
+        check(step(model, lengths), step(plain, lengths))
+        assert (stats.recordings, stats.replays) == (recordings, replays)
+        assert recorder.held == (OF_SMALL if lengths is SMALL else 0)
+    assert stats.eager == {TOO_LARGE: 3}
+    assert recorder.refused == 2, "beside the other, and alone; not once more"
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+    step(model, LARGE)
+    assert recorder.refused == 3, "with other weights it is tried again"
+
+
+def test_what_fits_alone_is_recorded_alone() -> None:
+    plain, model, recorder = pair(OF_LARGE)
+    stats = runner(model).stats
+    for lengths in (SMALL, LARGE, LARGE):
+        check(step(model, lengths), step(plain, lengths))
+    assert (stats.recordings, stats.replays, recorder.refused) == (2, 3, 1)
+    assert not stats.eager
+    assert [key[0] for key in runner(model)._recordings.steps] == [Bucket.of(LARGE)]
+
+
+def test_recording_is_given_up_where_memory_never_suffices() -> None:
+    plain, model, recorder = pair(OF_SMALL)
+    stats = runner(model).stats
+    for _ in range(MOST_DROPS + 2):
+        for lengths in (SMALL, LARGE):
+            check(step(model, lengths), step(plain, lengths))
+    assert stats.recordings == stats.replays == MOST_DROPS
+    assert stats.eager == {TOO_LARGE: MOST_DROPS - 1, NO_MEMORY: 5}
+    assert recorder.held == 0
+    assert NO_MEMORY in runner(model).describe(torch.device("cpu"))
+
+
+def test_a_roomier_one_goes_on_serving() -> None:
+    plain, model, recorder = pair(OF_LARGE, roomy=3.0)
+    stats = runner(model).stats
+    step(model, LARGE)
+    for _ in range(3):
+        check(step(model, SMALL), step(plain, SMALL))
+    assert (stats.recordings, stats.replays, recorder.refused) == (1, 4, 1)
+    assert not stats.eager
+
+
+def test_memory_may_be_short_for_the_pass_before_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model, _ = pair(OF_LARGE)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(step_module, "_find_reached", full)
+    check(step(model), step(plain))
+    assert runner(model).stats.eager == {TOO_LARGE: 1}
+
+
+def test_who_holds_a_loss_does_not_hold_the_recording() -> None:
+    """As a loop does that overwrites it in the next step."""
+    _, model, _ = pair(OF_SMALL)
+    out = hidden(model)
+    (recorded,) = runner(model)._recordings.steps.values()
+    there = weakref.ref(recorded)
+    del recorded
+    out.sum().backward()
+    step(model, LARGE)
+    gc.collect()
+    assert there() is None
+    assert out.grad_fn is not None
+
+
+def test_a_forward_that_waits_holds_it() -> None:
+    """Negative control."""
+    _, model, _ = pair(OF_SMALL)
+    out = hidden(model)
+    (recorded,) = runner(model)._recordings.steps.values()
+    there = weakref.ref(recorded)
+    del recorded
+    runner(model)._drop()
+    gc.collect()
+    assert there() is not None
+    out.sum().backward()
+    gc.collect()
+    assert there() is None
+
+
+def test_a_tail_is_zeros() -> None:
+    """Whatever the batch before left there: products of zeros take the least power."""
+    model = graphed(tiny_model("llama"))
+    hidden(model, lengths=LARGE)
+    hidden(model)
+    large, small = runner(model)._recordings.steps.values()
+    real = sum(SMALL)
+    assert small._embeddings.data_ptr() == large._embeddings.data_ptr()
+    assert small.bucket.tokens > real
+    assert bool(small._embeddings[:, :real].any(-1).all())
+    assert not small._embeddings[:, real:].any()
+
+
+def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [tiny_model("llama") for _ in range(3)]
+    for model in models:
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.variance_epsilon = 0.0
+    plain = fastpack.patch(models[0])
+    model = graphed(models[1])
+    for lengths in (SMALL, LARGE, SMALL):
+        check(step(model, lengths), step(plain, lengths))
+    assert not any(recorded._tail_of_zeros for recorded in runner(model)._recordings.steps.values())
+    assert runner(model).stats.replays == 3
+    found = step_module._find_reached
+    monkeypatch.setattr(step_module, "_find_reached", lambda *a, **k: (*found(*a, **k)[:2], True))
+    wrong = compare(step(graphed(models[2])), step(plain)).worst
+    assert not wrong <= FLOAT32_BOUND, "negative control"
