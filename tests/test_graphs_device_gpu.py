@@ -100,7 +100,7 @@ class Meddling(nn.Module):
 
 @pytest.mark.parametrize("when", ["warm-up", "capture"])
 def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
-    """They run as they are, smaller ones are recorded anew, and random numbers can be drawn all the same."""
+    """They run as they are without the others' memory, smaller ones are recorded anew, and random numbers drawn."""
 
     def hog(x: Tensor) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -111,9 +111,12 @@ def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
     plain, model = both()
     model.model.norm = Meddling(model.model.norm, hog)
     plain.model.norm = Meddling(plain.model.norm, hog)  # so that both have the same parameters
+    held: list[int] = []
     for lengths, recordings in ((SMALL, 1), (LARGE, 1), (LARGE, 1), (SMALL, 2)):
         close(step(model, lengths), step(plain, lengths))
         assert runner(model).stats.recordings == recordings
+        held.append(reserved())
+    assert held[1] < held[0], "what was recorded is gone"
     assert runner(model).stats.eager == {TOO_LARGE: 2}
     assert torch.randn(8, device="cuda").isfinite().all()
 
