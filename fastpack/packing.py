@@ -52,10 +52,15 @@ class Bucket:
     max_seqlen: int
 
     @classmethod
-    def of(cls, lengths: Sequence[int]) -> Bucket:
-        """The smallest that holds these lengths, and a tail to fill it."""
+    def of(cls, lengths: Sequence[int], *, steps: int = TOKEN_STEPS) -> Bucket:
+        """The smallest that holds these lengths, and a tail to fill it.
+
+        Args:
+            lengths: tokens of each sequence.
+            steps: values of T between two powers of two, where a coarser one is wanted.
+        """
         total, longest = sum(lengths), max(lengths)
-        tokens = _rounded_up(total, TOKEN_STEPS, TOKEN_MULTIPLE)
+        tokens = _rounded_up(total, steps, TOKEN_MULTIPLE)
         bound = min(max(LENGTH_MINIMUM, _power_of_two(longest)), tokens)
         pieces = -(-(tokens - total) // bound)
         # one more in any case: whether there is a tail must not decide between two buckets

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.graphs import GraphRunner, GraphSettings, runner_of
+from fastpack.packing import TOKEN_STEPS
 
 LARGE = (300, 41, 290, 2, 440)
 
@@ -29,7 +30,9 @@ def runner(model: Any) -> GraphRunner:
 def graphed(model: Any, attention: str = "auto", **settings: Any) -> Any:
     """Patched, each size recorded when it comes first, however much work there is."""
     fastpack.patch(model, graphs="auto", attention=attention)
-    runner(model).settings = GraphSettings(**{"record_after": 0, "max_work": float("inf"), **settings})
+    runner(model).settings = GraphSettings(
+        **{"record_after": 0, "first_steps": TOKEN_STEPS, "max_work": float("inf"), **settings}
+    )
     return model
 
 

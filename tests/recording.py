@@ -17,6 +17,7 @@ from fastpack.graphs import GraphRunner, GraphSettings, runner_of
 from fastpack.graphs.recorder import Tape
 from fastpack.graphs.stack import Stack
 from fastpack.layers import causal_lm
+from fastpack.packing import TOKEN_STEPS
 
 SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)
 """Two batches of different buckets."""
@@ -101,11 +102,11 @@ def runner(model: Any) -> GraphRunner:
 
 
 def graphed(model: Any, **settings: Any) -> Any:
-    """Patched, with the stand-in that records, at the first sight of a size unless told otherwise."""
+    """Patched, with the stand-in that records, each batch's own sizes at first sight unless told otherwise."""
     fastpack.patch(model, graphs="auto")
     found = runner(model)
     found.recorder = FakeRecorder()
-    found.settings = GraphSettings(**{"record_after": 0, **settings})
+    found.settings = GraphSettings(**{"record_after": 0, "first_steps": TOKEN_STEPS, **settings})
     return model
 
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.families import VARLEN_FAMILIES
-from fastpack.graphs import runner_of
+from fastpack.graphs import GraphSettings, runner_of
 from fastpack.graphs.recordings import NO_ROOM
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
@@ -138,6 +138,24 @@ def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None
     assert recorded_when(model, roomy, own, roomy, own) == [1, 1, 1, 1], "two do not make it, nor what fits as it is"
     found = recorded_when(graphed(tiny_model("llama"), **settings), roomy, own, less, own, less, less, less)
     assert found == [1, 1, 1, 2, 2, 2, 3], "what was wasted before a recording counts no more"
+
+
+def test_the_first_recording_is_one_that_others_can_use() -> None:
+    """A quarter of an octave above its batch at most; own sizes come when they are worth it."""
+    lengths, larger, small = (400, 120), (400, 200), (300, 90)
+    model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4)
+    assert [Bucket.of(x).tokens for x in (lengths, larger, small)] == [576, 640, 448]
+    found = recorded_when(model, lengths, larger, small, *[lengths] * 9)
+    assert found == [1, 1, 2] + 8 * [2] + [3], "64 tokens more in each of nine batches are 576"
+    assert [of.tokens for of, _ in runner(model)._recordings.steps] == [640, 448, 576]
+
+
+def test_every_first_recording_serves_its_own_sizes() -> None:
+    settings = GraphSettings()
+    for tokens in range(1, 20_000, 37):
+        own, first = Bucket.of([tokens]), Bucket.of([tokens], steps=settings.first_steps)
+        assert own.tokens <= first.tokens <= settings.roomy * own.tokens, tokens
+        assert first.holds([tokens])
 
 
 def test_gradients_accumulate_over_buckets() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,8 +27,10 @@ class GraphSettings:
     Attributes:
         record_after: while recordings of slightly larger sizes serve, how many tokens one of a batch's own sizes would
             have saved since the last was made, over all batches that it would have held, before it is made too; in
-            multiples of its tokens. Without a recording that serves, sizes are recorded at first sight. Recording takes
-            about three steps' time, and tokens of a tail about half of that of others.
+            multiples of its tokens. Without a recording that serves, one is made at first sight. Recording takes about
+            three steps' time, and tokens of a tail about half of that of others.
+        first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
+            first sight, which others will come to use; those of a batch's own sizes are 16.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as those that came
             least often to take their place.
         roomy: how many times the tokens of its own sizes a batch may be replayed with.
@@ -40,8 +42,9 @@ class GraphSettings:
     """
 
     record_after: float = 1.0
+    first_steps: int = 4
     max_recordings: int = 32
-    roomy: float = 1.15
+    roomy: float = 1.25
     max_work: float = 5e12
     max_changes: int = 8
 
@@ -106,13 +109,14 @@ class Recordings:
             return Found(roomy)
         reason = self._why_not_now(key, settings)
         if reason is None:
-            step = self._try(request, recorder, alike[0] if alike else None)
-            if step is None and roomy is None and self.steps:
+            first = bucket if roomy is not None else Bucket.of(packed.lengths, steps=settings.first_steps)
+            step = self._try(replace(request, bucket=first), recorder, alike[0] if alike else None)
+            if step is None and roomy is None and (self.steps or first != bucket):
                 del alike, fitting  # or they would live on
                 self._give_way(recorder)
                 step = self._try(request, recorder, None)
             if step is not None:
-                self._keep(key, step, settings)
+                self._keep((step.bucket, known), step, settings)
                 return Found(step, made=True)
             self._too_large[known] = bucket.tokens
             reason = TOO_LARGE
