@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.families import VARLEN_FAMILIES
-from fastpack.graphs import GraphSettings, runner_of
-from fastpack.graphs.recordings import NO_ROOM
+from fastpack.graphs import runner_of
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
@@ -104,58 +103,6 @@ def test_shapes_come_back() -> None:
     assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 3, {})
     step(model, (8, 2, 18, 20, 30))  # other lengths, the same bucket
     assert (stats.recordings, stats.replays) == (1, 4)
-
-
-def recorded_when(model: Any, *batches: tuple[int, ...]) -> list[int]:
-    """How many recordings there are after each batch."""
-    plain = fastpack.patch(tiny_model("llama"))
-    recordings = []
-    for lengths in batches:
-        check(step(model, lengths), step(plain, lengths))
-        model.zero_grad()
-        plain.zero_grad()
-        recordings.append(runner(model).stats.recordings)
-    assert (runner(model).stats.replays, dict(runner(model).stats.eager)) == (len(batches), {})
-    return recordings
-
-
-def test_a_roomier_recording_serves_until_it_has_wasted_as_much() -> None:
-    roomy, own, small = (300, 60), (290, 20), (40, 20)
-    tokens = [Bucket.of(lengths).tokens for lengths in (roomy, own, small)]
-    assert tokens == [384, 320, 64]
-    model = graphed(tiny_model("llama"), record_after=3 * 64 / 320, roomy=1.2)
-    found = recorded_when(model, roomy, own, own, own, own, small)
-    assert found == [1, 1, 1, 2, 2, 3], "own sizes when 3 x 64 tokens were wasted, small ones at once"
-
-
-def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None:
-    roomy, own, less = (380, 60), (370, 10), (310, 8)
-    tokens = [Bucket.of(lengths).tokens for lengths in (roomy, own, less)]
-    assert tokens == [448, 384, 320]
-    settings: dict[str, Any] = {"record_after": 3 * 64 / 384, "roomy": 1.5}
-    assert recorded_when(graphed(tiny_model("llama"), **settings), roomy, own, less, own) == [1, 1, 1, 2]
-    model = graphed(tiny_model("llama"), **settings)
-    assert recorded_when(model, roomy, own, roomy, own) == [1, 1, 1, 1], "two do not make it, nor what fits as it is"
-    found = recorded_when(graphed(tiny_model("llama"), **settings), roomy, own, less, own, less, less, less)
-    assert found == [1, 1, 1, 2, 2, 2, 3], "what was wasted before a recording counts no more"
-
-
-def test_the_first_recording_is_one_that_others_can_use() -> None:
-    """A quarter of an octave above its batch at most; own sizes come when they are worth it."""
-    lengths, larger, small = (400, 120), (400, 200), (300, 90)
-    model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4)
-    assert [Bucket.of(x).tokens for x in (lengths, larger, small)] == [576, 640, 448]
-    found = recorded_when(model, lengths, larger, small, *[lengths] * 9)
-    assert found == [1, 1, 2] + 8 * [2] + [3], "64 tokens more in each of nine batches are 576"
-    assert [of.tokens for of, _ in runner(model)._recordings.steps] == [640, 448, 576]
-
-
-def test_every_first_recording_serves_its_own_sizes() -> None:
-    settings = GraphSettings()
-    for tokens in range(1, 20_000, 37):
-        own, first = Bucket.of([tokens]), Bucket.of([tokens], steps=settings.first_steps)
-        assert own.tokens <= first.tokens <= settings.roomy * own.tokens, tokens
-        assert first.holds([tokens])
 
 
 def test_gradients_accumulate_over_buckets() -> None:
@@ -363,20 +310,6 @@ def test_autocast_over_float32_weights() -> None:
                     p.mul_(0.5)
     step(models[1])
     assert runner(models[1]).stats.recordings == 2, "autocast is part of what was recorded"
-
-
-def test_room_for_recordings() -> None:
-    """Once there are as many as are kept, sizes have to come twice as often as the rarest to take its place."""
-    model = graphed(tiny_model("llama"), max_recordings=1)
-    step(model, SMALL)
-    step(model, SMALL)
-    for _ in range(3):
-        step(model, LARGE)
-    stats = runner(model).stats
-    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {NO_ROOM: 3})
-    step(model, LARGE)
-    assert (stats.recordings, stats.replays) == (2, 3)
-    assert [key[0] for key in runner(model)._recordings.steps] == [Bucket.of(LARGE)]
 
 
 def test_neftune_and_given_embeddings() -> None:

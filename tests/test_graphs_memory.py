@@ -14,6 +14,7 @@ from tiny import tiny_model
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.graphs import recordings as recordings_module
 from fastpack.graphs import step as step_module
 from fastpack.graphs.recorder import NoMemoryError, Tape
 from fastpack.graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
@@ -35,12 +36,17 @@ class Tight(FakeRecorder):
     def __init__(self, tokens: int) -> None:
         super().__init__()
         self.tokens, self.held, self.refused = tokens, 0, 0
+        self.watched: weakref.ref[Any] | None = None
+        self.alive: list[bool] = []
 
     def clear(self) -> None:
         super().clear()
         self.held = 0
 
     def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+        if self.watched is not None:
+            gc.collect()
+            self.alive.append(self.watched() is not None)
         tape = super().record(device, forward, backward)
         tokens = tape.output.shape[1]
         if self.held + tokens > self.tokens:
@@ -82,6 +88,60 @@ def test_what_fits_alone_is_recorded_alone() -> None:
     assert (stats.recordings, stats.replays, recorder.refused) == (2, 3, 1)
     assert not stats.eager
     assert [key[0] for key in runner(model)._recordings.steps] == [Bucket.of(LARGE)]
+
+
+def test_nothing_of_the_others_is_left_when_it_is_recorded_alone() -> None:
+    _, model, recorder = pair(OF_LARGE)
+    step(model, SMALL)
+    recordings = runner(model)._recordings
+    recorder.watched = weakref.ref(*recordings.steps.values())
+    buffers = recordings._buffers
+    step(model, LARGE)
+    assert recorder.alive == [True, False], "beside it, and alone"
+    assert recordings._buffers is not buffers
+
+
+def test_a_first_recording_is_no_larger_than_fits_beside_the_others() -> None:
+    lengths = (400, 120)
+    own, wider = Bucket.of(lengths), Bucket.of(lengths, steps=4)
+    assert (own.tokens, wider.tokens) == (576, 640)
+    plain, model, recorder = pair(OF_SMALL + own.tokens, first_steps=4)
+    for each in (SMALL, lengths):
+        check(step(model, each), step(plain, each))
+    assert (runner(model).stats.recordings, recorder.refused) == (2, 1)
+
+
+def test_a_wider_recording_that_did_not_fit_is_not_tried_again() -> None:
+    lengths, many = (400, 120), (20,) * 26
+    own = Bucket.of(lengths)
+    assert Bucket.of(many).tokens == own.tokens
+    assert not own.holds(many)
+    _, model, recorder = pair(own.tokens, first_steps=4)
+    step(model, lengths)
+    assert (runner(model).stats.recordings, recorder.refused) == (1, 1), "wider, and own"
+    step(model, many)
+    assert (runner(model).stats.recordings, recorder.refused) == (2, 2), "own beside the other, and alone"
+
+
+def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
+    many = (8,) * 18
+    assert sum(many) <= OF_LARGE
+    assert not Bucket.of(LARGE).holds(many)
+    plain, model, recorder = pair(OF_LARGE, roomy=3.0)
+    for lengths in (LARGE, SMALL, many, many):
+        check(step(model, lengths), step(plain, lengths))
+    stats = runner(model).stats
+    assert (stats.recordings, stats.replays, recorder.refused) == (2, 4, 2)
+    assert not stats.eager
+
+
+def test_giving_way_now_and_then_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings_module, "FEW_BATCHES", 2)
+    plain, model, _ = pair(OF_SMALL)
+    for _turn in range(MOST_DROPS + 2):
+        for lengths in (SMALL, SMALL, LARGE):
+            check(step(model, lengths), step(plain, lengths))
+    assert runner(model).stats.eager == {TOO_LARGE: MOST_DROPS + 2}
 
 
 def test_recording_is_given_up_where_memory_never_suffices() -> None:

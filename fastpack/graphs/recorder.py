@@ -18,7 +18,6 @@ from torch import Tensor
 
 FIRST_WARM_UPS, WARM_UPS = 3, 1
 """Passes before a recording: the first one of a recorder meets libraries that have not chosen their kernels yet."""
-"""Passes before a capture, as torch's documentation has it: lazy initialisation and autotuning happen in them."""
 
 CAPTURE_ERRORS = range(900, 909)
 """cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""

@@ -16,8 +16,9 @@ TOO_LARGE = "there was not enough memory to record as many tokens"
 NO_MEMORY = "there is not enough memory to keep recordings beside its largest batches"
 FORGET_AFTER = 2000
 """Batches after which each counts half."""
-MOST_DROPS = 4
-"""How often all recordings may give way to a batch that needs their memory, until there are none any more."""
+MOST_DROPS, FEW_BATCHES = 4, 200
+"""How often all recordings may give way to a batch that needs their memory, each time within so many batches of the
+time before, until there are none any more."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class GraphSettings:
             three steps' time, and tokens of a tail about half of that of others.
         first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
             first sight, which others will come to use; those of a batch's own sizes are 16.
-        max_recordings: how many are kept; once there are so many, sizes have to come twice as often as those that came
-            least often to take their place.
+        max_recordings: how many are kept; once there are so many, sizes have to come twice as often as the one used
+            least was, to take its place.
         roomy: how many times the tokens of its own sizes a batch may be replayed with.
         max_work: floating-point operations in a layer, forward and backward, above which launching is no longer what
             a step waits for. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward
@@ -74,92 +75,127 @@ class Found:
 class Recordings:
     """All of them, and what is known of sizes. They share the recorder's memory.
 
-    Where that is too small for another, a roomier one goes on serving. If there is none, all give way: to an attempt to
-    record the batch alone, or to the batch itself, which runs as it is. Smaller sizes are then recorded anew; what did
-    not fit is not tried again until modules or weights are replaced.
+    Where that is too small for another beside them, a roomier one goes on serving. If there is none, all give way: to
+    an attempt to record the batch alone, and if that fails to the batch itself, which runs as it is. Smaller sizes are
+    then recorded anew; what did not fit is not tried again until modules or weights are replaced.
 
     Attributes:
         steps: by what they are of.
     """
 
     steps: dict[Key, RecordedStep] = field(default_factory=dict)
-    _sightings: Counter[Key] = field(default_factory=Counter)
+    _sightings: Counter[Key] = field(default_factory=Counter)  # of batches' own sizes
+    _served: Counter[Key] = field(default_factory=Counter)  # by each recording, and what had come before it was made
     _wasted: Counter[Key] = field(default_factory=Counter)
     _too_large: dict[Circumstances, int] = field(default_factory=dict)
+    _crowded: set[Key] = field(default_factory=set)  # did not fit beside others
     _drops: int = 0
+    _since_drop: int = 0
     _buffers: Buffers = field(default_factory=Buffers)
 
-    def find(self, request: Request, known: Circumstances, settings: GraphSettings, recorder: Recorder) -> Found:
+    def serve(self, request: Request, known: Circumstances, settings: GraphSettings, recorder: Recorder) -> Found:
         """What serves this batch, made now if it is time to.
 
         Raises:
             CaptureRefusedError: in these circumstances nothing can be recorded, or no longer kept.
         """
-        bucket, packed = request.bucket, request.packed
-        key = (bucket, known)
+        key = (request.bucket, known)
         self._see(key)
-        step = self.steps.get(key)
-        if step is not None:
-            return Found(step)
-        alike = [found for (_, of), found in self.steps.items() if of is known]
-        large = settings.roomy * bucket.tokens
-        fitting = [found for found in alike if found.bucket.tokens <= large and found.bucket.holds(packed.lengths)]
-        roomy = min(fitting, key=_tokens, default=None)
-        if roomy is not None and self._waste(key, roomy.bucket) < settings.record_after * bucket.tokens:
-            return Found(roomy)
-        reason = self._why_not_now(key, settings)
-        if reason is None:
-            first = bucket if roomy is not None else Bucket.of(packed.lengths, steps=settings.first_steps)
-            step = self._try(replace(request, bucket=first), recorder, alike[0] if alike else None)
-            if step is None and roomy is None and (self.steps or first != bucket):
-                del alike, fitting  # or they would live on
+        if key in self.steps:
+            return self._used(key)
+        roomy = self._roomy(request, known, settings)
+        if roomy is None:
+            return self._first(request, known, settings, recorder)
+        worth = self._waste(key, roomy[0]) >= settings.record_after * request.bucket.tokens
+        if worth and key not in self._crowded and self._has_room(key, settings):
+            if self._try(request, known, recorder, settings):
+                return self._used(key, made=True)
+            self._crowded.add(key)
+        return self._used(roomy)
+
+    def forget(self, known: Circumstances, recorder: Recorder) -> None:
+        """Drop what was recorded in these circumstances: nobody will ask for it again."""
+        self.steps = {key: step for key, step in self.steps.items() if key[1] is not known}
+        if not self.steps:
+            self._release(recorder)
+
+    def _first(self, request: Request, known: Circumstances, settings: GraphSettings, recorder: Recorder) -> Found:
+        """The same for sizes that no recording serves."""
+        own = request.bucket
+        limit = self._too_large.get(known, own.tokens + 1)
+        if own.tokens < limit:
+            if not self._has_room((own, known), settings):
+                return Found(reason=NO_ROOM)
+            wider = Bucket.of(request.packed.lengths, steps=settings.first_steps)
+            if own.tokens < wider.tokens and (known not in self._too_large or wider.tokens < limit):
+                if self._try(replace(request, bucket=wider), known, recorder, settings):
+                    return self._used((wider, known), made=True)
+                if not self.steps:
+                    self._too_large[known] = wider.tokens
+            if self._try(request, known, recorder, settings):
+                return self._used((own, known), made=True)
+            if self.steps:
                 self._give_way(recorder)
-                step = self._try(request, recorder, None)
-            if step is not None:
-                self._keep((step.bucket, known), step, settings)
-                return Found(step, made=True)
-            self._too_large[known] = bucket.tokens
-            reason = TOO_LARGE
-        if roomy is not None:
-            return Found(roomy)
-        if reason == TOO_LARGE:
-            self._give_way(recorder)
-        return Found(reason=reason)
+                if self._try(request, known, recorder, settings):
+                    return self._used((own, known), made=True)
+            self._too_large[known] = own.tokens
+        self._give_way(recorder)
+        return Found(reason=TOO_LARGE)
 
-    def _try(self, request: Request, recorder: Recorder, like_this: RecordedStep | None) -> RecordedStep | None:
-        """A recording of this batch's sizes; None where there is not enough memory."""
+    def _used(self, key: Key, *, made: bool = False) -> Found:
+        self._served[key] += 1
+        return Found(self.steps[key], made)
+
+    def _roomy(self, request: Request, known: Circumstances, settings: GraphSettings) -> Key | None:
+        """The smallest recording that serves sizes not its own."""
+        largest = settings.roomy * request.bucket.tokens
+        fitting = [
+            (bucket, of)
+            for bucket, of in self.steps
+            if of is known and bucket.tokens <= largest and bucket.holds(request.packed.lengths)
+        ]
+        return min(fitting, key=_tokens, default=None)
+
+    def _try(self, request: Request, known: Circumstances, recorder: Recorder, settings: GraphSettings) -> bool:
+        """Record this batch's sizes, beside what is there; False where there is not enough memory."""
+        alike = next((step for (_, of), step in self.steps.items() if of is known), None)
         try:
-            return RecordedStep(request, recorder, self._buffers, like_this)
+            step = RecordedStep(request, recorder, self._buffers, alike)
         except (NoMemoryError, torch.OutOfMemoryError):
-            return None
-
-    def _keep(self, key: Key, step: RecordedStep, settings: GraphSettings) -> None:
+            if not self.steps:
+                self._release(recorder)
+            return False
         if len(self.steps) >= settings.max_recordings:
             del self.steps[self._rarest()]
+        key = (request.bucket, known)
         self.steps[key] = step
+        self._served[key] = self._sightings[Bucket.of(request.packed.lengths), known] - 1
         self._wasted.clear()  # what others waste from here on, they waste beside this one
+        return True
 
     def _give_way(self, recorder: Recorder) -> None:
+        """Drop everything, for a batch that needs the memory; too often in a short while, for good."""
         if not self.steps:
             return
-        self.steps.clear()
-        self._wasted.clear()
-        self._buffers = Buffers()
-        recorder.clear()
-        self._drops += 1
+        self.steps = {}
+        self._release(recorder)
+        self._drops = self._drops + 1 if self._since_drop < FEW_BATCHES else 1
+        self._since_drop = 0
         if self._drops >= MOST_DROPS:
             raise CaptureRefusedError(NO_MEMORY)
 
-    def _why_not_now(self, key: Key, settings: GraphSettings) -> str | None:
-        """Why sizes may not be recorded now."""
-        bucket, known = key
-        if bucket.tokens >= self._too_large.get(known, bucket.tokens + 1):
-            return TOO_LARGE
-        full = len(self.steps) >= settings.max_recordings
-        return NO_ROOM if full and self._sightings[key] < 2 * self._sightings[self._rarest()] else None
+    def _release(self, recorder: Recorder) -> None:
+        self._wasted.clear()
+        self._crowded.clear()
+        self._buffers = Buffers()
+        recorder.clear()
+
+    def _has_room(self, key: Key, settings: GraphSettings) -> bool:
+        """Whether there may be one more, or these sizes come so often that they may take the rarest one's place."""
+        return len(self.steps) < settings.max_recordings or self._sightings[key] >= 2 * self._served[self._rarest()]
 
     def _rarest(self) -> Key:
-        return min(self.steps, key=self._sightings.__getitem__)
+        return min(self.steps, key=self._served.__getitem__)
 
     def _waste(self, key: Key, roomy: Bucket) -> int:
         """Tokens that a recording of these sizes would have saved, now that ``roomy`` serves a batch of them too."""
@@ -171,10 +207,15 @@ class Recordings:
         return self._wasted[key]
 
     def _see(self, key: Key) -> None:
+        self._since_drop += 1
         self._sightings[key] += 1
         if self._sightings.total() >= FORGET_AFTER:  # what came long ago counts less and less
-            self._sightings = Counter({seen: count // 2 for seen, count in self._sightings.items() if count > 1})
+            self._sightings, self._served = _halved(self._sightings), _halved(self._served)
 
 
-def _tokens(step: RecordedStep) -> int:
-    return step.bucket.tokens
+def _halved(counts: Counter[Key]) -> Counter[Key]:
+    return Counter({key: count // 2 for key, count in counts.items() if count > 1})
+
+
+def _tokens(key: Key) -> int:
+    return key[0].tokens

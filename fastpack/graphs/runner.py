@@ -188,9 +188,10 @@ class GraphRunner:
         if reason is not None:
             return reason, None, request
         try:
-            found = self._recordings.find(request, known, self.settings, self.recorder)
+            found = self._recordings.serve(request, known, self.settings, self.recorder)
         except CaptureRefusedError as error:
             self._known[like] = Circumstances(str(error), known.work)
+            self._recordings.forget(known, self.recorder)
             return str(error), None, request
         self.stats.recordings += found.made
         return found.reason, found.step, request
