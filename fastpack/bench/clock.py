@@ -27,7 +27,7 @@ class Clock:
     Args:
         warmup, steps: how many are not timed, and how many are.
         profile: whether a step more follows, which is profiled and not timed.
-        power: told when the timed steps begin and end.
+        power: told when the timed steps have ended.
         on_step: called after each step.
     """
 
@@ -84,11 +84,8 @@ class Clock:
 
     def _mark(self) -> None:
         self._marks.append(_now())
-        if self._power is not None:
-            if len(self._marks) == self._warmup + 1:
-                self._power.begin()
-            elif len(self._marks) == self._timed + 1:
-                self._power.end()
+        if self._power is not None and len(self._marks) == self._timed + 1:
+            self._power.end(sum(self.seconds))  # which waits for the device, behind the last step that is timed
 
 
 def _now() -> Any:

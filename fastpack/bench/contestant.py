@@ -66,7 +66,7 @@ def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figure
         kernels=clock.kernels,
         launches=clock.launches,
         busy=clock.busy,
-        drawn=asdict(power.drawn) if power is not None and power.drawn is not None else None,
+        drawn=None if power is None else asdict(power.drawn()),
     )
 
 

@@ -12,21 +12,28 @@ import subprocess
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Self
 
-QUERY = ("timestamp", "power.draw", "power.limit", "clocks.sm", "clocks.max.sm")
+QUERY = ("timestamp", "power.draw.instant", "clocks.sm", "power.limit", "clocks.max.sm")
 EVERY_MS = 100
+PATIENCE = 10.0
+"""Seconds that nvidia-smi has to end."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Means over the timed steps, and what they may be at most: power in W, the multiprocessors' clock in MHz."""
+    """Means over the timed steps, and what they may be at most: power in W, the multiprocessors' clock in MHz.
 
-    watts: float
-    watts_limit: float
-    mhz: float
-    mhz_limit: float
+    Attributes:
+        unknown: why there are none; or None.
+    """
+
+    watts: float = 0.0
+    mhz: float = 0.0
+    watts_limit: float | None = None
+    mhz_limit: float | None = None
+    unknown: str | None = None
 
 
 def unavailable() -> str | None:
@@ -45,11 +52,12 @@ class PowerMeter:
         self._command = ["nvidia-smi", f"--id=GPU-{gpu}", f"--query-gpu={','.join(QUERY)}"]
         self._command += ["--format=csv,noheader,nounits", f"--loop-ms={EVERY_MS}"]
         self._lines: list[str] = []
-        self._since = self._until = datetime.max
+        self._span = timedelta(0)
+        self._until = datetime.min
 
     def __enter__(self) -> Self:
         # over a pipe, so that it ends with this process, whatever ends that
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self._process.stdout is not None
         self._reader = threading.Thread(target=self._lines.extend, args=[self._process.stdout], daemon=True)
         self._reader.start()
@@ -57,32 +65,51 @@ class PowerMeter:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait()
-        self._reader.join()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join(PATIENCE)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
-    def begin(self) -> None:
-        """The time that counts begins."""
-        self._since = datetime.now()
+    def end(self, seconds: float) -> None:
+        """The time that counts has ended on the device just now, and took so long."""
+        self._until, self._span = datetime.now(), timedelta(seconds=seconds)
 
-    def end(self) -> None:
-        """It has ended."""
-        self._until = datetime.now()
-
-    @property
-    def drawn(self) -> Drawn | None:
-        """The means of that time, once the meter was left; None where nothing was told in it."""
-        return mean_of(self._lines, self._since, self._until)
+    def drawn(self) -> Drawn:
+        """The means of that time, once the meter was left."""
+        return mean_of(self._lines, self._until - self._span, self._until)
 
 
-def mean_of(lines: Sequence[str], since: datetime, until: datetime) -> Drawn | None:
-    """From nvidia-smi's lines, those of that time; a line that was cut off, or tells nothing, is left out."""
-    samples: list[tuple[float, ...]] = []
+def mean_of(lines: Sequence[str], since: datetime, until: datetime) -> Drawn:
+    """From nvidia-smi's lines, those of that time; lines that were cut off, and limits it can't tell, are left out."""
+    samples: list[tuple[float, float]] = []
+    watts_limit = mhz_limit = None
+    said = f"nvidia-smi told nothing in the {(until - since).total_seconds():.1f} s that count"
     for line in lines:
         when, *rest = (part.strip() for part in line.split(","))
-        try:
-            told, values = datetime.strptime(when, "%Y/%m/%d %H:%M:%S.%f"), tuple(map(float, rest))
-        except ValueError:
-            continue
-        if since <= told <= until and len(values) == len(QUERY) - 1:
-            samples.append(values)
-    return Drawn(*map(statistics.fmean, zip(*samples, strict=True))) if samples else None
+        told, values = _moment(when), [_number(part) for part in rest]
+        if told is None or len(values) != len(QUERY) - 1 or values[0] is None or values[1] is None:
+            said = line.strip() or said
+        elif since <= told <= until:
+            samples.append((values[0], values[1]))
+            watts_limit, mhz_limit = values[2:]
+    if not samples:
+        return Drawn(unknown=said)
+    watts, mhz = map(statistics.fmean, zip(*samples, strict=True))
+    return Drawn(watts, mhz, watts_limit, mhz_limit)
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return datetime.strptime(text, "%Y/%m/%d %H:%M:%S.%f")
+    except ValueError:
+        return None
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

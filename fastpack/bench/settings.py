@@ -76,7 +76,7 @@ class Figures:
         losses, gradient_norms: of the first steps, on which contestants are compared.
         kernels, launches, busy: of the last step again, under the profiler: kernels on the device, calls that launch
             one or a graph of them, and the seconds in which any ran. None on a CPU.
-        drawn: what :class:`fastpack.bench.power.Drawn` holds, of the timed steps; None where nobody asked or was told.
+        drawn: what :class:`fastpack.bench.power.Drawn` holds, of the timed steps; None where nobody asked.
         error: why there are no figures.
     """
 
@@ -92,7 +92,7 @@ class Figures:
     kernels: int | None = None
     launches: int | None = None
     busy: float | None = None
-    drawn: dict[str, float] | None = None
+    drawn: dict[str, Any] | None = None
     error: str | None = None
 
     @property

@@ -7,10 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fastpack.bench.power import Drawn
 from fastpack.bench.runner import Outcome
 from fastpack.bench.settings import Figures, spread
 
-WIDTH = 150
+WIDTH, WIDTH_WITH_POWER = 140, 165
 COLUMNS = (
     "",
     "attention",
@@ -30,19 +31,31 @@ POWER_COLUMNS = ("W", "MHz")
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
     """The table and the verdict; where the losses disagree, the losses alone."""
-    console = console or Console(width=WIDTH)
+    console = console or Console(width=width_of(outcome))
     console.print(_speeds(outcome) if outcome.verdict.agree else _losses(outcome))
     console.print(str(outcome.verdict), style="green" if outcome.verdict.agree else "bold red", highlight=False)
     if outcome.verdict.agree:
         console.print(_legend(outcome), style="dim", highlight=False)
+    for row in outcome.ran:
+        if row.drawn is not None and row.drawn["unknown"] is not None:
+            console.print(f"power of {row.contestant}: {row.drawn['unknown']}", style="yellow", highlight=False)
     for name, reason in outcome.left_out.items():
         console.print(f"left out: {name} ({reason})", style="yellow", highlight=False)
     console.print(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim", highlight=False)
 
 
+def width_of(outcome: Outcome) -> int:
+    """Columns of a terminal that the table takes."""
+    return WIDTH_WITH_POWER if _powered(outcome) else WIDTH
+
+
+def _powered(outcome: Outcome) -> bool:
+    return any(map(_power, outcome.ran))
+
+
 def _speeds(outcome: Outcome) -> Table:
     table = Table(title=outcome.title, box=box.ROUNDED)
-    for name in COLUMNS + (POWER_COLUMNS if _power(outcome) else ()):
+    for name in COLUMNS + (POWER_COLUMNS if _powered(outcome) else ()):
         table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
     best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
     for row in outcome.figures:
@@ -70,13 +83,13 @@ def _cells(row: Figures, outcome: Outcome) -> list[str]:
         f"{row.held_memory:.1f}" if row.held_memory is not None else "",
         f"{row.kernels:,}" if row.kernels is not None else "",
         f"{row.busy * 1e3:,.0f}" if row.busy is not None else "",
-        *([f"{row.drawn['watts']:,.0f}", f"{row.drawn['mhz']:,.0f}"] if row.drawn is not None else []),
+        *([f"{drawn.watts:,.0f}", f"{drawn.mhz:,.0f}"] if (drawn := _power(row)) is not None else []),
     ]
 
 
-def _power(outcome: Outcome) -> dict[str, float] | None:
-    """What was drawn by the first of whom it is known."""
-    return next((row.drawn for row in outcome.ran if row.drawn is not None), None)
+def _power(row: Figures) -> Drawn | None:
+    """What it drew, if that is known."""
+    return None if row.drawn is None or row.drawn["unknown"] is not None else Drawn(**row.drawn)
 
 
 def _losses(outcome: Outcome) -> Table:
@@ -97,12 +110,9 @@ def _legend(outcome: Outcome) -> str:
     ceiling = outcome.ceiling
     padded = next((row for row in outcome.ran if row.padding_share), None)
     padding = f"{padded.padding_share:.0%} of the padded slots are padding; " if padded else ""
-    drawn = _power(outcome)
-    power = (
-        f"drawn of {drawn['watts_limit']:,.0f} W and clocked of {drawn['mhz_limit']:,.0f} MHz, on average; "
-        if drawn
-        else ""
-    )
+    drawn = next(filter(None, map(_power, outcome.ran)), None)
+    limits = () if drawn is None else ((drawn.watts_limit, "W"), (drawn.mhz_limit, "MHz"))
+    power = "".join(f"{unit}: on average, of {limit:,.0f} at most; " for limit, unit in limits if limit is not None)
     return (
         f"x best: times the best stock one; floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's "
         f"matrix products alone would allow at the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); "

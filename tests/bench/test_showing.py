@@ -6,6 +6,7 @@ import argparse
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,17 +20,17 @@ from fastpack.bench.plot import save_plot
 from fastpack.bench.runner import Outcome, floor_rate
 from fastpack.bench.settings import Figures, Settings, spread
 from fastpack.bench.shapes import make_config
-from fastpack.bench.table import WIDTH, print_outcome
+from fastpack.bench.table import print_outcome, width_of
 from fastpack.cli import main
 from fastpack.errors import FastpackError
 
 CEILING = Ceiling(790e12, 4.3e12, "8192^3 bfloat16", "a GPU")
 
 
-def made_up(name: str, rate: float, **given: float) -> Figures:
+def made_up(name: str, rate: float, **given: Any) -> Figures:
     seconds = [100 / rate] * 5
     row = Figures(name, "kernel", seconds, [100] * 5, 500, 10.0, 12.5, [2.0] * 6, [1.0] * 6, 100, 90, 0.01)
-    return replace(row, **given)  # type: ignore[arg-type]
+    return replace(row, **given)
 
 
 def outcome(figures: list[Figures], floor: float = 3000.0) -> Outcome:
@@ -40,7 +41,7 @@ def outcome(figures: list[Figures], floor: float = 3000.0) -> Outcome:
 
 def printed(found: Outcome) -> str:
     shown = io.StringIO()
-    print_outcome(found, Console(width=WIDTH, file=shown))
+    print_outcome(found, Console(width=width_of(found), file=shown))
     return shown.getvalue()
 
 

@@ -93,6 +93,12 @@ def test_what_torch_adds_up(device: str, launches: list[int]) -> None:
     for x in xs:
         (found,) = row_sums.sum_rows([x], [x.dtype])
         assert torch.equal(found, x.sum(0))
+    half = drawn(300, 4, device, torch.bfloat16)
+    half = half.t().contiguous().t()
+    (wide,) = row_sums.sum_rows([half], [torch.float32])
+    assert float((wide - half.double().sum(0)).abs().max()) < 1e-4, "not rounded to bfloat16 on the way"
+    (narrow,) = row_sums.sum_rows([half.float().t().contiguous().t()], [torch.bfloat16])
+    assert torch.equal(narrow, half.double().sum(0).bfloat16())
     assert not launches
     row_sums.sum_rows([xs[2][1:]], [torch.float32])
     assert launches == [1]
