@@ -16,8 +16,8 @@ A batch that can't be replayed runs as it is, and is counted under the reason (:
 :func:`fastpack.report`). That is so without a gradient (evaluation), while a forward still waits for its backward (two
 forwards before a backward, as in DPO), with dropout under gradient checkpointing, with hooks on the stack's modules
 (FSDP, ZeRO-3, accelerate offloading weights), with attention whose kernel needs lengths on the host, where anything
-waits for the device, and for models whose layers have enough work to hide their launches. Dropout without checkpointing
-is drawn anew in each replay.
+waits for the device, where memory is too small for another recording, and for models whose layers have enough work to
+hide their launches. Dropout without checkpointing is drawn anew in each replay.
 """
 
 from fastpack.graphs.recordings import GraphSettings
