@@ -114,7 +114,9 @@ def test_it_is_shown_where_it_is_known() -> None:
         for name in CONTESTANTS
     ]
     text = printed(outcome(rows))
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│ kernel  " in line]
+    cells = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if "│ kernel  " in line
+    ]
     assert [[row[0], *row[-2:]] for row in cells] == [[name, "690", "1,581"] for name in CONTESTANTS]
     assert "W: on average, of 700 at most; MHz: on average, of 1,980 at most" in text.replace("\n", " ")
     assert "…" not in text
