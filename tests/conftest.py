@@ -67,6 +67,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 @pytest.fixture
+def varlen(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An attention kernel that can be recorded without a GPU."""
+    from recording import Varlen
+
+    from fastpack.attention_dispatch import BACKENDS
+
+    backend = Varlen()
+    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
+    return backend
+
+
+@pytest.fixture
 def no_collection() -> Iterator[None]:
     """Whatever is given back meanwhile is given back by counting references alone."""
     gc.collect()

@@ -21,19 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.attention_dispatch import BACKENDS
 from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs import runner_of
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 
-
-@pytest.fixture(autouse=True)
-def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
-    backend = Varlen()
-    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
-    return backend
+pytestmark = pytest.mark.usefixtures("varlen")
 
 
 @pytest.mark.parametrize("model_type", FAST)

@@ -9,25 +9,20 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare
-from recording import LARGE, SMALL, FakeRecorder, Varlen, check, graphed, hidden, runner, step
+from recording import LARGE, SMALL, FakeRecorder, check, graphed, hidden, runner, step
 from tiny import tiny_model
+from torch import Tensor
 
 import fastpack
-from fastpack.attention_dispatch import BACKENDS
 from fastpack.graphs import recordings as recordings_module
 from fastpack.graphs import step as step_module
 from fastpack.graphs.recorder import NoMemoryError, Tape
 from fastpack.graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
 from fastpack.packing import Bucket
 
+pytestmark = pytest.mark.usefixtures("varlen")
+
 OF_SMALL, OF_LARGE = (Bucket.of(lengths).tokens for lengths in (SMALL, LARGE))
-
-
-@pytest.fixture(autouse=True)
-def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
-    backend = Varlen()
-    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
-    return backend
 
 
 class Tight(FakeRecorder):
@@ -177,13 +172,16 @@ def test_memory_may_be_short_for_the_pass_before_a_recording(monkeypatch: pytest
     assert runner(model).stats.eager == {TOO_LARGE: 1}
 
 
+def watched(model: Any) -> tuple[Tensor, weakref.ref[Any]]:
+    """A forward's output, and the recording that made it."""
+    out = hidden(model)
+    return out, weakref.ref(*runner(model)._recordings.steps.values())
+
+
 def test_who_holds_a_loss_does_not_hold_the_recording() -> None:
     """As a loop does that overwrites it in the next step."""
     _, model, _ = pair(OF_SMALL)
-    out = hidden(model)
-    (recorded,) = runner(model)._recordings.steps.values()
-    there = weakref.ref(recorded)
-    del recorded
+    out, there = watched(model)
     out.sum().backward()
     step(model, LARGE)
     gc.collect()
@@ -194,10 +192,7 @@ def test_who_holds_a_loss_does_not_hold_the_recording() -> None:
 def test_a_forward_that_waits_holds_it() -> None:
     """Negative control."""
     _, model, _ = pair(OF_SMALL)
-    out = hidden(model)
-    (recorded,) = runner(model)._recordings.steps.values()
-    there = weakref.ref(recorded)
-    del recorded
+    out, there = watched(model)
     runner(model)._drop()
     gc.collect()
     assert there() is not None

@@ -6,22 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from recording import LARGE, SMALL, FakeRecorder, Varlen, check, graphed, runner, step
+from recording import LARGE, SMALL, FakeRecorder, check, graphed, runner, step
 from tiny import tiny_model
 
 import fastpack
-from fastpack.attention_dispatch import BACKENDS
 from fastpack.graphs import GraphSettings
 from fastpack.graphs.recorder import CaptureRefusedError
 from fastpack.graphs.recordings import NO_ROOM
 from fastpack.packing import Bucket
 
-
-@pytest.fixture(autouse=True)
-def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
-    backend = Varlen()
-    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
-    return backend
+pytestmark = pytest.mark.usefixtures("varlen")
 
 
 def kept(model: Any) -> list[int]:

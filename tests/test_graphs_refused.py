@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative
-from recording import SMALL, FakeRecorder, Varlen, check, graphed, hidden, looks, reason, runner, step
+from recording import SMALL, FakeRecorder, check, graphed, hidden, looks, reason, runner, step
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
@@ -23,12 +23,7 @@ from fastpack.graphs.runner import ENOUGH_WORK
 from fastpack.graphs.stack import Stack
 from fastpack.packing import Bucket
 
-
-@pytest.fixture(autouse=True)
-def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
-    backend = Varlen()
-    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
-    return backend
+pytestmark = pytest.mark.usefixtures("varlen")
 
 
 def test_checkpointing_that_cannot_be_recorded() -> None:

@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, make_sequences, relative
-from recording import LARGE, SMALL, Varlen, graphed, looks, runner
+from recording import LARGE, SMALL, graphed, looks, runner
 from tiny import VOCAB, tiny_model
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
-from fastpack.attention_dispatch import BACKENDS
 
-
-@pytest.fixture(autouse=True)
-def varlen(monkeypatch: pytest.MonkeyPatch) -> Varlen:
-    backend = Varlen()
-    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)
-    return backend
+pytestmark = pytest.mark.usefixtures("varlen")
 
 
 def test_ddp_gets_its_gradients(tmp_path: Path) -> None:

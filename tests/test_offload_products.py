@@ -32,7 +32,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
-from fastpack.attention_dispatch import BACKENDS
 from fastpack.graphs.recorder import Tape
 from fastpack.offload import saved
 from fastpack.offload.products import CHECKPOINTING, KEEP, KEPT, Journey, Parcel, is_sent, pace
@@ -169,9 +168,8 @@ def test_an_exception_puts_everything_back() -> None:
 
 
 @pytest.mark.parametrize("choice", ["checkpoints", "activations"])
-def test_in_recorded_steps(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     """Passes that are recorded do the same, in host buffers that are never let go."""
-    monkeypatch.setitem(BACKENDS, "torch_varlen", Varlen())
     model, plain = offloaded(tiny(lora=True), choice, graphs="auto"), prepared(tiny(lora=True), None)
     runner(model).recorder = FakeRecorder()
     batches = ((9, 9, 9), (90, 60), (9, 9, 9), (90, 60))
@@ -206,9 +204,8 @@ class Forgetful(FakeRecorder):
 
 
 @pytest.mark.parametrize("how", ["unpatched", "patched anew", "dropped"])
-def test_a_recorded_forward_holds_its_buffers(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     """Until its backward is over, and the device with it."""
-    monkeypatch.setitem(BACKENDS, "torch_varlen", Varlen())
     model = offloaded(tiny(lora=True), "activations", graphs="auto")
     offload(model).min_bytes = 512
     runner(model).recorder = Forgetful()

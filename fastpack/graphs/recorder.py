@@ -108,13 +108,12 @@ class CudaRecorder:
             try:
                 return self._record(forward, backward)
             except RuntimeError as error:
-                reason = capture_problem(error)
-                if reason is None:
+                refusal = capture_problem(error)
+                if refusal is None:
                     raise
                 if len(self._failed) > failed:
                     self._recover()
-                refusal = NoMemoryError if ran_out_of_memory(error) else CaptureRefusedError
-                raise refusal(reason) from error
+                raise refusal from error
 
     def _recover(self) -> None:
         """After a capture that did not end: leave the pool and the stream, and make the random generator forget it.
@@ -185,37 +184,29 @@ def _recording_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index)
 
 
-def capture_problem(error: BaseException) -> str | None:
-    """What a capture, or the warm-up that forbids synchronisation, tripped over; None for any other error."""
-    chain = _with_contexts(error)
-    if ran_out_of_memory(error):
-        return "there is not enough memory to record it"
+def capture_problem(error: BaseException) -> CaptureRefusedError | None:
+    """What a capture, or the warm-up that forbids synchronisation, tripped over; None for any other error.
+
+    An error inside a capture comes out as the one of its end, with the first one behind it.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__context__
+    if any(isinstance(link, torch.OutOfMemoryError) for link in chain):
+        return NoMemoryError("there is not enough memory to record it")
     codes = [getattr(link, "error_code", None) for link in chain]
     if any(code not in (None, 0) and code not in CAPTURE_ERRORS for code in codes):
         return None  # the device itself is in trouble
     for link, code in zip(reversed(chain), reversed(codes), strict=True):
         text = str(link).partition("\n")[0]
         if isinstance(link, RuntimeError) and "called a synchronizing CUDA operation" in text:
-            return "its forward or backward waits for the device"
+            return CaptureRefusedError("its forward or backward waits for the device")
         capturing = "captur" in text and ("CUDA" in text or "stream" in text)
         if code in CAPTURE_ERRORS or (isinstance(link, RuntimeError) and code is None and capturing):
-            return f"it can't be captured ({text})"
+            return CaptureRefusedError(f"it can't be captured ({text})")
     return None
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether it was that, whatever came out in the end."""
-    return any(isinstance(link, torch.OutOfMemoryError) for link in _with_contexts(error))
-
-
-def _with_contexts(error: BaseException) -> list[BaseException]:
-    """It and what it came from: an error inside a capture comes out as the one of its end, with the first behind it."""
-    chain: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in chain:
-        chain.append(link)
-        link = link.__context__
-    return chain
 
 
 @contextlib.contextmanager

@@ -108,8 +108,8 @@ class Recordings:
             return self._first(request, known, settings, recorder)
         worth = self._waste(key, roomy[0]) >= settings.record_after * request.bucket.tokens
         if worth and key not in self._crowded and self._has_room(key, settings):
-            if self._try(request, known, recorder, settings):
-                return self._used(key, made=True)
+            if found := self._try(request, known, settings, recorder):
+                return found
             self._crowded.add(key)
         return self._used(roomy)
 
@@ -128,16 +128,16 @@ class Recordings:
                 return Found(reason=NO_ROOM)
             wider = Bucket.of(request.packed.lengths, steps=settings.first_steps)
             if own.tokens < wider.tokens and (known not in self._too_large or wider.tokens < limit):
-                if self._try(replace(request, bucket=wider), known, recorder, settings):
-                    return self._used((wider, known), made=True)
+                if found := self._try(replace(request, bucket=wider), known, settings, recorder):
+                    return found
                 if not self.steps:
                     self._too_large[known] = wider.tokens
-            if self._try(request, known, recorder, settings):
-                return self._used((own, known), made=True)
+            if found := self._try(request, known, settings, recorder):
+                return found
             if self.steps:
                 self._give_way(recorder)
-                if self._try(request, known, recorder, settings):
-                    return self._used((own, known), made=True)
+                if found := self._try(request, known, settings, recorder):
+                    return found
             self._too_large[known] = own.tokens
         self._give_way(recorder)
         return Found(reason=TOO_LARGE)
@@ -156,22 +156,22 @@ class Recordings:
         ]
         return min(fitting, key=_tokens, default=None)
 
-    def _try(self, request: Request, known: Circumstances, recorder: Recorder, settings: GraphSettings) -> bool:
-        """Record this batch's sizes, beside what is there; False where there is not enough memory."""
+    def _try(self, request: Request, known: Circumstances, settings: GraphSettings, recorder: Recorder) -> Found | None:
+        """A recording of the request's sizes, beside what is there; None where there is not enough memory."""
         alike = next((step for (_, of), step in self.steps.items() if of is known), None)
         try:
             step = RecordedStep(request, recorder, self._buffers, alike)
         except (NoMemoryError, torch.OutOfMemoryError):
             if not self.steps:
                 self._release(recorder)
-            return False
+            return None
         if len(self.steps) >= settings.max_recordings:
             del self.steps[self._rarest()]
         key = (request.bucket, known)
         self.steps[key] = step
         self._served[key] = self._sightings[Bucket.of(request.packed.lengths), known] - 1
         self._wasted.clear()  # what others waste from here on, they waste beside this one
-        return True
+        return self._used(key, made=True)
 
     def _give_way(self, recorder: Recorder) -> None:
         """Drop everything, for a batch that needs the memory; too often in a short while, for good."""

@@ -112,8 +112,7 @@ class RecordedStep:
         self._embeddings = buffers.take(like, bucket.tokens)
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
-        self._tail_of_zeros: bool = like_this is not None and like_this._tail_of_zeros
-        self._write_inputs(like, request.packed)
+        request.packed.write_bucketed(bucket, self._cu_seqlens, self._position_ids)
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
         stand_ins = stack.stand_ins()
 
@@ -132,16 +131,18 @@ class RecordedStep:
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if like_this is None:
-                self._embeddings.zero_()
+                self._embeddings.zero_()  # as tails will be, if all is finite then
                 with stack.recordable(stand_ins):
-                    found, hidden, finite = _find_reached(forward, leaf, stand_ins, may_draw=not stack.checkpoints)
-                self._tail_of_zeros = finite
-                self._write_inputs(like, request.packed)
+                    found, hidden, self._tail_of_zeros = _find_reached(
+                        forward, leaf, stand_ins, may_draw=not stack.checkpoints
+                    )
                 self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
                 self._has_input_gradient = found[leaf]
             else:
                 self.parameters, self._has_input_gradient = like_this.parameters, like_this._has_input_gradient
+                self._tail_of_zeros = like_this._tail_of_zeros
                 hidden = like_this._tape.output
+            self._write_inputs(like, request.packed)
             self._grad: Tensor = buffers.take(hidden, bucket.tokens)
             del hidden
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []

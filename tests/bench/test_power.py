@@ -21,7 +21,6 @@ from fastpack.errors import FastpackError
 
 SMI = f"""#!{sys.executable}
 import sys, time
-from dataclasses import asdict
 from datetime import datetime
 fields = next(a for a in sys.argv if a.startswith("--query-gpu=")).partition("=")[2].split(",")
 told = {{"power.limit": 700.0, "clocks.sm": 1500, "clocks.max.sm": 1980}}
@@ -71,6 +70,7 @@ def test_the_meter_counts_the_timed_steps(smi: Path) -> None:
     meter = PowerMeter("1234")
     with meter:
         while not meter._lines:
+            assert meter._process.poll() is None
             time.sleep(0.01)
         clock = Clock(2, 3, profile=False, power=meter)
         ended: list[bool] = []

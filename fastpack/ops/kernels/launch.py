@@ -1,15 +1,19 @@
-"""What launchers share: the device that a kernel runs on, how early it may be launched, and rows of any distance."""
+"""What launchers share: where and how early a kernel is launched, groups in one launch, rows of any distance."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+MOST = 3
+"""Members of a group in one launch: q, k and v."""
 
 _HERE = contextlib.nullcontext()
 
@@ -72,6 +76,14 @@ def _shared_memory(index: int) -> int:
 def stages_that_fit(device: torch.device, most: int, held: int, streamed: int) -> int:
     """How many tiles of ``streamed`` bytes may be on their way beside ``held`` bytes, at most so many; 0 for none."""
     return max(0, min(most, (shared_memory(device) - held) // streamed))
+
+
+def threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:
+    """The arguments of each launch; those of its last entry again where there are not three."""
+    for first in range(0, len(given), MOST):
+        some = slice(first, first + MOST)
+        batch = given[some]
+        yield some, [argument for each in (*batch, *[batch[-1]] * (MOST - len(batch))) for argument in each]
 
 
 @overload

@@ -318,12 +318,9 @@ def backward(
         _backward_weight_kernel[(groups * heads,)](
             *tensors, dweight, dbias, tokens, *strides, *constants, tile, block, stages, num_warps=warps, **early(x)
         )
-    wanted = [(dweight, weight.dtype)] if needed[1] else []
-    if dbias is not None:
-        wanted.append((dbias, dbias.dtype))
-    sums = sum_rows([partial.view(groups, -1) for partial, _ in wanted], [dtype for _, dtype in wanted])
-    summed = [found.view(weight.shape) for found in sums]
-    return dx, summed[0] if needed[1] else None, None if dbias is None else summed[-1]
+    partials = [partial.view(groups, -1) for partial in (dweight, dbias) if partial is not None]
+    sums = [found.view(weight.shape) for found in sum_rows(partials, (weight.dtype, torch.float32)[: len(partials)])]
+    return dx, sums[0] if needed[1] else None, sums[1] if needed[2] else None
 
 
 @functools.cache

@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES
-from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, processors, threes, wait_for_inputs
 
-MOST = 3
-"""Of one launch: the biases of q, k and v."""
 TILE = {"BLOCK_T": 256, "BLOCK_M": 32, "num_warps": 8}
 STAGES_OF_FEW, STAGES_OF_MANY = 3, 1
 """Tiles on their way: where a multiprocessor has at most two programs, and where it has more. Measured on an H200."""
@@ -72,14 +70,12 @@ def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor
         wide = [torch.promote_types(x.dtype, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
         return [x.sum(0, dtype=w).to(dtype) for x, w, dtype in zip(xs, wide, dtypes, strict=True)]
     outs = [x.new_empty(x.shape[1], dtype=dtype) for x, dtype in zip(xs, dtypes, strict=True)]
-    for first in range(0, len(xs), MOST):
-        some = slice(first, first + MOST)
-        given = [(x, x.stride(0), *x.shape, out) for x, out in zip(xs[some], outs[some], strict=True)]
-        arguments = [argument for each in (*given, *[given[-1]] * (MOST - len(given))) for argument in each]
-        blocks = _blocks(xs[some])
-        stages = STAGES_OF_FEW if blocks <= 2 * processors(xs[0].device) else STAGES_OF_MANY
-        with on_device(xs[0]):
-            _kernel[(blocks,)](*arguments, COUNT=len(given), STAGES=stages, **TILE, **early(xs[0]))
+    given = [(x, x.stride(0), *x.shape, out) for x, out in zip(xs, outs, strict=True)]
+    with on_device(xs[0]):
+        for some, arguments in threes(given):
+            blocks = _blocks(xs[some])
+            stages = STAGES_OF_FEW if blocks <= 2 * processors(xs[0].device) else STAGES_OF_MANY
+            _kernel[(blocks,)](*arguments, COUNT=len(xs[some]), STAGES=stages, **TILE, **early(xs[0]))
     return outs
 
 

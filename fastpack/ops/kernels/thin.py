@@ -12,17 +12,21 @@ Shape suffixes: T tokens, K summed over, O outputs, M either of both, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import early, on_device, processors, stages_that_fit, wait_for_inputs
-
-MOST = 3
-"""Of one launch: q, k and v."""
+from fastpack.ops.kernels.launch import (
+    MOST,
+    early,
+    on_device,
+    processors,
+    stages_that_fit,
+    threes,
+    wait_for_inputs,
+)
 
 LARGEST_RANK = 128
 """Above it the sums of a tile no longer fit into registers."""
@@ -247,7 +251,7 @@ def expand(
     shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("expand", thins), **EXPAND, **early(thins[0])}
     if tokens:
         with on_device(thins[0]):
-            for some, arguments in _threes(given):
+            for some, arguments in threes(given):
                 columns = sum(triton.cdiv(out.shape[1], EXPAND["BLOCK_O"]) for out in outs[some])
                 _expand_kernel[(columns, spans)](*arguments, tokens, COUNT=len(outs[some]), **shared)
 
@@ -265,7 +269,7 @@ def shrink(
     shared = {"BLOCK_R": block_of_ranks(outs), "STAGES": stages("shrink", outs), **SHRINK, **early(inputs[0])}
     if tokens:
         with on_device(inputs[0]):
-            for some, arguments in _threes(given):
+            for some, arguments in threes(given):
                 grid = (triton.cdiv(tokens, SHRINK["BLOCK_T"]), len(outs[some]))
                 _shrink_kernel[grid](*arguments, tokens, COUNT=len(outs[some]), EVEN=even, **shared)
 
@@ -278,7 +282,7 @@ def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Ten
     ]
     shared = {"BLOCK_R": block_of_ranks(thins), "STAGES": stages("reduce", thins), **REDUCE, **early(inputs[0])}
     with on_device(inputs[0]):
-        for some, arguments in _threes(given):
+        for some, arguments in threes(given):
             columns = sum(triton.cdiv(x.shape[1], REDUCE["BLOCK_M"]) for x in inputs[some])
             _reduce_kernel[(columns,)](*arguments, len(inputs[0]), COUNT=len(outs[some]), **shared)
 
@@ -302,11 +306,3 @@ def stages(kernel: str, thins: Sequence[Tensor]) -> int:
     return stages_that_fit(
         thins[0].device, MOST_STAGES[kernel], RESERVED + held * size, streamed * size * min(MOST, len(thins))
     )
-
-
-def _threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:
-    """The arguments of each launch; those of its last entry again where there are not three."""
-    for first in range(0, len(given), MOST):
-        some = slice(first, first + MOST)
-        batch = given[some]
-        yield some, [argument for each in (*batch, *[batch[-1]] * (MOST - len(batch))) for argument in each]
