@@ -22,6 +22,7 @@ from fastpack.errors import PackingError
 from fastpack.ops.views import reshaped
 
 if TYPE_CHECKING:
+    from fastpack.ops.products import RowCount
     from fastpack.prefixes import Prefixes, SharedTokens
 
 IGNORE_INDEX = -100
@@ -111,6 +112,8 @@ class PackedSeqLens:
         max_seqlen: the longest length, or the bucket's bound on it; made from the others, as is the next.
         real_tokens: T without the tail.
         prefixes: what the sequences have in common at their beginnings, where whoever read the batch found it.
+        row_count: how many tokens are real, on the device, where only it knows: in a recording, whose lengths are those
+            of whatever batch is replayed. The others are zeros at first, and products may leave them out.
         shared: for modules that run on each token of those prefixes once (:mod:`fastpack.prefixes`); all else here is
             that of the whole batch. None where they run on all T tokens.
     """
@@ -127,6 +130,7 @@ class PackedSeqLens:
     real_tokens: int = 0
     prefixes: Prefixes | None = None
     shared: SharedTokens | None = None
+    row_count: RowCount | None = None
     _memo: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -101,9 +101,9 @@ def runner(model: Any) -> GraphRunner:
     return found
 
 
-def graphed(model: Any, **settings: Any) -> Any:
+def graphed(model: Any, *, kernels: Any = "auto", **settings: Any) -> Any:
     """Patched, with the stand-in that records, each batch's own sizes at first sight unless told otherwise."""
-    fastpack.patch(model, graphs="auto")
+    fastpack.patch(model, graphs="auto", kernels=kernels)
     found = runner(model)
     found.recorder = FakeRecorder()
     found.settings = GraphSettings(**{"record_after": 0, "first_steps": TOKEN_STEPS, **settings})

@@ -11,6 +11,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import cuda_capability, needs_cuda
 from fastpack.compiling import known_once
 from fastpack.ops.implementation import triton_installed
+from fastpack.ops.products import rows_of
 
 if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores
@@ -55,7 +56,8 @@ def run(call: AttentionCall) -> Tensor:
     if scale <= 0:  # the kernel looks for the largest score before it scales
         q, scale = q * (-1 if scale else 0), abs(scale) or 1.0
     scores = Scores(scale, call.effective_window, call.softcap)
-    out: Tensor = _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, scores)
+    rows = rows_of(call.packed.row_count)
+    out: Tensor = _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, rows, scores)
     return out
 
 
@@ -69,14 +71,21 @@ class _TritonPacked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor, scores: Scores
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor,
+        rows: Tensor | None,
+        scores: Scores,
     ) -> Tensor:
         from fastpack.ops.kernels import attention
 
         # the gradient of a sink is a sum over all tokens of what a rounded result would blur
         exact = torch.float32 if ctx.needs_input_grad[3] else None
-        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact)
-        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens)
+        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, rows, dtype=exact)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows)
         ctx.scores = scores
         return out.to(q.dtype)
 
@@ -85,15 +94,15 @@ class _TritonPacked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from fastpack.ops.kernels import attention, attention_backward
 
-        q, k, v, sinks, out, lse, cu_seqlens = ctx.saved_tensors
+        q, k, v, sinks, out, lse, cu_seqlens, rows = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad = attention.readable(grad)
-        dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, ctx.scores)
+        dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, ctx.scores, rows)
         dk = dv = dsinks = None
         if needed[1] or needed[2]:
-            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores)
+            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, rows)
         if sinks is not None and needed[3]:
             # its weight times (the gradient of its weight, which is none, less delta), summed once in float32
             weight = torch.exp2(sinks.float() * attention.LOG2E - lse)
             dsinks = (weight * delta).sum(0).neg().to(sinks.dtype)
-        return dq, dk, dv, dsinks, None, None
+        return dq, dk, dv, dsinks, None, None, None

@@ -30,11 +30,14 @@ class GraphSettings:
             have saved since the last was made, over all batches that it would have held, before it is made too; in
             multiples of its tokens. Without a recording that serves, one is made at first sight. Recording takes about
             three steps' time, and tokens of a tail about half of that of others.
+        record_after_left_out: the same while the one that serves leaves tails out of its products, so that their
+            tokens take 15 % of the time of others.
         first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
             first sight, which others will come to use; those of a batch's own sizes are 16.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as the one used
             least was, to take its place.
         roomy: how many times the tokens of its own sizes a batch may be replayed with.
+        roomy_left_out: the same by a recording that leaves tails out of its products.
         max_work: floating-point operations in a layer, forward and backward, above which launching is no longer what
             a step waits for. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward
             (measured), in which an H200 does 1.4e12 to 5e12.
@@ -43,11 +46,21 @@ class GraphSettings:
     """
 
     record_after: float = 1.0
+    record_after_left_out: float = 4.0
     first_steps: int = 4
     max_recordings: int = 32
     roomy: float = 1.25
+    roomy_left_out: float = 2.0
     max_work: float = 5e12
     max_changes: int = 8
+
+    def record_after_for(self, step: RecordedStep) -> float:
+        """What holds while this one serves."""
+        return self.record_after_left_out if step.leaves_out_tails else self.record_after
+
+    def roomy_for(self, step: RecordedStep) -> float:
+        """How much roomier than a batch this one may be."""
+        return self.roomy_left_out if step.leaves_out_tails else self.roomy
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +119,7 @@ class Recordings:
         roomy = self._roomy(request, known, settings)
         if roomy is None:
             return self._first(request, known, settings, recorder)
-        worth = self._waste(key, roomy[0]) >= settings.record_after * request.bucket.tokens
+        worth = self._waste(key, roomy[0]) >= settings.record_after_for(self.steps[roomy]) * request.bucket.tokens
         if worth and key not in self._crowded and self._has_room(key, settings):
             if found := self._try(request, known, settings, recorder):
                 return found
@@ -148,11 +161,12 @@ class Recordings:
 
     def _roomy(self, request: Request, known: Circumstances, settings: GraphSettings) -> Key | None:
         """The smallest recording that serves sizes not its own."""
-        largest = settings.roomy * request.bucket.tokens
         fitting = [
             (bucket, of)
-            for bucket, of in self.steps
-            if of is known and bucket.tokens <= largest and bucket.holds(request.packed.lengths)
+            for (bucket, of), step in self.steps.items()
+            if of is known
+            and bucket.tokens <= request.bucket.tokens * settings.roomy_for(step)
+            and bucket.holds(request.packed.lengths)
         ]
         return min(fitting, key=_tokens, default=None)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fastpack.errors import PatchError
 from fastpack.graphs.recorder import CaptureRefusedError, Recorder, Tape
 from fastpack.graphs.stack import Stack
+from fastpack.ops.products import RowCount
 from fastpack.packing import Bucket, PackedSeqLens
 
 
@@ -113,13 +114,21 @@ class RecordedStep:
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
         request.packed.write_bucketed(bucket, self._cu_seqlens, self._position_ids)
+        self._tail_of_zeros = True
+        self._row_count = RowCount(torch.full((1,), bucket.tokens // 2, dtype=torch.int32, device=device))
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
         stand_ins = stack.stand_ins()
 
         def forward() -> Tensor:
             # New lengths each time: what is derived from them belongs to this pass. And a copy of the input: some
             # families scale it in place, and the gradient takes its memory.
-            packed = StaticSeqLens(_Unknown(), self._cu_seqlens, self._position_ids, bucket=bucket)
+            packed = StaticSeqLens(
+                _Unknown(),
+                self._cu_seqlens,
+                self._position_ids,
+                bucket=bucket,
+                row_count=self._row_count if self._tail_of_zeros else None,
+            )
             with stack.recordable(stand_ins), _uncached_autocast(device):
                 outputs = request.run(leaf.clone(), packed)
             self.output_type = type(outputs)
@@ -131,7 +140,8 @@ class RecordedStep:
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if like_this is None:
-                self._embeddings.zero_()  # as tails will be, if all is finite then
+                # as tails will be, if all is finite then, those that products leave out and those that they don't
+                self._embeddings.zero_()
                 with stack.recordable(stand_ins):
                     found, hidden, self._tail_of_zeros = _find_reached(
                         forward, leaf, stand_ins, may_draw=not stack.checkpoints
@@ -155,10 +165,16 @@ class RecordedStep:
         self._embeddings[:, :tokens].copy_(embeddings)
         tail = self._embeddings[:, tokens:]
         if self._tail_of_zeros:
-            tail.zero_()  # most families keep these at zero, and products of zeros take less power
+            tail.zero_()  # most families keep these at zero: products leave them out, or take less power
         else:
             tail.copy_(embeddings[:, :1])  # as PackedSeqLens.bucketed makes one: a norm may divide by zero
+        self._row_count.rows.fill_(tokens)
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
+
+    @property
+    def leaves_out_tails(self) -> bool:
+        """True where products don't compute what comes behind the last real token."""
+        return self._tail_of_zeros and self._row_count.products > 0
 
     def replay(self, request: Request, ticket: Ticket) -> Any:
         """The backbone's outputs for this batch, with its gradients recorded too."""

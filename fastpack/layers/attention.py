@@ -20,6 +20,7 @@ from fastpack.layers.positions import Tables, normalise_and_turn, repeated
 from fastpack.layers.projections import project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
@@ -53,15 +54,21 @@ def attention_forward(
             **kwargs,
         )
         return result
-    projected, _ = project_qkv(module, spec, options, hidden_states.squeeze(0))
+    count = packed_seq_lens.row_count
+    projected, _ = project_qkv(module, spec, options, hidden_states.squeeze(0), row_count=count)
     shared = kwargs.get("shared_kv_states")
     out = attend_heads(module, spec, options, projected, position_embeddings, packed_seq_lens, shared)
-    (out,), _ = project_modules([getattr(module, spec.out)], out, options)
+    (out,), _ = project_modules([getattr(module, spec.out)], out, options, row_count=count)
     return as_row(drop(module, spec.out_dropout, out)), None
 
 
 def project_qkv(
-    module: Any, spec: AnyAttentionSpec, options: PatchOptions, x: Tensor, norm: Any = None
+    module: Any,
+    spec: AnyAttentionSpec,
+    options: PatchOptions,
+    x: Tensor,
+    norm: Any = None,
+    row_count: RowCount | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The projections of ``norm(x)``, x ``[T, hidden]``: those to queries, keys and values ``[T, heads * D]``, or the
     one to all; those to latents in latent attention; and x to go on with."""
@@ -72,7 +79,7 @@ def project_qkv(
         names = shared_attention.projections(module)
     elif spec.qkv is not None:
         names = (spec.qkv,)
-    return project_modules([getattr(module, name) for name in names], x, options, norm=norm)
+    return project_modules([getattr(module, name) for name in names], x, options, norm=norm, row_count=row_count)
 
 
 def attend_heads(

@@ -20,6 +20,7 @@ from fastpack.layers.projections import our_settings, project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
 from fastpack.offload.products import KEPT
+from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
 from fastpack.options import PatchOptions
 from fastpack.packing import PackedSeqLens
@@ -98,17 +99,21 @@ def _run(
     x = hidden_states.squeeze(0)
     attention_dropout, mlp_dropout = _dropouts(layer, spec)
     module = layer.self_attn
-    projected, x = project_qkv(module, attention, options, x, _child(layer, spec.pre_attention))
+    count = packed.row_count
+    projected, x = project_qkv(module, attention, options, x, _child(layer, spec.pre_attention), count)
     out = attend_heads(module, attention, options, projected, position_embeddings, packed)
     plain = spec.post_attention is None and spec.residual_scale is None
     fuses = plain and not attention_dropout and not drops(module, attention.out_dropout)
-    (out,), _ = project_modules([getattr(module, attention.out)], out, options, residual=x if fuses else None)
+    out_projection, residual = getattr(module, attention.out), x if fuses else None
+    (out,), _ = project_modules([out_projection], out, options, residual=residual, row_count=count)
     if not fuses:
         out = _added(layer, spec, x, drop(module, attention.out_dropout, out), spec.post_attention, attention_dropout)
-    return as_row(_run_mlp(layer, spec, options, out, mlp_dropout))
+    return as_row(_run_mlp(layer, spec, options, out, mlp_dropout, count))
 
 
-def _run_mlp(layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dropout: Any) -> Tensor:
+def _run_mlp(
+    layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dropout: Any, count: RowCount | None
+) -> Tensor:
     """x ``[T, hidden]`` and its MLP's, or its experts', result added."""
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     settings = our_settings(mlp, mlp_forward)
@@ -122,7 +127,9 @@ def _run_mlp(layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dr
     )
     need_output = not (fuses and _is_run_again(layer))
     kept = layer.__dict__.get(KEPT)
-    out = mlp_block(mlp, mlp_spec, options, x, norm=norm, residual=fuses, need_output=need_output, kept=kept)
+    out = mlp_block(
+        mlp, mlp_spec, options, x, norm=norm, residual=fuses, need_output=need_output, kept=kept, row_count=count
+    )
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 
 

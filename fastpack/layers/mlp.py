@@ -12,6 +12,7 @@ from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
 from fastpack.ops.gated_mlp import Kept, gated_mlp
 from fastpack.ops.glu import activation_kind, gated, gated_halves
+from fastpack.ops.products import RowCount
 from fastpack.ops.views import reshaped
 from fastpack.options import PatchOptions
 
@@ -32,12 +33,14 @@ def mlp_block(
     residual: bool = False,
     need_output: bool = True,
     kept: Kept | None = None,
+    row_count: RowCount | None = None,
 ) -> Tensor:
     """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``.
 
     Args:
         need_output: False where only what the backward needs is computed again, and nobody reads the result.
         kept: where gate and up may wait between a checkpointed forward and its backward.
+        row_count: how many of the T tokens count.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
@@ -55,10 +58,11 @@ def mlp_block(
             residual=adds,
             need_output=need_output,
             kept=kept,
+            row_count=row_count,
             implementation=kernels,
         )
         return x + out if residual and not adds else out
-    made, x = project_modules(inner, x, options, norm=norm)
+    made, x = project_modules(inner, x, options, norm=norm, row_count=row_count)
     h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
-    (out,), _ = project_modules([down], h, options, residual=x if residual else None)
+    (out,), _ = project_modules([down], h, options, residual=x if residual else None, row_count=row_count)
     return out

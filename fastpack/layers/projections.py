@@ -14,6 +14,7 @@ from fastpack.families.spec import NormSpec
 from fastpack.hooks import has_hooks
 from fastpack.layers.norm import norm_forward
 from fastpack.ops.lora import add_updates
+from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.projections import project
 from fastpack.options import PatchOptions
@@ -64,12 +65,14 @@ def project_modules(
     *,
     norm: nn.Module | None = None,
     residual: Tensor | None = None,
+    row_count: RowCount | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Outputs ``[T, O_i]`` of projections that share the input ``norm(x)``, x ``[T, H]``.
 
     Args:
         norm: a normalisation module, or None.
         residual: ``[T, O]``, added to the output of a single projection.
+        row_count: how many of the T tokens count.
 
     Returns:
         The outputs, and x to go on with (see :func:`fastpack.ops.projections.project`).
@@ -87,6 +90,7 @@ def project_modules(
         group,
         norm=fused_norm,
         residual=residual if adds else None,
+        row_count=row_count,
         implementation=options.kernels,
     )
     if residual is not None and not adds:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.implementation import Implementation
+from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.projections import (
     backward_to_input,
@@ -58,6 +59,7 @@ def gated_mlp(
     residual: bool = False,
     need_output: bool = True,
     kept: Kept | None = None,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """``[T, H]`` to ``[T, H]``.
@@ -69,8 +71,9 @@ def gated_mlp(
         need_output: False where checkpointing runs this again for its backward alone: the product with ``down`` is
             left out, and the result holds nothing.
         kept: where gate and up may wait for it meanwhile.
+        row_count: how many of the T tokens count; see :func:`fastpack.ops.projections.project`.
     """
-    settings = (Settings.of(inner, implementation), Settings.of([down], implementation))
+    settings = (Settings.of(inner, implementation, row_count), Settings.of([down], implementation, row_count))
     weight = None if norm is None else norm.weight
     out: Tensor = _GatedMlp.apply(
         *settings, norm, activation, (residual, need_output, kept), implementation, x, weight,
@@ -107,7 +110,14 @@ class _GatedMlp(torch.autograd.Function):
                 made = found
                 keep_weights(inner, flat[:-4], keep, prefix="inner ")
             gate, up = _two(made)
-            h = updated_forward(gate, up, activation, *_halved(updates, len(made)), implementation=implementation)
+            h = updated_forward(
+                gate,
+                up,
+                activation,
+                *_halved(updates, len(made)),
+                row_count=inner.row_count,
+                implementation=implementation,
+            )
             if need_output:
                 (y,) = group_forward(h, down, flat[-4:], keep, residual=x if residual else None, prefix="down ")
             else:
@@ -151,10 +161,14 @@ class _GatedMlp(torch.autograd.Function):
                     (low, kept["down a"]) if fuses and low is not None else None,
                     out=_two(inside),
                     recompute=needs_input_again(needs_down),
+                    row_count=inner.row_count,
                     implementation=ctx.implementation,
                 )
             elif needs_input_again(needs_down):
-                h = updated_forward(gate, up, ctx.activation, *updates, implementation=ctx.implementation)
+                count = inner.row_count
+                h = updated_forward(
+                    gate, up, ctx.activation, *updates, row_count=count, implementation=ctx.implementation
+                )
             del made, gate, up
             down_weights = backward_to_weights(of_down, low, h, down, kept, needs_down, prefix="down ")
             h = dh = None

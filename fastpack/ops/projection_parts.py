@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.norm import Rounding
+from fastpack.ops.products import RowCount
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Settings:
     """What a group of projections has beside tensors; one entry of each tuple for each projection.
 
     ``loras`` holds ``(scale, dropout)``, or None for a projection without an update; ``lora_dtype`` is that of every A
-    and B, None where they differ.
+    and B, None where they differ. ``row_count`` says how many of the first tokens count; all, where it is None.
     """
 
     dtype: torch.dtype
@@ -66,12 +67,17 @@ class Settings:
     quant_states: tuple[Any, ...]
     implementation: Implementation = "auto"
     lora_dtype: torch.dtype | None = None
+    row_count: RowCount | None = None
 
     @classmethod
-    def of(cls, projections: Sequence[Projection], implementation: Implementation) -> Settings:
+    def of(
+        cls, projections: Sequence[Projection], implementation: Implementation, row_count: RowCount | None = None
+    ) -> Settings:
         """Those of a group, all of which compute in the same dtype."""
         quant_states = tuple(p.quant_state for p in projections)
-        return cls.of_updates(projections[0].dtype, [p.lora for p in projections], quant_states, implementation)
+        return cls.of_updates(
+            projections[0].dtype, [p.lora for p in projections], quant_states, implementation, row_count
+        )
 
     @classmethod
     def of_updates(
@@ -80,6 +86,7 @@ class Settings:
         loras: Sequence[Lora | None],
         quant_states: tuple[Any, ...],
         implementation: Implementation = "auto",
+        row_count: RowCount | None = None,
     ) -> Settings:
         """Those of a group with these updates."""
         found = {tensor.dtype for lora in loras if lora is not None for tensor in (lora.a, lora.b)}
@@ -89,6 +96,7 @@ class Settings:
             quant_states,
             implementation,
             found.pop() if len(found) == 1 else None,
+            row_count,
         )
 
     @property

@@ -26,6 +26,7 @@ from torch import Tensor
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
+from fastpack.ops.products import TERMS, RowCount, serves, sum_of_products
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward, update_gradients
 
@@ -36,6 +37,7 @@ def project(
     *,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """A group of projections of one input.
@@ -45,6 +47,8 @@ def project(
         projections: all of one dtype; a LoRA's A and B may have another.
         norm: applied to x first.
         residual: ``[T, O]`` in the projection's dtype, added to the output; for a single projection.
+        row_count: how many of the T tokens count, where the device alone knows; others may hold anything finite, and
+            so may what comes of them.
         implementation: of the norm, the casts, LoRA's thin products and what makes 4-bit weights dense.
 
     Returns:
@@ -52,7 +56,7 @@ def project(
         gradient is added inside the norm's backward.
     """
     made: tuple[Tensor, ...] = _Project.apply(
-        Settings.of(projections, implementation), norm, implementation, x, residual,
+        Settings.of(projections, implementation, row_count), norm, implementation, x, residual,
         None if norm is None else norm.weight, *tensors_of(projections),
     )  # fmt: skip
     return made[:-1], made[-1]
@@ -179,13 +183,21 @@ def group_forward(
     outputs: list[Tensor] = []
     # selective checkpointing keeps results of operations as they come: then nothing is added in place
     in_place = not torch._C._len_torch_dispatch_stack()
-    ready = expanded(updates, [residual] * len(settings.loras), settings)
+    count = settings.row_count
+    counted = {i for i in range(len(settings.loras)) if _counts(n, settings, flat, i, residual, updates.get(i))}
+    alone = {i: update for i, update in updates.items() if i not in counted}
+    ready = expanded(alone, [residual] * len(settings.loras), settings)
     for i in range(len(settings.loras)):
         weight, bias = flat[4 * i : 4 * i + 2]
         assert weight is not None
-        y, owned = ready.pop(i, residual), in_place and i in updates
         dense = _dense(weight, settings, i)
         keep[f"{prefix}w{i}"] = dense if settings.quant_states[i] is None else weight
+        if count is not None and i in counted:
+            terms = [updates[i]] if i in updates else []
+            added = None if bias is None else bias.to(settings.dtype)
+            outputs.append(sum_of_products([*terms, (n, dense.t())], count, base=residual, bias=added))
+            continue
+        y, owned = ready.pop(i, residual), in_place and i in updates
         if bias is not None:
             added = bias.to(settings.dtype)
             y, owned = (added, False) if y is None else (y.add_(added) if owned else y + added, in_place)
@@ -196,6 +208,25 @@ def group_forward(
         else:
             outputs.append(torch.addmm(y, n, dense.t()))
     return outputs
+
+
+def _counts(
+    n: Tensor,
+    settings: Settings,
+    flat: Sequence[Tensor | None],
+    i: int,
+    residual: Tensor | None,
+    update: tuple[Tensor, Tensor] | None,
+) -> bool:
+    """Whether projection i is computed on the rows that count alone, its update with it."""
+    if settings.row_count is None:
+        return False
+    weight, state = flat[4 * i], settings.quant_states[i]
+    assert weight is not None
+    dense = weight if state is None and weight.dtype == settings.dtype else None
+    factors = () if update is None else (update[0], update[1].t())
+    columns = len(weight) if state is None else state.shape[0]
+    return serves(settings.implementation, settings.row_count, n, columns, (dense, residual, *factors))
 
 
 def keep_weights(
@@ -228,12 +259,45 @@ def backward_to_input(
     low = shrink_backward(grads, settings, kept, prefix=prefix)
     if not need_input:
         return None, low
-    dn = None if low is None or not updates else expand_backward(low, settings, kept, prefix=prefix)
-    for i, grad in enumerate(grads):
-        if grad is not None:
-            dense = _dense(kept[f"{prefix}w{i}"], settings, i)
+    present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+    count = settings.row_count if _counts_backward(present, low, settings, kept, prefix) else None
+    terms: list[tuple[Tensor, Tensor]] = []
+    dn: Tensor | None = None
+    if low is not None and updates:
+        if count is not None and settings.uniform:
+            terms.append((low, kept[f"{prefix}a"]))
+        else:
+            dn = expand_backward(low, settings, kept, prefix=prefix)
+    for i, grad in present:
+        dense = _dense(kept[f"{prefix}w{i}"], settings, i)
+        if count is None:
             dn = torch.mm(grad, dense) if dn is None else dn.addmm_(grad, dense)
+            continue
+        terms.append((grad, dense))
+        # dense copies of 4-bit weights are not held together
+        if i == present[-1][0] or len(terms) == TERMS or settings.quant_states[i] is not None:
+            dn = sum_of_products(terms, count, base=dn, out=dn)
+            terms = []
     return dn, low
+
+
+def _counts_backward(
+    present: Sequence[tuple[int, Tensor]],
+    low: Tensor | None,
+    settings: Settings,
+    kept: dict[str, Tensor],
+    prefix: str,
+) -> bool:
+    """Whether the input's gradient is summed over the rows that count alone, its updates with it."""
+    if settings.row_count is None or not present:
+        return False
+    first, grad = present[0]
+    state = settings.quant_states[first]
+    columns = kept[f"{prefix}w{first}"].shape[1] if state is None else state.shape[1]
+    dense = [kept[f"{prefix}w{i}"] for i, _ in present if settings.quant_states[i] is None]
+    factors = () if low is None else (low, kept[f"{prefix}a"])
+    others = (other for _, other in present[1:])
+    return serves(settings.implementation, settings.row_count, grad, columns, (*dense, *others, *factors))
 
 
 def backward_to_weights(

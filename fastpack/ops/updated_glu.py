@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind, gated_backward, gated_forward
 from fastpack.ops.implementation import Implementation
+from fastpack.ops.products import RowCount, rows_of
 from fastpack.ops.updates import thin_kernels_allowed
 
 Factors = tuple[Tensor, Tensor] | None
@@ -28,13 +29,18 @@ def updated_forward(
     of_gate: Factors,
     of_up: Factors,
     *,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """``h``, ``[T, I]``; gate and up may be the halves of one ``[T, 2 I]`` tensor."""
+    """``h``, ``[T, I]``; gate and up may be the halves of one ``[T, 2 I]`` tensor.
+
+    Args:
+        row_count: how many of the first rows count: the others may be left out.
+    """
     if _kernel_serves(implementation, gate, of_gate, of_up):
         from fastpack.ops.kernels import updated_glu as kernels
 
-        return kernels.forward(gate, up, kind, of_gate, of_up)
+        return kernels.forward(gate, up, kind, of_gate, of_up, rows_of(row_count))
     return gated_forward(_add(gate, of_gate), _add(up, of_up), kind, implementation=implementation)
 
 
@@ -49,6 +55,7 @@ def updated_backward(
     *,
     out: tuple[Tensor, Tensor],
     recompute: bool,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor | None:
     """Gradients of gate and up, ``[T, I]`` each, into ``out``, which may be gate and up themselves.
@@ -56,6 +63,7 @@ def updated_backward(
     Args:
         grad: ``[T, I]``, of h, to which the update ``of_grad`` belongs too; the caller gives it up.
         recompute: compute h once more, over ``grad``.
+        row_count: as of :func:`updated_forward`.
 
     Returns:
         h, or None where it was not asked for.
@@ -63,7 +71,7 @@ def updated_backward(
     if _kernel_serves(implementation, gate, of_gate, of_up, of_grad):
         from fastpack.ops.kernels import updated_glu as kernels
 
-        kernels.backward(grad, gate, up, kind, of_gate, of_up, of_grad, out, recompute)
+        kernels.backward(grad, gate, up, kind, of_gate, of_up, of_grad, out, recompute, rows_of(row_count))
         return grad if recompute else None
     if of_grad is not None:
         grad = grad.addmm_(*of_grad)

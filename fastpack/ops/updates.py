@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.products import rows_of
 from fastpack.ops.projection_parts import Settings
 
 
@@ -116,7 +117,7 @@ def shrink_backward(
         for grad, b, scale, part in present:
             scaled_mm(grad, b, scale, part)
     else:
-        kernels.shrink(*zip(*present, strict=True))
+        kernels.shrink(*zip(*present, strict=True), rows=rows_of(settings.row_count))
     return low
 
 
@@ -215,7 +216,7 @@ def _products_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: Sett
         return [_over_tokens(x.t(), thin, settings) for x, thin in pairs]
     dtype = settings.lora_dtype or torch.float32
     found = [x.new_empty(x.shape[1], thin.shape[1], dtype=dtype) for x, thin in pairs]
-    kernels.reduce(xs, thins, found)
+    kernels.reduce(xs, thins, found, rows_of(settings.row_count))
     return found
 
 

@@ -79,12 +79,12 @@ def offsets(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def all_of(call: AttentionCall, cu_seqlens: Tensor, grad: Tensor) -> list[Tensor]:
+def all_of(call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
     """Result, log-sum-exp and gradients, from the launchers themselves."""
     scores = Scores(call.scale, call.window, call.softcap)
-    out, lse = attention.forward(call.q, call.k, call.v, call.sinks, cu_seqlens, scores)
-    dq, delta = attention_backward.queries(grad, call.q, call.k, call.v, out, lse, cu_seqlens, scores)
-    dk, dv = attention_backward.keys(grad, call.q, call.k, call.v, lse, delta, cu_seqlens, scores)
+    out, lse = attention.forward(call.q, call.k, call.v, call.sinks, cu_seqlens, scores, rows)
+    dq, delta = attention_backward.queries(grad, call.q, call.k, call.v, out, lse, cu_seqlens, scores, rows)
+    dk, dv = attention_backward.keys(grad, call.q, call.k, call.v, lse, delta, cu_seqlens, scores, rows)
     return [out, lse, dq, dk, dv]
 
 
@@ -136,6 +136,23 @@ def test_naive_concatenation_fails_the_same_check() -> None:
     naive = replace(call, packed=PackedSeqLens.from_lengths([call.packed.total_tokens]))
     found = errors(measure(triton_packed.run, naive), truth_of(case, "cpu"))
     assert min(found.values()) > 0.1, found
+
+
+@interpreted
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sequences_that_do_not_count_are_left_out(sinks: bool) -> None:
+    """The others are what they are alone, bit for bit; nobody reads what comes behind, and zeros are written there."""
+    call = make([5, 40, 3], heads=4, kv_heads=2, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]) if sinks else None)
+    grad = torch.randn(48, 4, 16, generator=torch.Generator().manual_seed(1))
+    parts = {name: getattr(call, name)[:45].clone() for name in "qkv"}
+    alone = replace(call, packed=PackedSeqLens.from_lengths([5, 40]), **parts)
+    want = all_of(alone, offsets(0, 5, 45), grad[:45])
+    for tensor in (call.q, call.k, call.v, grad):
+        tensor[45:] = float("nan")
+    found = all_of(call, call.packed.cu_seqlens, grad, torch.tensor([45], dtype=torch.int32))
+    assert same([t[:45] for t in found], want)
+    assert not any(t[45:].any() for t in found)
+    assert all(t[45:].isnan().any() for t in all_of(call, call.packed.cu_seqlens, grad)), "the check can fail"
 
 
 @interpreted

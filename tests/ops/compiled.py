@@ -56,7 +56,7 @@ def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> di
     else:
         stages, constants = thin.stages(name, thins), {**SIZES[name], "COUNT": count}
         kernel, warps = KERNELS[name], constants.pop("num_warps")
-    constants |= {"BLOCK_R": thin.block_of_ranks(thins), "STAGES": stages, "EARLY": capability >= 90}
+    constants |= {"count": None, "BLOCK_R": thin.block_of_ranks(thins), "STAGES": stages, "EARLY": capability >= 90}
     taken = shared_memory(kernel, dtype, constants, capability, warps) if stages else None
     return {"stages": stages, "taken": taken, "limit": LIMITS[capability]}
 

@@ -90,6 +90,25 @@ def test_reduce(tokens: int, device: str) -> None:
     check(outs, lambda i: updates._mm_float32(xs[i].t(), thins[i]), truth)
 
 
+def test_rows_that_do_not_count_are_left_out(device: str) -> None:
+    """Nobody reads them; shrunken rows are zeros there."""
+    count = torch.tensor([70], dtype=torch.int32, device=device)
+    xs, thins = [rows(150, size, device) for size in SIZES], side_by_side(150, device)
+    weights = [drawn(size, rank, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
+    outs = side_by_side(150, device)
+    alone = [out[:70].clone() for out in outs]
+    thin.shrink([x[:70] for x in xs], weights, [2.0] * 4, alone)
+    found = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
+    want = [torch.empty_like(out) for out in found]
+    thin.reduce([x[:70] for x in xs], [t[:70] for t in thins], want)
+    for tensor in (*xs, *thins):
+        tensor[70:] = float("nan")
+    thin.reduce(xs, thins, found, count)
+    thin.shrink(xs, weights, [2.0] * 4, outs, count)
+    assert all(torch.equal(out[:70], right) and not out[70:].any() for out, right in zip(outs, alone, strict=True))
+    assert all(torch.equal(ours, right) for ours, right in zip(found, want, strict=True))
+
+
 def test_no_tokens(device: str) -> None:
     xs, thins = [rows(0, size, device) for size in SIZES], side_by_side(0, device)
     outs = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
@@ -133,7 +152,7 @@ def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch
     monkeypatch.setattr(thin, "processors", lambda _: 2)  # small sums are torch's where more would idle
     for name in ("expand", "shrink", "reduce"):
         stock = getattr(thin, name)
-        monkeypatch.setattr(thin, name, lambda *a, stock=stock, name=name: (calls.append(name), stock(*a)))
+        monkeypatch.setattr(thin, name, lambda *a, stock=stock, name=name, **k: (calls.append(name), stock(*a, **k)))
     found = gradients(x, projections, None, "triton")
     assert calls == names
     for ours, right in zip(found, wanted, strict=True):

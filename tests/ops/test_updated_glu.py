@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fastpack.ops.products import RowCount
 from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
 
 pytest.importorskip("triton")
@@ -72,6 +73,33 @@ def test_kernel_is_the_definition(kind: Any, tokens: int, width: int, rank: int,
         assert error <= allowed
     without = updated_forward(gate, up, kind, None, None, implementation="torch")
     assert (without.double() - truth).abs().max() / truth.abs().max() > 1e-2, "the check can fail"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_do_not_count_are_left_out(device: str) -> None:
+    """Nobody reads them, and zeros are written there."""
+    torch.manual_seed(0)
+    gate, up, grad = (torch.randn(150, 40, device=device) for _ in range(3))
+    update = thin_and_wide(150, 40, 4, torch.float32, device)
+    count = RowCount(torch.tensor([70], dtype=torch.int32, device=device))
+
+    def run(rows: int, count: RowCount | None) -> list[Tensor]:
+        both = (update[0][:rows], update[1])
+        parts = gate[:rows], up[:rows], "silu", both, both
+        options: Any = {"row_count": count, "implementation": "triton"}
+        h = updated_forward(*parts, **options)  # type: ignore[arg-type]
+        out = (torch.full_like(h, 9.0), torch.full_like(h, 9.0))
+        again = updated_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
+        assert again is not None
+        return [h, *out, again]
+
+    want = run(70, None)
+    for tensor in (gate, up, grad, update[0]):
+        tensor[70:] = float("nan")
+    for ours, right in zip(run(150, count), want, strict=True):
+        assert torch.equal(ours[:70], right)
+        assert not ours[70:].any()
+    assert all(t.isnan().any() for t in run(150, None)), "the check can fail"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import early, on_device, stages_that_fit, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, rows_that_count, stages_that_fit, wait_for_inputs
 
 LOG2E = math.log2(math.e)
 MAX_PART = 16  # heads of a group that a program takes at once
@@ -218,7 +218,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=["sequences", "window"])
 def forward_kernel(
-    Q, K, V, SINKS, OUT, LSE, cu_seqlens, sequences, window, inner, outer,
+    Q, K, V, SINKS, OUT, LSE, cu_seqlens, count, sequences, window, inner, outer,
     q_token, q_head, k_token, k_head, v_token, v_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -237,13 +237,19 @@ def forward_kernel(
         return
     first = begin + (tiles - 1 - tile) * BLOCK_T  # a sequence's last tile sees most keys: it starts first
     token, head, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    lse_rows = per_row(LSE + kv_head * GROUP, first, part, KV_HEADS * GROUP, ROWS, PART)
+    result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
+    OUT += kv_head * (GROUP * VALUES)
+    if begin >= rows_that_count(count, end):
+        tl.store(lse_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=kept)
+        store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
+        return
 
     q = load_rows(
         Q + kv_head.to(tl.int64) * GROUP * q_head, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D
     )
     K += kv_head.to(tl.int64) * k_head
     V += kv_head.to(tl.int64) * v_head
-    result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     # finite, lest a row that sees no key of a first tile subtract infinities
     largest = tl.full((ROWS,), -1.0e30, dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
@@ -270,11 +276,9 @@ def forward_kernel(
     )
     # fmt: on
     lse = largest + tl.log2(total)
-    tl.store(per_row(LSE + kv_head * GROUP, first, part, KV_HEADS * GROUP, ROWS, PART), lse, mask=kept)
-    store_rows(
-        OUT + kv_head * (GROUP * VALUES), result / total[:, None], first, end, part,
-        KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V,
-    )  # fmt: skip
+    tl.store(lse_rows, lse, mask=kept)
+    result /= total[:, None]
+    store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
 
 
 # --- launcher ---------------------------------------------------------------------------------------------------------
@@ -315,6 +319,7 @@ def forward(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     scores: Scores,
+    rows: Tensor | None = None,
     tile: Tile | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -324,6 +329,7 @@ def forward(
         q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; of one dtype, contiguous in the last dimension.
         sinks: ``[H]`` or None.
         cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
+        rows: int32 ``[1]``, or None: sequences that begin so far behind don't count, and their results are zeros.
         tile: for measuring.
         dtype: of the result; that of q where it is None.
 
@@ -338,7 +344,7 @@ def forward(
     part, parts = parts_of(heads // k.shape[1])
     with on_device(q):
         forward_kernel[(slots(cu_seqlens, tokens, tile.rows // part) * k.shape[1] * parts,)](
-            q, k, v, sinks, out, lse, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments,
+            q, k, v, sinks, out, lse, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip

@@ -36,7 +36,7 @@ from fastpack.ops.kernels.attention import (
     store_rows,
     visible,
 )
-from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, rows_that_count, wait_for_inputs
 
 QUERIES: dict[int, Tile] = {
     # as attention.FORWARD
@@ -77,7 +77,7 @@ def _walk_keys(
 
 @triton.jit(do_not_specialize=["sequences", "window"])
 def queries_kernel(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, cu_seqlens, sequences, window, inner, outer, scale,
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, cu_seqlens, count, sequences, window, inner, outer, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -98,6 +98,13 @@ def queries_kernel(
     token, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
 
     group = kv_head.to(tl.int64) * GROUP
+    dq = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
+    delta_rows = per_row(DELTA + group, first, part, KV_HEADS * GROUP, ROWS, PART)
+    DQ += group * D
+    if begin >= rows_that_count(count, end):
+        tl.store(delta_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=kept)
+        store_rows(DQ, dq, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, D, BLOCK_D)
+        return
     # fmt: off
     q = load_rows(
         Q + group * q_head, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D
@@ -112,11 +119,10 @@ def queries_kernel(
     # fmt: on
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     lse = tl.load(per_row(LSE + group, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
-    tl.store(per_row(DELTA + group, first, part, KV_HEADS * GROUP, ROWS, PART), delta, mask=kept)
+    tl.store(delta_rows, delta, mask=kept)
 
     K += kv_head.to(tl.int64) * k_head
     V += kv_head.to(tl.int64) * v_head
-    dq = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     low = begin
     if WINDOWED:
         low = tl.maximum(begin, first - window + 1)
@@ -134,7 +140,7 @@ def queries_kernel(
         D, VALUES, BLOCK_D, BLOCK_V, KEYS, True, WINDOWED, CAPPED,
     )
     # fmt: on
-    store_rows(DQ + group * D, dq * scale, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, D, BLOCK_D)
+    store_rows(DQ, dq * scale, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, D, BLOCK_D)
 
 
 # --- gradients of the keys and values ---------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ def _walk_rows(
 
 @triton.jit(do_not_specialize=["sequences", "window"])
 def keys_kernel(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, cu_seqlens, sequences, window, inner, outer, scale,
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, cu_seqlens, count, sequences, window, inner, outer, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -186,6 +192,15 @@ def keys_kernel(
     first = begin + tile * KEYS
     if first >= end:
         return
+    dk = tl.zeros((KEYS, BLOCK_D), dtype=tl.float32)
+    dv = tl.zeros((KEYS, BLOCK_V), dtype=tl.float32)
+    # a contiguous [T, K, size] is one of rows with one head each
+    DK += kv_head * D
+    DV += kv_head * VALUES
+    if begin >= rows_that_count(count, end):
+        store_rows(DK, dk, first, end, 0, KV_HEADS, KEYS, 1, 1, D, BLOCK_D)
+        store_rows(DV, dv, first, end, 0, KV_HEADS, KEYS, 1, 1, VALUES, BLOCK_V)
+        return
     key = first + tl.arange(0, KEYS)
     k = load_keys(K + kv_head.to(tl.int64) * k_head, first, end, k_token, KEYS, D, BLOCK_D, True)
     v = load_keys(V + kv_head.to(tl.int64) * v_head, first, end, v_token, KEYS, VALUES, BLOCK_V, True)
@@ -194,8 +209,6 @@ def keys_kernel(
     GRAD += group * grad_head
     LSE += group
     DELTA += group
-    dk = tl.zeros((KEYS, BLOCK_D), dtype=tl.float32)
-    dv = tl.zeros((KEYS, BLOCK_V), dtype=tl.float32)
 
     last = end  # behind the last query that sees a key of this tile
     if WINDOWED:
@@ -221,9 +234,8 @@ def keys_kernel(
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, True, WINDOWED, CAPPED,
         )
     # fmt: on
-    # a contiguous [T, K, size] is one of rows with one head each
-    store_rows(DK + kv_head * D, dk * scale, first, end, 0, KV_HEADS, KEYS, 1, 1, D, BLOCK_D)
-    store_rows(DV + kv_head * VALUES, dv, first, end, 0, KV_HEADS, KEYS, 1, 1, VALUES, BLOCK_V)
+    store_rows(DK, dk * scale, first, end, 0, KV_HEADS, KEYS, 1, 1, D, BLOCK_D)
+    store_rows(DV, dv, first, end, 0, KV_HEADS, KEYS, 1, 1, VALUES, BLOCK_V)
 
 
 # --- launcher ---------------------------------------------------------------------------------------------------------
@@ -238,13 +250,14 @@ def queries(
     lse: Tensor,
     cu_seqlens: Tensor,
     scores: Scores,
+    rows: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and what :func:`keys` needs.
 
     Args:
         grad: ``[T, H, V]``, of the result, :func:`~fastpack.ops.kernels.attention.readable`.
-        q, k, v, cu_seqlens, scores: as the forward took them.
+        q, k, v, cu_seqlens, scores, rows: as the forward took them.
         out, lse: what it returned.
         tile: for measuring.
 
@@ -258,8 +271,8 @@ def queries(
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     with on_device(q):
         queries_kernel[(slots(cu_seqlens, len(q), tile.rows // part) * k.shape[1] * parts,)](
-            q, k, v, out, grad, lse, delta, dq, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments, scores.scale,
-            *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
+            q, k, v, out, grad, lse, delta, dq, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
+            scores.scale, *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return dq, delta
 
@@ -273,6 +286,7 @@ def keys(
     delta: Tensor,
     cu_seqlens: Tensor,
     scores: Scores,
+    rows: Tensor | None = None,
     tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`."""
@@ -281,8 +295,8 @@ def keys(
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     with on_device(q):
         keys_kernel[(slots(cu_seqlens, len(q), tile.keys) * k.shape[1],)](
-            q, k, v, grad, lse, delta, dk, dv, cu_seqlens, cu_seqlens.numel() - 1, *scores.arguments, scores.scale,
-            *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
+            q, k, v, grad, lse, delta, dk, dv, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
+            scores.scale, *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return dk, dv
 

@@ -32,6 +32,14 @@ def wait_for_inputs(EARLY: tl.constexpr):
         tl.extra.cuda.gdc_wait()
 
 
+@triton.jit
+def rows_that_count(count, rows):
+    """How many of the first rows have to be read: as many as the int32 at ``count`` says; all, where that is None."""
+    if count is not None:
+        rows = tl.minimum(rows, tl.load(count))
+    return rows
+
+
 def early(x: Tensor) -> dict[str, bool]:
     """Arguments of a launch on the device of ``x``, which need not wait until the kernel before has ended.
 

@@ -23,6 +23,7 @@ from fastpack.ops.kernels.launch import (
     early,
     on_device,
     processors,
+    rows_that_count,
     stages_that_fit,
     threes,
     wait_for_inputs,
@@ -87,13 +88,14 @@ def _expand(
 
 @triton.jit
 def _shrink(
-    x, x_row, weight, weight_sum, weight_rank, out, out_row, out_rank, scale, K, rank, tokens,
+    x, x_row, weight, weight_sum, weight_rank, out, out_row, out_rank, scale, K, rank, real, tokens,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     ranks = tl.arange(0, BLOCK_R)
     summed = tl.arange(0, BLOCK_K)
-    exists = rows[:, None] < tokens
+    exists = rows[:, None] < real
+    K = tl.where(tl.program_id(0) * BLOCK_T < real, K, 0)
     ranked = ranks[None, :] < rank
     x += rows[:, None].to(tl.int64) * x_row + summed[None, :]
     weight += summed[:, None].to(tl.int64) * weight_sum + ranks[None, :].to(tl.int64) * weight_rank
@@ -111,7 +113,7 @@ def _shrink(
         x += BLOCK_K
         weight += BLOCK_K * weight_sum
     out += rows[:, None].to(tl.int64) * out_row + ranks[None, :] * out_rank
-    tl.store(out, (total * scale).to(out.dtype.element_ty), mask=exists & ranked)
+    tl.store(out, (total * scale).to(out.dtype.element_ty), mask=(rows[:, None] < tokens) & ranked)
 
 
 @triton.jit
@@ -169,23 +171,24 @@ def _shrink_kernel(
     x0, x_row0, weight0, weight_sum0, weight_rank0, out0, out_row0, out_rank0, scale0, K0, rank0,
     x1, x_row1, weight1, weight_sum1, weight_rank1, out1, out_row1, out_rank1, scale1, K1, rank1,
     x2, x_row2, weight2, weight_sum2, weight_rank2, out2, out_row2, out_rank2, scale2, K2, rank2,
-    tokens, COUNT: tl.constexpr,
+    count, tokens, COUNT: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of tokens; which."""
     wait_for_inputs(EARLY)
+    real = rows_that_count(count, tokens)
     which = tl.program_id(1)
     if which == 0:
-        _shrink(x0, x_row0, weight0, weight_sum0, weight_rank0, out0, out_row0, out_rank0, scale0, K0, rank0, tokens,
-                EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
+        _shrink(x0, x_row0, weight0, weight_sum0, weight_rank0, out0, out_row0, out_rank0, scale0, K0, rank0, real,
+                tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
     elif COUNT > 1:
         if which == 1:
             _shrink(x1, x_row1, weight1, weight_sum1, weight_rank1, out1, out_row1, out_rank1, scale1, K1, rank1,
-                    tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
+                    real, tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
         elif COUNT > 2:
             _shrink(x2, x_row2, weight2, weight_sum2, weight_rank2, out2, out_row2, out_rank2, scale2, K2, rank2,
-                    tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
+                    real, tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -193,12 +196,13 @@ def _reduce_kernel(
     x0, x_row0, thin0, thin_row0, thin_rank0, out0, out_column0, out_rank0, width0, rank0,
     x1, x_row1, thin1, thin_row1, thin_rank1, out1, out_column1, out_rank1, width1, rank1,
     x2, x_row2, thin2, thin_row2, thin_rank2, out2, out_column2, out_rank2, width2, rank2,
-    tokens, COUNT: tl.constexpr,
+    count, tokens, COUNT: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: column blocks of the first, the second, the third."""
     wait_for_inputs(EARLY)
+    tokens = rows_that_count(count, tokens)
     block = tl.program_id(0)
     blocks0, blocks1 = tl.cdiv(width0, BLOCK_M), tl.cdiv(width1, BLOCK_M)
     if block < blocks0:
@@ -257,9 +261,17 @@ def expand(
 
 
 def shrink(
-    inputs: Sequence[Tensor], weights: Sequence[Tensor], scales: Sequence[float], outs: Sequence[Tensor]
+    inputs: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    scales: Sequence[float],
+    outs: Sequence[Tensor],
+    rows: Tensor | None = None,
 ) -> None:
-    """``scale * x [T, K] @ weight [K, R]`` into each ``out [T, R]``."""
+    """``scale * x [T, K] @ weight [K, R]`` into each ``out [T, R]``; zeros where rows don't count.
+
+    Args:
+        rows: int32 ``[1]``, how many rows count; None for all.
+    """
     tokens = len(inputs[0])
     given = [
         (x, x.stride(0), weight, *weight.stride(), out, *out.stride(), scale, x.shape[1], weight.shape[1])
@@ -271,11 +283,14 @@ def shrink(
         with on_device(inputs[0]):
             for some, arguments in threes(given):
                 grid = (triton.cdiv(tokens, SHRINK["BLOCK_T"]), len(outs[some]))
-                _shrink_kernel[grid](*arguments, tokens, COUNT=len(outs[some]), EVEN=even, **shared)
+                _shrink_kernel[grid](*arguments, rows, tokens, COUNT=len(outs[some]), EVEN=even, **shared)
 
 
-def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-    """``x [T, M]^T @ thin [T, R]`` into each ``out [M, R]``, of any strides."""
+def reduce(
+    inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Tensor], rows: Tensor | None = None
+) -> None:
+    """``x [T, M]^T @ thin [T, R]`` over the rows that count (all without ``rows``) into each ``out [M, R]``, of any
+    strides."""
     given = [
         (x, x.stride(0), thin, *thin.stride(), out, *out.stride(), x.shape[1], thin.shape[1])
         for x, thin, out in zip(inputs, thins, outs, strict=True)
@@ -284,7 +299,7 @@ def reduce(inputs: Sequence[Tensor], thins: Sequence[Tensor], outs: Sequence[Ten
     with on_device(inputs[0]):
         for some, arguments in threes(given):
             columns = sum(triton.cdiv(x.shape[1], REDUCE["BLOCK_M"]) for x in inputs[some])
-            _reduce_kernel[(columns,)](*arguments, len(inputs[0]), COUNT=len(outs[some]), **shared)
+            _reduce_kernel[(columns,)](*arguments, rows, len(inputs[0]), COUNT=len(outs[some]), **shared)
 
 
 def block_of_ranks(thins: Sequence[Tensor]) -> int:

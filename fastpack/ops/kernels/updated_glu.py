@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
-from fastpack.ops.kernels.launch import early, on_device, stages_that_fit, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, rows_that_count, stages_that_fit, wait_for_inputs
 from fastpack.ops.kernels.thin import LARGEST_RANK, RESERVED, block_of_ranks, first_factor, second_factor
 
 Factors = tuple[Tensor, Tensor] | None
@@ -35,25 +35,27 @@ def _forward_kernel(
     gate, gate_row, up, up_row, out, out_row,
     gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
     up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
-    tokens, width,
+    count, tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
+    real = rows_that_count(count, tokens)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
     of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
+        counts = inside & (rows[:, None] < real)
         at = rows[:, None].to(tl.int64)
-        g = tl.load(gate + at * gate_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + at * up_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + at * gate_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
+        u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, tokens, gate_rank, BLOCK_R)
+            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
         if HAS_UP:
-            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, tokens, up_rank, BLOCK_R)
+            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
         value = activate(g, KIND)
         tl.store(out + at * out_row + columns[None, :], (value * u).to(out.dtype.element_ty), mask=inside)
 
@@ -64,12 +66,13 @@ def _backward_kernel(
     gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
     up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
     grad_thin, grad_thin_row, grad_thin_rank, grad_wide, grad_wide_rank, grad_wide_column, grad_rank,
-    tokens, width,
+    count, tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_GRAD: tl.constexpr, RECOMPUTE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
+    real = rows_that_count(count, tokens)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
     of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
@@ -77,16 +80,17 @@ def _backward_kernel(
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
+        counts = inside & (rows[:, None] < real)
         at = rows[:, None].to(tl.int64)
-        g = tl.load(gate + at * gate_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        u = tl.load(up + at * up_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        d = tl.load(grad + at * grad_row + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(gate + at * gate_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
+        u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
+        d = tl.load(grad + at * grad_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, tokens, gate_rank, BLOCK_R)
+            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
         if HAS_UP:
-            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, tokens, up_rank, BLOCK_R)
+            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
         if HAS_GRAD:
-            d = _updated(d, grad_thin, grad_thin_row, grad_thin_rank, of_grad, rows, tokens, grad_rank, BLOCK_R)
+            d = _updated(d, grad_thin, grad_thin_row, grad_thin_rank, of_grad, rows, real, grad_rank, BLOCK_R)
         value, slope = activate_and_slope(g, KIND)
         tl.store(dgate + at * dgate_row + columns[None, :], (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
         tl.store(dup + at * dup_row + columns[None, :], (d * value).to(dup.dtype.element_ty), mask=inside)
@@ -99,8 +103,14 @@ TILES, MOST_STAGES, WARPS = 8, 3, 4
 """A program walks down ``TILES`` tiles with the second factors in registers, the next tiles already on their way."""
 
 
-def forward(gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of_up: Factors) -> Tensor:
-    """``activation(gate + of_gate) * (up + of_up)``, ``[T, I]``; gate and up may be halves of one tensor."""
+def forward(
+    gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of_up: Factors, rows: Tensor | None = None
+) -> Tensor:
+    """``activation(gate + of_gate) * (up + of_up)``, ``[T, I]``; gate and up may be halves of one tensor.
+
+    Args:
+        rows: int32 ``[1]``, how many of the first rows count; in the others gate and up are taken to be zero.
+    """
     tokens, width = gate.shape
     out = torch.empty(tokens, width, dtype=gate.dtype, device=gate.device)
     with on_device(gate):
@@ -108,7 +118,7 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of
             return out
         _forward_kernel[_grid(tokens, width)](
             gate, gate.stride(0), up, up.stride(0), out, out.stride(0),
-            *_arguments(of_gate, gate), *_arguments(of_up, gate), tokens, width,
+            *_arguments(of_gate, gate), *_arguments(of_up, gate), rows, tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up),
             TILES=TILES, STAGES=stages(2, of_gate, of_up), num_warps=WARPS, **early(gate),
@@ -126,8 +136,13 @@ def backward(
     of_grad: Factors,
     out: tuple[Tensor, Tensor],
     recompute: bool,
+    rows: Tensor | None = None,
 ) -> None:
-    """Gradients of gate and up into ``out``; with ``recompute`` the forward's result over ``grad``."""
+    """Gradients of gate and up into ``out``; with ``recompute`` the forward's result over ``grad``.
+
+    Args:
+        rows: as of :func:`forward`; there the gradient is taken to be zero too.
+    """
     tokens, width = gate.shape
     dgate, dup = out
     with on_device(gate):
@@ -135,7 +150,7 @@ def backward(
             return
         _backward_kernel[_grid(tokens, width)](
             grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), dgate, dgate.stride(0), dup, dup.stride(0),
-            *_arguments(of_gate, gate), *_arguments(of_up, gate), *_arguments(of_grad, gate), tokens, width,
+            *_arguments(of_gate, gate), *_arguments(of_up, gate), *_arguments(of_grad, gate), rows, tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
             RECOMPUTE=recompute,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up, of_grad),

@@ -1,0 +1,110 @@
+"""Sums of products with weights, on as many rows as the device says.
+
+Definition, x_i ``[T, K_i]`` and m_i ``[K_i, N]`` of one dtype, the sum in float32 and rounded once:
+
+    out = base + bias + x_1 m_1 + x_2 m_2 + ...
+
+Only the first rows count, as many as a number on the device says: of the others nothing is asked but that they be
+finite, and zero where every x_i, base and bias is. So a recording that was made for more rows takes no longer than the
+rows of a batch do, where a library's product takes as long as it was recorded with.
+
+Shape suffixes: T rows, K summed over, N columns.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+
+TERMS = 4
+"""At most: three projections and LoRA's update."""
+
+NARROWEST = 3584
+"""Columns, and terms of a sum, from which on a chip works at its limit of power, where the kernel is as fast as a
+library's products. Below it, these are up to twice as fast: they have tiles of more shapes."""
+FEWEST_TILES = 2
+"""Tiles for each processor, of an output as wide as the narrower of the two, below which the same is so."""
+
+
+@dataclass(eq=False)
+class RowCount:
+    """How many of the first rows count, where the device alone knows.
+
+    Attributes:
+        rows: int32 ``[1]``, which may change from replay to replay of whatever was recorded with it.
+        products: how many sums of products have read it.
+    """
+
+    rows: Tensor
+    products: int = 0
+
+
+def rows_of(count: RowCount | None) -> Tensor | None:
+    """What kernels take."""
+    return None if count is None else count.rows
+
+
+def serves(
+    implementation: Implementation, count: RowCount | None, x: Tensor, columns: int, operands: Sequence[Tensor | None]
+) -> bool:
+    """True where :func:`sum_of_products` may be called for ``x [T, K]`` and so many columns.
+
+    On a GPU: where its kernel is as fast as a library's on all rows, which is on Hopper, in half precision, for large
+    weights and many rows.
+
+    Args:
+        operands: all other factors and what they are added to, as they lie in memory.
+    """
+    if count is None or not use_triton(implementation, x) or not _has_descriptors():
+        return False
+    from fastpack.ops.kernels import products as kernels
+    from fastpack.ops.kernels.launch import processors
+
+    if x.is_cuda:
+        if x.dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(x.device)[0] != 9:
+            return False
+        narrow = min(x.shape[1], columns)
+        if narrow < NARROWEST or kernels.tiles(len(x), narrow) < FEWEST_TILES * processors(x.device):
+            return False
+    elif x.dtype not in KERNEL_DTYPES:
+        return False
+    return all(t.dtype == x.dtype and kernels.is_aligned(t) for t in (x, *operands) if t is not None)
+
+
+def sum_of_products(
+    terms: Sequence[tuple[Tensor, Tensor]],
+    count: RowCount,
+    *,
+    base: Tensor | None = None,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The sum, ``[T, N]``; not differentiable.
+
+    Args:
+        terms: x and m of each; m may be a transposed view.
+        count: of rows, at most T.
+        base: ``[T, N]`` of the terms' dtype.
+        bias: ``[N]``.
+        out: where it goes, also ``base`` itself; new memory by default.
+    """
+    from fastpack.ops.kernels.products import sum_products
+
+    if out is None:
+        x, m = terms[0]
+        out = x.new_empty(len(x), m.shape[1])
+    count.products += 1
+    sum_products(terms, count.rows, base, bias, out)
+    return out
+
+
+@functools.cache
+def _has_descriptors() -> bool:
+    return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None

@@ -1,0 +1,201 @@
+"""Sums of products over the rows that count: the kernel, who is served, and the groups of projections that use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from common import DEVICES, KERNEL_DTYPES, assert_no_worse, relative
+from torch import Tensor
+
+from fastpack.ops import products
+from fastpack.ops.gated_mlp import gated_mlp
+from fastpack.ops.products import RowCount, serves, sum_of_products
+from fastpack.ops.projection_parts import Lora, Norm, Projection
+from fastpack.ops.projections import project
+
+kernels = pytest.importorskip("fastpack.ops.kernels.products")
+T, N = 300, 264
+LENGTHS = (256, 72, 16, 40)
+"""Of the sums: whole steps, one that sticks out, and two thin ones."""
+
+
+def make_terms(count: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor, Tensor]]:
+    """Every other second factor is a transposed view; the last two first factors are slices of a wider tensor."""
+    made: list[tuple[Tensor, Tensor]] = []
+    for i, length in enumerate(LENGTHS[:count]):
+        x = torch.randn(T, length + 16, device=device).to(dtype)[:, 8 : 8 + length]
+        shape = (length, N) if i % 2 else (N, length)
+        m = torch.randn(*shape, device=device).to(dtype)
+        made.append((x, m if i % 2 else m.t()))
+    return made
+
+
+def counted(rows: int, device: str) -> RowCount:
+    return RowCount(torch.tensor([rows], dtype=torch.int32, device=device))
+
+
+def added(base: Tensor | None, bias: Tensor | None) -> Tensor | float:
+    return (0.0 if base is None else base.double()) + (0.0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", [1, 128, 200, T])
+@pytest.mark.parametrize(("terms", "base", "bias"), [(1, None, False), (2, "own", True), (4, "in place", False)])
+def test_kernel_is_the_definition(
+    terms: int, base: str | None, bias: bool, rows: int, dtype: torch.dtype, device: str
+) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("not served")
+    torch.manual_seed(0)
+    given = make_terms(terms, dtype, device)
+    total = None if base is None else torch.randn(T, N, device=device).to(dtype)
+    vector = torch.randn(N, device=device).to(dtype) if bias else None
+    rest = added(total, vector)
+    truth = sum((x.double() @ m.double() for x, m in given), start=rest)
+    plain = sum((x @ m for x, m in given[1:]), start=given[0][0] @ given[0][1])
+    for part in (total, vector):
+        plain = plain if part is None else plain + part
+    last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
+    for x, _ in given:
+        x[last:] = float("nan")  # nobody looks
+    before = None if total is None else total.clone()
+    count = counted(rows, device)
+    out = sum_of_products(given, count, base=total, bias=vector, out=total if base == "in place" else None)
+    assert count.products == 1
+    assert_no_worse(out[:rows], plain[:rows], truth[:rows])
+    behind = torch.zeros(T, N, dtype=torch.float64, device=device) + rest
+    assert relative(out[last:] + 1, behind[last:] + 1) <= torch.finfo(dtype).eps if last < T else True
+    assert out is total if base == "in place" else total is None or torch.equal(total, before)
+    lost = sum((x.double() @ m.double() for x, m in given[1:]), start=torch.zeros_like(behind) + rest)
+    assert relative(lost[:rows], truth[:rows]) > 0.1, "the check can fail"
+
+
+@pytest.mark.gpu
+def test_a_recorded_launch_serves_other_counts() -> None:
+    """In a CUDA graph: what it leaves out is read from the device each time."""
+    torch.manual_seed(0)
+    terms = make_terms(2, torch.bfloat16, "cuda")
+    count = counted(T, "cuda")
+    sum_of_products(terms, count)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sum_of_products(terms, count)
+    want = sum((x.float() @ m.float() for x, m in terms[1:]), start=terms[0][0].float() @ terms[0][1].float())
+    for rows in (40, 300, 130):
+        count.rows.fill_(rows)
+        out.fill_(float("nan"))
+        graph.replay()
+        last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
+        assert relative(out[:rows], want[:rows]) < 1e-2
+        assert not out[last:].any()
+
+
+# --- who is served ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    x, m = torch.randn(256, 64, device=device).to(dtype), torch.randn(512, 64, device=device).to(dtype)
+    count = counted(100, device)
+    monkeypatch.setattr(products, "NARROWEST", 64)
+    monkeypatch.setattr(products, "FEWEST_TILES", 0)
+    hopper = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
+
+    def asked(operands: Sequence[Tensor | None], *, of: Any = count, x: Tensor = x, how: Any = "triton") -> bool:
+        return serves(how, of, x, 512, operands)
+
+    assert asked([m, None]) == hopper
+    assert not asked([m], of=None), "all rows count"
+    assert not asked([m], how="torch")
+    assert not asked([m.double()]), "dtypes differ"
+    assert not asked([m.double()], x=x.double())
+    assert not asked([torch.empty(512, 67, dtype=dtype, device=device)[:, :65]]), "rows are not aligned"
+    assert not asked([m.t()]), "columns are not rows"
+    assert not asked([m.view(-1)[1:-63].view(-1, 64)]), "it does not begin where a descriptor can"
+    if device == "cuda":
+        assert not asked([m.float()], x=x.float())
+        monkeypatch.setattr(products, "FEWEST_TILES", 2)
+        assert not asked([m]), "four tiles leave most of the device idle"
+        monkeypatch.setattr(products, "FEWEST_TILES", 0)
+        monkeypatch.setattr(products, "NARROWEST", 65)
+        assert not asked([m]), "a library has the better tiles for it"
+
+
+# --- groups -----------------------------------------------------------------------------------------------------------
+
+
+def projection(out: int, size: int, *, rank: int, bias: bool = False, device: str = "cpu") -> Projection:
+    def leaf(*shape: int) -> Tensor:
+        return (torch.randn(*shape, device=device) / shape[-1] ** 0.5).requires_grad_()
+
+    update = Lora(leaf(rank, size), leaf(out, rank), 1.5) if rank else None
+    return Projection(leaf(out, size).detach(), torch.float32, leaf(out) if bias else None, update)
+
+
+def trained(*made: Projection) -> list[Tensor]:
+    found = [t for p in made for t in (p.bias, *((p.lora.a, p.lora.b) if p.lora else ())) if t is not None]
+    return [t for t in found if t.requires_grad]
+
+
+def outcome(outs: Sequence[Tensor], wanted: Sequence[Tensor], rows: int) -> list[Tensor]:
+    """Outputs and gradients, where only the first rows have any."""
+    cotangents = [torch.randn(o.shape, generator=torch.Generator().manual_seed(i)) for i, o in enumerate(outs)]
+    for cotangent in cotangents:
+        cotangent[rows:] = 0
+    return [*(o[:rows] for o in outs), *torch.autograd.grad(outs, wanted, cotangents)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
+@pytest.mark.parametrize(("rank", "bias"), [(8, False), (8, True), (0, True)])
+@pytest.mark.parametrize("which", ["group", "residual", "mlp"])
+def test_groups_leave_rows_out(which: str, rank: int, bias: bool) -> None:
+    """Results and gradients are those of a batch without the other rows; and these stay finite."""
+    torch.manual_seed(0)
+    size, inner, rows = 64, 96, 130
+    x = torch.randn(T, size)
+    x[rows:] = 0
+    x.requires_grad_()
+    norm = Norm(torch.ones(size, requires_grad=True), 1e-6)
+    three = [projection(out, size, rank=rank, bias=bias) for out in (64, 32, 32)]
+    two, down = [projection(inner, size, rank=rank) for _ in range(2)], projection(size, inner, rank=rank, bias=bias)
+
+    def run(x: Tensor, count: RowCount | None, implementation: Any) -> tuple[Sequence[Tensor], list[Tensor]]:
+        options: dict[str, Any] = {"row_count": count, "implementation": implementation}
+        if which == "group":
+            outs, passed = project(x, three, norm=norm, **options)
+            return (*outs, passed), [norm.weight, *trained(*three)]
+        if which == "residual":
+            outs, _ = project(x, three[:1], residual=x, **options)
+            return outs, trained(three[0])
+        return [gated_mlp(x, two, down, "silu", norm=norm, residual=True, **options)], [
+            norm.weight,
+            *trained(*two, down),
+        ]
+
+    short = x.detach()[:rows].requires_grad_()
+    outs, wanted = run(short, None, "torch")
+    truth = outcome(outs, [short, *wanted], rows)
+    count = counted(rows, "cpu")
+    outs, wanted = run(x, count, "triton")
+    assert all(out.isfinite().all() for out in outs)
+    found = outcome(outs, [x, *wanted], rows)
+    assert count.products == {"group": 3 + 1, "residual": 1 + 1, "mlp": 3 + 2}[which]
+    at = len(outs)  # of the input's gradient
+    assert not found[at][rows:].any()
+    found[at] = found[at][:rows]
+    for ours, right in zip(found, truth, strict=True):
+        assert relative(ours, right) < 1e-5
+    count.rows.fill_(kernels.BLOCK_T)  # two rows too few
+    assert relative(outcome(run(x, count, "triton")[0], [x], rows)[0], truth[0]) > 0.1, "the check can fail"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
+def test_ranks_that_are_not_aligned_are_left_to_the_library() -> None:
+    x, count = torch.randn(T, 64), counted(40, "cpu")
+    (out,), _ = project(x, [projection(64, 64, rank=3)], row_count=count, implementation="triton")
+    assert count.products == 0
+    assert out[200:].any()
