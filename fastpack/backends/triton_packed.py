@@ -84,7 +84,7 @@ class _TritonPacked(torch.autograd.Function):
 
         # the gradient of a sink is a sum over all tokens of what a rounded result would blur
         exact = torch.float32 if ctx.needs_input_grad[3] else None
-        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, rows, dtype=exact)
+        out, lse = attention.forward(q, k, v, sinks, cu_seqlens, scores, dtype=exact, rows=rows)
         ctx.save_for_backward(q, k, v, sinks, out, lse, cu_seqlens, rows)
         ctx.scores = scores
         return out.to(q.dtype)
@@ -97,10 +97,10 @@ class _TritonPacked(torch.autograd.Function):
         q, k, v, sinks, out, lse, cu_seqlens, rows = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad = attention.readable(grad)
-        dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, ctx.scores, rows)
+        dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, ctx.scores, rows=rows)
         dk = dv = dsinks = None
         if needed[1] or needed[2]:
-            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, rows)
+            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, rows=rows)
         if sinks is not None and needed[3]:
             # its weight times (the gradient of its weight, which is none, less delta), summed once in float32
             weight = torch.exp2(sinks.float() * attention.LOG2E - lse)

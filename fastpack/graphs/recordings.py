@@ -31,7 +31,7 @@ class GraphSettings:
             multiples of its tokens. Without a recording that serves, one is made at first sight. Recording takes about
             three steps' time, and tokens of a tail about half of that of others.
         record_after_left_out: the same while the one that serves leaves tails out of its products, so that their
-            tokens take 15 % of the time of others.
+            tokens take a tenth of the time of others (a quarter, where attention does not leave them out).
         first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
             first sight, which others will come to use; those of a batch's own sizes are 16.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as the one used

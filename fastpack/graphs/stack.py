@@ -121,12 +121,15 @@ class Stack:
         Two for each weight forward, two for the gradient of the input, and two more for that of a weight that is
         trained (4-bit weights hold two in a byte).
         """
-        count = sum(
+        return self.total_work() / max(1, getattr(backbone.config, "num_hidden_layers", 1))
+
+    def total_work(self) -> int:
+        """The same of all layers."""
+        return sum(
             (6 if p.requires_grad else 4) * p.numel() * (2 if p.dtype == torch.uint8 else 1)
             for p in self.parameters
             if p.ndim > 1
         )
-        return count / max(1, getattr(backbone.config, "num_hidden_layers", 1))
 
     def _find_no_address(self) -> str:
         for tensor in self.tensors:

@@ -20,6 +20,9 @@ from fastpack.graphs.stack import Stack
 from fastpack.ops.products import RowCount
 from fastpack.packing import Bucket, PackedSeqLens
 
+MOST_WORK = 0.5
+"""The share of a token's work, as weights tell it, that has to be left out for a tail to be called so."""
+
 
 class HostLengthsError(Exception):
     """A kernel asked, while it was being recorded, for lengths that only the device knows."""
@@ -95,6 +98,9 @@ class Request:
 class RecordedStep:
     """A decoder stack's forward and backward for one bucket, recorded.
 
+    Attributes:
+        leaves_out_tails: True where most products don't compute what comes behind the last real token.
+
     Args:
         like_this: a recording of the same stack in the same state, which knows already what has a gradient.
 
@@ -114,7 +120,7 @@ class RecordedStep:
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
         request.packed.write_bucketed(bucket, self._cu_seqlens, self._position_ids)
-        self._tail_of_zeros = True
+        self._tail_of_zeros, self._passes = True, 0
         self._row_count = RowCount(torch.full((1,), bucket.tokens // 2, dtype=torch.int32, device=device))
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
         stand_ins = stack.stand_ins()
@@ -129,6 +135,7 @@ class RecordedStep:
                 bucket=bucket,
                 row_count=self._row_count if self._tail_of_zeros else None,
             )
+            self._passes += 1
             with stack.recordable(stand_ins), _uncached_autocast(device):
                 outputs = request.run(leaf.clone(), packed)
             self.output_type = type(outputs)
@@ -159,6 +166,8 @@ class RecordedStep:
             inputs += [stand_ins[p] for p in self.parameters]
             self._tape: Tape = recorder.record(device, forward, backward)
         self._groups = _by_dtype(self._tape.gradients)
+        left_out = self._row_count.work / self._passes if self._tail_of_zeros else 0.0
+        self.leaves_out_tails = left_out > MOST_WORK * stack.total_work()
 
     def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
         tokens = packed.total_tokens
@@ -170,11 +179,6 @@ class RecordedStep:
             tail.copy_(embeddings[:, :1])  # as PackedSeqLens.bucketed makes one: a norm may divide by zero
         self._row_count.rows.fill_(tokens)
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
-
-    @property
-    def leaves_out_tails(self) -> bool:
-        """True where products don't compute what comes behind the last real token."""
-        return self._tail_of_zeros and self._row_count.products > 0
 
     def replay(self, request: Request, ticket: Ticket) -> Any:
         """The backbone's outputs for this batch, with its gradients recorded too."""

@@ -4,9 +4,10 @@ Definition, x_i ``[T, K_i]`` and m_i ``[K_i, N]`` of one dtype, the sum in float
 
     out = base + bias + x_1 m_1 + x_2 m_2 + ...
 
-Only the first rows count, as many as a number on the device says: of the others nothing is asked but that they be
-finite, and zero where every x_i, base and bias is. So a recording that was made for more rows takes no longer than the
-rows of a batch do, where a library's product takes as long as it was recorded with.
+Only the first rows count, as many as a number on the device says. Of the others nothing is asked but that they be
+finite, and zero where every x_i, base and bias is; the kernel may leave out their products. So a recording that was
+made for more rows takes little longer than the rows of a batch do, where a library's product takes as long as it was
+recorded with.
 
 Shape suffixes: T rows, K summed over, N columns.
 """
@@ -40,10 +41,12 @@ class RowCount:
     Attributes:
         rows: int32 ``[1]``, which may change from replay to replay of whatever was recorded with it.
         products: how many sums of products have read it.
+        work: floating-point operations that they left out for each row that does not count.
     """
 
     rows: Tensor
     products: int = 0
+    work: int = 0
 
 
 def rows_of(count: RowCount | None) -> Tensor | None:
@@ -68,12 +71,16 @@ def serves(
     from fastpack.ops.kernels.launch import processors
 
     if x.is_cuda:
-        if x.dtype not in (torch.bfloat16, torch.float16) or torch.cuda.get_device_capability(x.device)[0] != 9:
+        hopper = torch.version.cuda is not None and torch.cuda.get_device_capability(x.device)[0] == 9
+        if x.dtype not in (torch.bfloat16, torch.float16) or not hopper:
             return False
         narrow = min(x.shape[1], columns)
         if narrow < NARROWEST or kernels.tiles(len(x), narrow) < FEWEST_TILES * processors(x.device):
             return False
     elif x.dtype not in KERNEL_DTYPES:
+        return False
+    # a descriptor of the result, too, wants its rows apart by a multiple of 16 bytes
+    if columns * x.element_size() % 16:
         return False
     return all(t.dtype == x.dtype and kernels.is_aligned(t) for t in (x, *operands) if t is not None)
 
@@ -90,7 +97,7 @@ def sum_of_products(
 
     Args:
         terms: x and m of each; m may be a transposed view.
-        count: of rows, at most T.
+        count: of rows.
         base: ``[T, N]`` of the terms' dtype.
         bias: ``[N]``.
         out: where it goes, also ``base`` itself; new memory by default.
@@ -101,6 +108,7 @@ def sum_of_products(
         x, m = terms[0]
         out = x.new_empty(len(x), m.shape[1])
     count.products += 1
+    count.work += sum(2 * m.numel() for _, m in terms)
     sum_products(terms, count.rows, base, bias, out)
     return out
 

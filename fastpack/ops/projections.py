@@ -48,7 +48,7 @@ def project(
         norm: applied to x first.
         residual: ``[T, O]`` in the projection's dtype, added to the output; for a single projection.
         row_count: how many of the T tokens count, where the device alone knows; others may hold anything finite, and
-            so may what comes of them.
+            so may what comes of them, but their outputs' gradients have to be zero.
         implementation: of the norm, the casts, LoRA's thin products and what makes 4-bit weights dense.
 
     Returns:
@@ -184,15 +184,15 @@ def group_forward(
     # selective checkpointing keeps results of operations as they come: then nothing is added in place
     in_place = not torch._C._len_torch_dispatch_stack()
     count = settings.row_count
-    counted = {i for i in range(len(settings.loras)) if _counts(n, settings, flat, i, residual, updates.get(i))}
-    alone = {i: update for i, update in updates.items() if i not in counted}
+    short = {i for i in range(len(settings.loras)) if _leaves_out(n, settings, flat, i, residual, updates.get(i))}
+    alone = {i: update for i, update in updates.items() if i not in short}
     ready = expanded(alone, [residual] * len(settings.loras), settings)
     for i in range(len(settings.loras)):
         weight, bias = flat[4 * i : 4 * i + 2]
         assert weight is not None
         dense = _dense(weight, settings, i)
         keep[f"{prefix}w{i}"] = dense if settings.quant_states[i] is None else weight
-        if count is not None and i in counted:
+        if count is not None and i in short:
             terms = [updates[i]] if i in updates else []
             added = None if bias is None else bias.to(settings.dtype)
             outputs.append(sum_of_products([*terms, (n, dense.t())], count, base=residual, bias=added))
@@ -210,7 +210,7 @@ def group_forward(
     return outputs
 
 
-def _counts(
+def _leaves_out(
     n: Tensor,
     settings: Settings,
     flat: Sequence[Tensor | None],
@@ -218,7 +218,7 @@ def _counts(
     residual: Tensor | None,
     update: tuple[Tensor, Tensor] | None,
 ) -> bool:
-    """Whether projection i is computed on the rows that count alone, its update with it."""
+    """Whether projection i, its update with it, leaves out the rows that don't count."""
     if settings.row_count is None:
         return False
     weight, state = flat[4 * i], settings.quant_states[i]
@@ -260,7 +260,7 @@ def backward_to_input(
     if not need_input:
         return None, low
     present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-    count = settings.row_count if _counts_backward(present, low, settings, kept, prefix) else None
+    count = settings.row_count if _leaves_out_backward(present, low, settings, kept, prefix) else None
     terms: list[tuple[Tensor, Tensor]] = []
     dn: Tensor | None = None
     if low is not None and updates:
@@ -278,17 +278,18 @@ def backward_to_input(
         if i == present[-1][0] or len(terms) == TERMS or settings.quant_states[i] is not None:
             dn = sum_of_products(terms, count, base=dn, out=dn)
             terms = []
+            del dense
     return dn, low
 
 
-def _counts_backward(
+def _leaves_out_backward(
     present: Sequence[tuple[int, Tensor]],
     low: Tensor | None,
     settings: Settings,
     kept: dict[str, Tensor],
     prefix: str,
 ) -> bool:
-    """Whether the input's gradient is summed over the rows that count alone, its updates with it."""
+    """Whether the input's gradient, its updates' share with it, leaves out the rows that don't count."""
     if settings.row_count is None or not present:
         return False
     first, grad = present[0]

@@ -82,9 +82,9 @@ def offsets(*values: int) -> Tensor:
 def all_of(call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
     """Result, log-sum-exp and gradients, from the launchers themselves."""
     scores = Scores(call.scale, call.window, call.softcap)
-    out, lse = attention.forward(call.q, call.k, call.v, call.sinks, cu_seqlens, scores, rows)
-    dq, delta = attention_backward.queries(grad, call.q, call.k, call.v, out, lse, cu_seqlens, scores, rows)
-    dk, dv = attention_backward.keys(grad, call.q, call.k, call.v, lse, delta, cu_seqlens, scores, rows)
+    out, lse = attention.forward(call.q, call.k, call.v, call.sinks, cu_seqlens, scores, rows=rows)
+    dq, delta = attention_backward.queries(grad, call.q, call.k, call.v, out, lse, cu_seqlens, scores, rows=rows)
+    dk, dv = attention_backward.keys(grad, call.q, call.k, call.v, lse, delta, cu_seqlens, scores, rows=rows)
     return [out, lse, dq, dk, dv]
 
 
@@ -151,7 +151,9 @@ def test_sequences_that_do_not_count_are_left_out(sinks: bool) -> None:
         tensor[45:] = float("nan")
     found = all_of(call, call.packed.cu_seqlens, grad, torch.tensor([45], dtype=torch.int32))
     assert same([t[:45] for t in found], want)
-    assert not any(t[45:].any() for t in found)
+    out, lse, *grads = found
+    assert not any(t[45:].any() for t in (out, *grads))
+    assert lse[45:].min() >= 1e29, "whatever a sink is, it has no weight there"
     assert all(t[45:].isnan().any() for t in all_of(call, call.packed.cu_seqlens, grad)), "the check can fail"
 
 

@@ -54,7 +54,7 @@ def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> di
         tile = {"BLOCK_T": updated_glu.BLOCK_T, "BLOCK_I": updated_glu.BLOCK_I, "TILES": updated_glu.TILES}
         kernel, constants, warps = updated_glu._backward_kernel, {**GLU, **tile}, updated_glu.WARPS
     else:
-        stages, constants = thin.stages(name, thins), {**SIZES[name], "COUNT": count}
+        stages, constants = thin.stages(name, thins), {**SIZES[name], "MEMBERS": count}
         kernel, warps = KERNELS[name], constants.pop("num_warps")
     constants |= {"count": None, "BLOCK_R": thin.block_of_ranks(thins), "STAGES": stages, "EARLY": capability >= 90}
     taken = shared_memory(kernel, dtype, constants, capability, warps) if stages else None

@@ -241,7 +241,7 @@ def forward_kernel(
     result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     OUT += kv_head * (GROUP * VALUES)
     if begin >= rows_that_count(count, end):
-        tl.store(lse_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=kept)
+        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=kept)  # no sink has a weight there
         store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
         return
 
@@ -319,9 +319,9 @@ def forward(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     scores: Scores,
-    rows: Tensor | None = None,
     tile: Tile | None = None,
     dtype: torch.dtype | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of each token over its own sequence.
 
@@ -329,9 +329,9 @@ def forward(
         q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; of one dtype, contiguous in the last dimension.
         sinks: ``[H]`` or None.
         cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
-        rows: int32 ``[1]``, or None: sequences that begin so far behind don't count, and their results are zeros.
         tile: for measuring.
         dtype: of the result; that of q where it is None.
+        rows: int32 ``[1]``, or None: sequences that begin so far behind don't count, and their results are zeros.
 
     Returns:
         ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks among it.

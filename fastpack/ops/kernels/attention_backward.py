@@ -250,8 +250,8 @@ def queries(
     lse: Tensor,
     cu_seqlens: Tensor,
     scores: Scores,
-    rows: Tensor | None = None,
     tile: Tile | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and what :func:`keys` needs.
 
@@ -286,8 +286,8 @@ def keys(
     delta: Tensor,
     cu_seqlens: Tensor,
     scores: Scores,
-    rows: Tensor | None = None,
     tile: Tile | None = None,
+    rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`."""
     if tile is None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpack.ops.kernels.launch import early, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, processors, rows_that_count, wait_for_inputs
 from fastpack.ops.products import TERMS
 
 BLOCK_T, BLOCK_N, BLOCK_K = 128, 256, 64
@@ -51,14 +51,14 @@ def _store(sums, base, out, bias, row, column, columns, WIDTH: tl.constexpr, BAS
 
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
-    rows_pointer, tokens, columns,
+    count, tokens, columns,
     x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, base, bias, out,
-    COUNT: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
+    NUMBER: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
     T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
-    real = tl.cdiv(tl.load(rows_pointer), BLOCK_T)
+    real = tl.cdiv(rows_that_count(count, tokens), BLOCK_T)
     across = tl.cdiv(columns, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
     for tile in range(tl.program_id(0), tl.cdiv(tokens, BLOCK_T) * across, PROGRAMS):
@@ -70,11 +70,11 @@ def _products_kernel(
         row, column = down * BLOCK_T, right * BLOCK_N
         sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
         sums = _add_term(sums, x0, m0, tl.where(inside, length0, 0), row, column, BLOCK0, T0)
-        if COUNT > 1:
+        if NUMBER > 1:
             sums = _add_term(sums, x1, m1, tl.where(inside, length1, 0), row, column, BLOCK1, T1)
-        if COUNT > 2:
+        if NUMBER > 2:
             sums = _add_term(sums, x2, m2, tl.where(inside, length2, 0), row, column, BLOCK2, T2)
-        if COUNT > 3:
+        if NUMBER > 3:
             sums = _add_term(sums, x3, m3, tl.where(inside, length3, 0), row, column, BLOCK3, T3)
         # in halves: all at once takes the shared memory of a stage
         low, high = tl.split(tl.permute(tl.reshape(sums, (BLOCK_T, 2, HALF)), (0, 2, 1)))
@@ -112,8 +112,8 @@ def sum_products(
     programs = min(processors(out.device), tiles(tokens, columns))
     with on_device(out):
         _products_kernel[(programs,)](
-            rows, tokens, columns, *arguments, source, rows if bias is None else bias, target,
-            COUNT=len(terms), **blocks, BASE=base is not None, BIAS=bias is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N,
+            rows, tokens, columns, *arguments, source, rows if bias is None else bias.contiguous(), target,
+            NUMBER=len(terms), **blocks, BASE=base is not None, BIAS=bias is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N,
             GROUP=GROUP, PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS, **early(out),
         )  # fmt: skip
 

@@ -145,7 +145,7 @@ def _expand_kernel(
     base0, base_row0, thin0, row0, rank_step0, wide0, wide_rank0, wide_column0, out0, out_row0, width0, rank0,
     base1, base_row1, thin1, row1, rank_step1, wide1, wide_rank1, wide_column1, out1, out_row1, width1, rank1,
     base2, base_row2, thin2, row2, rank_step2, wide2, wide_rank2, wide_column2, out2, out_row2, width2, rank2,
-    tokens, COUNT: tl.constexpr,
+    tokens, MEMBERS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -156,11 +156,11 @@ def _expand_kernel(
     if block < blocks0:
         _expand(base0, base_row0, thin0, row0, rank_step0, wide0, wide_rank0, wide_column0, out0, out_row0, width0,
                 rank0, block, tokens, BLOCK_T, BLOCK_O, BLOCK_R, TILES, STAGES)  # fmt: skip
-    elif COUNT > 1:
+    elif MEMBERS > 1:
         if block < blocks0 + blocks1:
             _expand(base1, base_row1, thin1, row1, rank_step1, wide1, wide_rank1, wide_column1, out1, out_row1, width1,
                     rank1, block - blocks0, tokens, BLOCK_T, BLOCK_O, BLOCK_R, TILES, STAGES)  # fmt: skip
-        elif COUNT > 2:
+        elif MEMBERS > 2:
             _expand(base2, base_row2, thin2, row2, rank_step2, wide2, wide_rank2, wide_column2, out2, out_row2, width2,
                     rank2, block - blocks0 - blocks1, tokens, BLOCK_T, BLOCK_O, BLOCK_R, TILES,
                     STAGES)  # fmt: skip
@@ -171,7 +171,7 @@ def _shrink_kernel(
     x0, x_row0, weight0, weight_sum0, weight_rank0, out0, out_row0, out_rank0, scale0, K0, rank0,
     x1, x_row1, weight1, weight_sum1, weight_rank1, out1, out_row1, out_rank1, scale1, K1, rank1,
     x2, x_row2, weight2, weight_sum2, weight_rank2, out2, out_row2, out_rank2, scale2, K2, rank2,
-    count, tokens, COUNT: tl.constexpr,
+    count, tokens, MEMBERS: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -182,11 +182,11 @@ def _shrink_kernel(
     if which == 0:
         _shrink(x0, x_row0, weight0, weight_sum0, weight_rank0, out0, out_row0, out_rank0, scale0, K0, rank0, real,
                 tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
-    elif COUNT > 1:
+    elif MEMBERS > 1:
         if which == 1:
             _shrink(x1, x_row1, weight1, weight_sum1, weight_rank1, out1, out_row1, out_rank1, scale1, K1, rank1,
                     real, tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
-        elif COUNT > 2:
+        elif MEMBERS > 2:
             _shrink(x2, x_row2, weight2, weight_sum2, weight_rank2, out2, out_row2, out_rank2, scale2, K2, rank2,
                     real, tokens, EVEN, BLOCK_T, BLOCK_K, BLOCK_R, STAGES)  # fmt: skip
 
@@ -196,7 +196,7 @@ def _reduce_kernel(
     x0, x_row0, thin0, thin_row0, thin_rank0, out0, out_column0, out_rank0, width0, rank0,
     x1, x_row1, thin1, thin_row1, thin_rank1, out1, out_column1, out_rank1, width1, rank1,
     x2, x_row2, thin2, thin_row2, thin_rank2, out2, out_column2, out_rank2, width2, rank2,
-    count, tokens, COUNT: tl.constexpr,
+    count, tokens, MEMBERS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -208,11 +208,11 @@ def _reduce_kernel(
     if block < blocks0:
         _reduce(x0, x_row0, thin0, thin_row0, thin_rank0, out0, out_column0, out_rank0, width0, rank0,
                 block, tokens, BLOCK_T, BLOCK_M, BLOCK_R, STAGES)  # fmt: skip
-    elif COUNT > 1:
+    elif MEMBERS > 1:
         if block < blocks0 + blocks1:
             _reduce(x1, x_row1, thin1, thin_row1, thin_rank1, out1, out_column1, out_rank1, width1, rank1,
                     block - blocks0, tokens, BLOCK_T, BLOCK_M, BLOCK_R, STAGES)  # fmt: skip
-        elif COUNT > 2:
+        elif MEMBERS > 2:
             _reduce(x2, x_row2, thin2, thin_row2, thin_rank2, out2, out_column2, out_rank2, width2, rank2,
                     block - blocks0 - blocks1, tokens, BLOCK_T, BLOCK_M, BLOCK_R, STAGES)  # fmt: skip
 
@@ -257,7 +257,7 @@ def expand(
         with on_device(thins[0]):
             for some, arguments in threes(given):
                 columns = sum(triton.cdiv(out.shape[1], EXPAND["BLOCK_O"]) for out in outs[some])
-                _expand_kernel[(columns, spans)](*arguments, tokens, COUNT=len(outs[some]), **shared)
+                _expand_kernel[(columns, spans)](*arguments, tokens, MEMBERS=len(outs[some]), **shared)
 
 
 def shrink(
@@ -283,7 +283,7 @@ def shrink(
         with on_device(inputs[0]):
             for some, arguments in threes(given):
                 grid = (triton.cdiv(tokens, SHRINK["BLOCK_T"]), len(outs[some]))
-                _shrink_kernel[grid](*arguments, rows, tokens, COUNT=len(outs[some]), EVEN=even, **shared)
+                _shrink_kernel[grid](*arguments, rows, tokens, MEMBERS=len(outs[some]), EVEN=even, **shared)
 
 
 def reduce(
@@ -299,7 +299,7 @@ def reduce(
     with on_device(inputs[0]):
         for some, arguments in threes(given):
             columns = sum(triton.cdiv(x.shape[1], REDUCE["BLOCK_M"]) for x in inputs[some])
-            _reduce_kernel[(columns,)](*arguments, rows, len(inputs[0]), COUNT=len(outs[some]), **shared)
+            _reduce_kernel[(columns,)](*arguments, rows, len(inputs[0]), MEMBERS=len(outs[some]), **shared)
 
 
 def block_of_ranks(thins: Sequence[Tensor]) -> int:
