@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_cli import _offline_and_here, losses, run_dpo, run_sft, sft_flags, trains_on_cpu, work  # noqa: F401
+from cli_runs import losses, run_dpo, run_sft, sft_flags, trains_on_cpu
 
 from fastpack.cli import main
 
@@ -13,7 +13,7 @@ METRICS = ("fastpack/real_tokens", "fastpack/step_seconds", "fastpack/tokens_per
 
 
 @trains_on_cpu
-def test_sft_in_full_steps(work: Path) -> None:  # noqa: F811
+def test_sft_in_full_steps(work: Path) -> None:
     figures = run_sft(work, "--max_tokens", "512")
     steps = [step["real_tokens"] for step in figures["steps"]]
     assert all(0.7 * 512 < tokens <= 512 for tokens in steps)
@@ -24,7 +24,7 @@ def test_sft_in_full_steps(work: Path) -> None:  # noqa: F811
 
 
 @trains_on_cpu
-def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:  # noqa: F811
+def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:
     whole = run_dpo(work, "--no_metrics")
     assert not any(name.startswith("fastpack/") for name in whole["steps"][0])
     split = run_dpo(work, "--max_tokens", "400", "--same_steps", "--share_prefixes", "auto")
@@ -46,7 +46,7 @@ def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:  # noqa: F811
 def test_refused_in_one_line(
     flags: tuple[str, ...],
     words: str,
-    work: Path,  # noqa: F811
+    work: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(sft_flags(work, *flags)) == 2

@@ -3,71 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from cli_runs import SIZES, STEPS, assert_one_line, losses, run_sft, sft_flags, trains_on_cpu
 from oracle import FLOAT32_BOUND
 
 import fastpack
 from fastpack import commands
 from fastpack.cli import main
-from fastpack.commands.demo.data import make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
 from fastpack.commands.meter import Feeding, Summary, count_slots, hint
 from fastpack.families import FAMILIES
-
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-STEPS = 3
-trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``rows.jsonl``, ``pairs.jsonl``, ``tokenizer/`` and ``llama.json``."""
-    folder = tmp_path_factory.mktemp("work")
-    write_rows(make_pairs(48), folder).rename(folder / "pairs.jsonl")
-    rows = make_rows(48)
-    tokenizer = train_tokenizer(rows)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    write_rows(rows, folder)
-    (folder / "llama.json").write_text(tiny_llama(tokenizer, num_key_value_heads=1, **SIZES).to_json_string())
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _offline_and_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-
-
-def sft_flags(work: Path, *flags: str) -> list[str]:
-    given = ["--tokenizer", str(work / "tokenizer"), "--random_init", str(work / "llama.json")]
-    given += [
-        "--dataset_name",
-        str(work / "rows.jsonl"),
-        "--max_steps",
-        str(STEPS),
-        "--per_device_train_batch_size",
-        "8",
-    ]
-    given += ["--use_cpu", "True", "--bf16", "False", "--learning_rate", "1e-2", "--save_strategy", "no"]
-    return ["sft", *given, *flags]
-
-
-def run_sft(work: Path, *flags: str) -> dict[str, Any]:
-    """The figures of a run that must end well."""
-    assert main([*sft_flags(work, *flags), "--json", "figures.json"]) == 0
-    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
-    return figures
-
-
-def losses(figures: dict[str, Any]) -> list[float]:
-    return [step["loss"] for step in figures["steps"]]
 
 
 @trains_on_cpu
@@ -156,117 +105,6 @@ def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.M
     assert parse(SFT, flags).training.bf16 is False
 
 
-def run_dpo(work: Path, *flags: str) -> dict[str, Any]:
-    """The figures of a run that must end well; one reference in all of them."""
-    arguments = ["dpo", *sft_flags(work, *flags)[1:], "--json", "figures.json", "--gradient_checkpointing", "False"]
-    at = arguments.index("--dataset_name")
-    arguments[at : at + 2] = ["--data", str(work / "pairs.jsonl")]
-    assert main(arguments) == 0
-    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
-    assert len(figures["steps"]) == STEPS
-    return figures
-
-
-def check_equal_dpo(patched: dict[str, Any], stock: dict[str, Any]) -> None:
-    assert (patched["summary"]["rung"], stock["summary"]["rung"]) == ("fast", "stock")
-    for mine, theirs in zip(patched["steps"], stock["steps"], strict=True):
-        largest = max(abs(theirs[f"logps/{side}"]) for side in ("chosen", "rejected"))
-        for name in ("loss", "grad_norm"):
-            assert mine[name] == pytest.approx(theirs[name], rel=FLOAT32_BOUND), name
-        for name in ("logps/chosen", "logps/rejected"):
-            assert mine[name] == pytest.approx(theirs[name], rel=1e-6), name
-        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
-            assert mine[name] == pytest.approx(theirs[name], abs=1e-6 * 0.1 * largest), name
-        assert (mine["real_tokens"], mine["slots"]) == (theirs["real_tokens"], theirs["slots"])
-
-
-LORA = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj")
-
-
-@trains_on_cpu
-@pytest.mark.parametrize("flags", [(), LORA, ("--precompute_ref_log_probs", "--max_length", "64")])
-def test_dpo_patched_and_stock_are_the_same(
-    work: Path, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import datasets
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", Path("of-one").absolute())
-    patched = run_dpo(work, *flags)
-    printed = capsys.readouterr().out
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("of-other").absolute())
-    stock = run_dpo(work, *flags, "--no_patch")
-    check_equal_dpo(patched, stock)
-    # policy and reference begin as one and the same, also where both are random
-    assert [run["steps"][0]["loss"] for run in (patched, stock)] == pytest.approx([math.log(2)] * 2, abs=1e-6)
-    assert patched["steps"][-1]["rewards/margins"] != 0
-    assert 0.2 < patched["summary"]["padding_share"] < 0.8
-    assert "rewards, last step" in printed
-    assert "hint:" not in printed
-    assert "without --no_patch the backbone skips them" in capsys.readouterr().out
-
-
-@trains_on_cpu
-def test_dpo_counts_both_sides_of_each_pair(work: Path) -> None:
-    from transformers import AutoTokenizer
-
-    from fastpack.bench.pair_lengths import count_tokens, sequences
-
-    figures = run_dpo(work, "--train_sampling_strategy", "sequential")
-    tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
-    pairs = count_tokens((json.loads(line) for line in (work / "pairs.jsonl").open()), tokenizer)
-    for at, step in enumerate(figures["steps"]):
-        batch = sequences(pairs[8 * at : 8 * at + 8])
-        assert (step["real_tokens"], step["slots"]) == (sum(batch), 16 * max(batch))
-
-
-@trains_on_cpu
-def test_dpo_on_four_bit_weights(work: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    figures = run_dpo(work, *LORA, "--load_in_4bit", "--loss_type", "ipo")
-    assert figures["summary"]["rung"] == "fast"
-    stock = run_dpo(work, *LORA, "--load_in_4bit", "--loss_type", "ipo", "--no_patch")
-    assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
-
-
-@trains_on_cpu
-@pytest.mark.parametrize("flags", [(), ("--precompute_ref_log_probs",)])
-def test_dpo_from_a_folder(work: Path, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policy and reference are loaded by name, as TRL does."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    model = AutoModelForCausalLM.from_config(LlamaConfig.from_json_file(work / "llama.json"))
-    model.save_pretrained(tmp_path / "model")
-
-    def run(cache: str, *further: str) -> dict[str, Any]:
-        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / cache)
-        given = ["--model_name_or_path", str(tmp_path / "model"), "--tokenizer", str(work / "tokenizer")]
-        given += ["--data", str(work / "pairs.jsonl"), "--max_steps", str(STEPS), "--learning_rate", "1e-2"]
-        given += ["--use_cpu", "True", "--bf16", "False", "--save_strategy", "no", "--json", "figures.json"]
-        assert main(["dpo", *given, *flags, *further]) == 0
-        figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
-        return figures
-
-    patched = run("one")
-    check_equal_dpo(patched, run("other", "--no_patch"))
-    assert patched["steps"][0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
-
-
-@trains_on_cpu
-def test_another_reference_is_noticed(work: Path) -> None:
-    """Negative control: the policy's first log-probabilities against those of other weights."""
-    patched = run_dpo(work)
-    with pytest.raises(AssertionError):
-        check_equal_dpo(patched, run_dpo(work, "--no_patch", "--seed", "7"))
-
-
-def test_dpo_wants_pairs(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["dpo", *sft_flags(work)[1:]]
-    assert_one_line(arguments, "has the columns messages; DPO takes prompt, chosen and rejected", capsys)
-    arguments[arguments.index("--dataset_name") + 1] = str(work / "pairs.jsonl")
-    assert_one_line([*arguments, "--loss_type", "aot", "--use_weighting"], "not implemented for 'aot'", capsys)
-    assert_one_line([*arguments, "--packing"], "not used by the HfArgumentParser: ['--packing']", capsys)
-
-
 @trains_on_cpu
 def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -324,15 +162,6 @@ def test_errors_are_one_line(
         else:
             arguments += [flag, value]
     assert_one_line(arguments, said, capsys)
-
-
-def assert_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    printed = capsys.readouterr()
-    (line,) = (line for line in printed.err.splitlines() if "error:" in line)
-    assert line.startswith(f"fastpack {arguments[0]}: error: ")
-    assert said in line
-    assert "Traceback" not in printed.err
 
 
 def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,62 @@
+"""Runs of the command line on a folder of local files, for the tests of its commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastpack import commands
+from fastpack.cli import main
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+STEPS = 3
+LORA = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj")
+trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
+
+
+def sft_flags(work: Path, *flags: str) -> list[str]:
+    given = ["--tokenizer", str(work / "tokenizer"), "--random_init", str(work / "llama.json")]
+    given += [
+        "--dataset_name",
+        str(work / "rows.jsonl"),
+        "--max_steps",
+        str(STEPS),
+        "--per_device_train_batch_size",
+        "8",
+    ]
+    given += ["--use_cpu", "True", "--bf16", "False", "--learning_rate", "1e-2", "--save_strategy", "no"]
+    return ["sft", *given, *flags]
+
+
+def run_sft(work: Path, *flags: str) -> dict[str, Any]:
+    """The figures of a run that must end well."""
+    assert main([*sft_flags(work, *flags), "--json", "figures.json"]) == 0
+    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
+    return figures
+
+
+def losses(figures: dict[str, Any]) -> list[float]:
+    return [step["loss"] for step in figures["steps"]]
+
+
+def run_dpo(work: Path, *flags: str) -> dict[str, Any]:
+    """The figures of a run that must end well; one reference in all of them."""
+    arguments = ["dpo", *sft_flags(work, *flags)[1:], "--json", "figures.json", "--gradient_checkpointing", "False"]
+    at = arguments.index("--dataset_name")
+    arguments[at : at + 2] = ["--data", str(work / "pairs.jsonl")]
+    assert main(arguments) == 0
+    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
+    assert len(figures["steps"]) == STEPS
+    return figures
+
+
+def assert_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    (line,) = (line for line in printed.err.splitlines() if "error:" in line)
+    assert line.startswith(f"fastpack {arguments[0]}: error: ")
+    assert said in line
+    assert "Traceback" not in printed.err
