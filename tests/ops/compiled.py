@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastpack.ops.kernels import launch, thin, updated_glu
+from fastpack.ops.kernels import launch, products, thin, updated_glu
 
 LIMITS = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448}
 """Bytes that a program may have: T4, A100, RTX 4090 and L4, H100 and H200."""
@@ -45,7 +45,33 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
     return int(made.metadata.shared)
 
 
+def sum_of_products(count: int, dtype: str, rank: int) -> int:
+    """What the sum of so many products takes on Hopper, the last of them LoRA's update; the first transposed."""
+    blocks = [products.BLOCK_K] * (count - 1) + [products._block(rank)] * (products.TERMS + 1 - count)
+    constants: dict[str, Any] = {"NUMBER": count, "BASE": True, "BIAS": True, "EARLY": True, "PROGRAMS": 132}
+    constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
+    types = {"base": (products.BLOCK_T, products.BLOCK_N // 2), "out": (products.BLOCK_T, products.BLOCK_N // 2)}
+    for i, block in enumerate(blocks):
+        constants |= {f"BLOCK{i}": block, f"T{i}": i == 0}
+        types |= {f"x{i}": (products.BLOCK_T, block)}
+        types |= {f"m{i}": (products.BLOCK_N, block) if i == 0 else (block, products.BLOCK_N)}
+    signature: dict[str, str] = {}
+    for name in products._products_kernel.arg_names:
+        if name in types:
+            signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
+        else:
+            pointers = {"count": "*i32", "bias": f"*{dtype}"}
+            signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+    kernel: Any = products._products_kernel
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    options = {"num_warps": products.WARPS, "num_stages": products.STAGES}
+    return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
+
+
 def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:
+    if name == "products":
+        taken = sum_of_products(count, dtype, rank)
+        return {"stages": products.STAGES, "taken": taken, "limit": LIMITS[capability]}
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     thins = [torch.empty(4, rank, dtype=of)] * count
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]

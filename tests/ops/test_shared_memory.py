@@ -1,4 +1,4 @@
-"""Kernels of thin products fit the shared memory of GPUs that are not there, or leave them alone."""
+"""Kernels fit the shared memory of GPUs that are not there, or leave them alone."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ FITS = [
     (90, "bf16", 128, 3, "reduce"),
     (90, "fp32", 16, 3, "reduce"),
     (90, "bf16", 128, 3, "glu"),
+    (90, "bf16", 16, 2, "products"),
+    (90, "fp16", 48, 4, "products"),
 ]
 """Compute capability, dtype, rank, how many projections, kernel."""
 DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
