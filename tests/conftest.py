@@ -37,6 +37,14 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
+def unwritten_memory_is_not_finite() -> Iterator[None]:
+    """Nor zero by chance: what is not written is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def compile_anew() -> Iterator[None]:
     """No test finds what another one compiled."""
     torch.compiler.reset()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare
-from recording import LARGE, SMALL, FakeRecorder, check, graphed, hidden, runner, step
+from recording import LARGE, SMALL, FakeRecorder, check, graphed, hidden, runner, step, without_epsilon
 from tiny import tiny_model
 from torch import Tensor
 
@@ -215,11 +215,7 @@ def test_a_tail_is_zeros() -> None:
 
 
 def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = [tiny_model("llama") for _ in range(3)]
-    for model in models:
-        for module in model.modules():
-            if hasattr(module, "variance_epsilon"):
-                module.variance_epsilon = 0.0
+    models = [without_epsilon(tiny_model("llama")) for _ in range(3)]
     plain = fastpack.patch(models[0])
     model = graphed(models[1])
     for lengths in (SMALL, LARGE, SMALL):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare
-from recording import LARGE, SMALL, check, graphed, hidden, runner, step
+from recording import LARGE, SMALL, check, graphed, hidden, runner, step, without_epsilon
 from test_adapters import nf4, with_lora
 from tiny import tiny_model
 
@@ -20,17 +20,9 @@ from fastpack.packing import Bucket
 
 pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.usefixtures("varlen"),
+    pytest.mark.usefixtures("varlen", "unwritten_memory_is_not_finite"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter; test_graphs_tails_gpu.py is native"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_not_finite() -> Iterator[None]:
-    """Nor zero by chance: what is not written is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
@@ -99,11 +91,7 @@ def test_tails_stay_finite() -> None:
 
 
 def test_nothing_is_left_out_where_zeros_do_harm() -> None:
-    models = [tiny_model("llama") for _ in range(2)]
-    for model in models:
-        for module in model.modules():
-            if hasattr(module, "variance_epsilon"):
-                module.variance_epsilon = 0.0
+    models = [without_epsilon(tiny_model("llama")) for _ in range(2)]
     plain, model = fastpack.patch(models[0]), graphed(models[1], kernels="triton")
     check(step(model, LARGE), step(plain, LARGE))
     assert [s.leaves_out_tails for s in recorded(model)] == [False]

@@ -68,11 +68,10 @@ def serves(
     if count is None or not use_triton(implementation, x) or not _has_descriptors():
         return False
     from fastpack.ops.kernels import products as kernels
-    from fastpack.ops.kernels.launch import processors
+    from fastpack.ops.kernels.launch import capability, processors
 
     if x.is_cuda:
-        hopper = torch.version.cuda is not None and torch.cuda.get_device_capability(x.device)[0] == 9
-        if x.dtype not in (torch.bfloat16, torch.float16) or not hopper:
+        if x.dtype not in (torch.bfloat16, torch.float16) or capability(x.device)[0] != 9:
             return False
         narrow = min(x.shape[1], columns)
         if narrow < NARROWEST or kernels.tiles(len(x), narrow) < FEWEST_TILES * processors(x.device):

@@ -18,7 +18,7 @@ Shape suffixes: T tokens, H size of the input, O of an output, R rank of LoRA.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -184,7 +184,13 @@ def group_forward(
     # selective checkpointing keeps results of operations as they come: then nothing is added in place
     in_place = not torch._C._len_torch_dispatch_stack()
     count = settings.row_count
-    short = {i for i in range(len(settings.loras)) if _leaves_out(n, settings, flat, i, residual, updates.get(i))}
+    short: set[int] = set()
+    if count is not None:
+        for i, weight in enumerate(flat[0::4]):
+            assert weight is not None
+            thin, wide = updates.get(i, (None, None))
+            if _leaves_out(settings, n, [(i, weight)], 0, (residual, thin, None if wide is None else wide.t())):
+                short.add(i)
     alone = {i: update for i, update in updates.items() if i not in short}
     ready = expanded(alone, [residual] * len(settings.loras), settings)
     for i in range(len(settings.loras)):
@@ -211,22 +217,24 @@ def group_forward(
 
 
 def _leaves_out(
-    n: Tensor,
     settings: Settings,
-    flat: Sequence[Tensor | None],
-    i: int,
-    residual: Tensor | None,
-    update: tuple[Tensor, Tensor] | None,
+    x: Tensor,
+    weights: Sequence[tuple[int, Tensor]],
+    side: Literal[0, 1],
+    others: Sequence[Tensor | None],
 ) -> bool:
-    """Whether projection i, its update with it, leaves out the rows that don't count."""
-    if settings.row_count is None:
-        return False
-    weight, state = flat[4 * i], settings.quant_states[i]
-    assert weight is not None
-    dense = weight if state is None and weight.dtype == settings.dtype else None
-    factors = () if update is None else (update[0], update[1].t())
-    columns = len(weight) if state is None else state.shape[0]
-    return serves(settings.implementation, settings.row_count, n, columns, (dense, residual, *factors))
+    """Whether a sum of x's product with weights, by projection, leaves out the rows of ``x [T, ...]`` that don't count.
+
+    Args:
+        side: of weights ``[O, H]`` the one that the sum's columns are.
+        others: its other factors, and what is added to it.
+    """
+    first, weight = weights[0]
+    state = settings.quant_states[first]
+    columns = (weight if state is None else state).shape[side]
+    # others are made dense, or cast, into memory of their own
+    ready = [w for i, w in weights if settings.quant_states[i] is None and w.dtype == settings.dtype]
+    return serves(settings.implementation, settings.row_count, x, columns, (*ready, *others))
 
 
 def keep_weights(
@@ -260,7 +268,12 @@ def backward_to_input(
     if not need_input:
         return None, low
     present = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-    count = settings.row_count if _leaves_out_backward(present, low, settings, kept, prefix) else None
+    count = settings.row_count if present else None
+    if count is not None:
+        first, *others = (grad for _, grad in present)
+        weights = [(i, kept[f"{prefix}w{i}"]) for i, _ in present]
+        if not _leaves_out(settings, first, weights, 1, (*others, low, kept.get(f"{prefix}a"))):
+            count = None
     terms: list[tuple[Tensor, Tensor]] = []
     dn: Tensor | None = None
     if low is not None and updates:
@@ -280,25 +293,6 @@ def backward_to_input(
             terms = []
             del dense
     return dn, low
-
-
-def _leaves_out_backward(
-    present: Sequence[tuple[int, Tensor]],
-    low: Tensor | None,
-    settings: Settings,
-    kept: dict[str, Tensor],
-    prefix: str,
-) -> bool:
-    """Whether the input's gradient, its updates' share with it, leaves out the rows that don't count."""
-    if settings.row_count is None or not present:
-        return False
-    first, grad = present[0]
-    state = settings.quant_states[first]
-    columns = kept[f"{prefix}w{first}"].shape[1] if state is None else state.shape[1]
-    dense = [kept[f"{prefix}w{i}"] for i, _ in present if settings.quant_states[i] is None]
-    factors = () if low is None else (low, kept[f"{prefix}a"])
-    others = (other for _, other in present[1:])
-    return serves(settings.implementation, settings.row_count, grad, columns, (*dense, *others, *factors))
 
 
 def backward_to_weights(

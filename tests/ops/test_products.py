@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,17 +17,10 @@ from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.projections import project
 
 kernels = pytest.importorskip("fastpack.ops.kernels.products")
+pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_finite")
 T, N = 300, 264
 LENGTHS = (256, 72, 16, 40)
 """Of the sums: whole steps, one that sticks out, and two thin ones."""
-
-
-@pytest.fixture(autouse=True)
-def _unwritten_memory_is_not_finite() -> Iterator[None]:
-    """Nor zero by chance: what is not written is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def make_terms(count: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor, Tensor]]:

@@ -56,8 +56,17 @@ def early(x: Tensor) -> dict[str, bool]:
 @functools.cache
 def _can_launch_early(index: int) -> bool:
     compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter knows nothing of it
-    hopper = torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
-    return compiled and hopper
+    return compiled and _capability(index) >= (9, 0)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU; that of others, which count otherwise, is (0, 0)."""
+    return _capability(device.index)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index) if torch.version.cuda is not None else (0, 0)
 
 
 def processors(device: torch.device) -> int:
