@@ -31,6 +31,10 @@ def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "FEWEST_TILES", 0)
 
 
+IN_PART = ("cohere", "cohere2", "starcoder2")
+"""Their MLPs are called by layers of transformers' own, which know nothing of a count."""
+
+
 def recorded(model: Any) -> list[RecordedStep]:
     return list(runner(model)._recordings.steps.values())
 
@@ -45,9 +49,10 @@ def test_families_in_bf16(model_type: str) -> None:
         check(compare(run_batch(model, sequences, kind), wide), plain)
     if not runner(model).stats.replays:
         pytest.skip(f"not recorded: {runner(model).describe(torch.device('cuda'))}")
-    (found,) = recorded(model)
+    found = recorded(model)[0]
     assert found.bucket.tokens - sum(LENGTHS) > 128
-    assert found.leaves_out_tails
+    assert found._row_count.products
+    assert found.leaves_out_tails == (model_type not in IN_PART)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +61,7 @@ def test_families_in_bf16(model_type: str) -> None:
 )
 def test_lora(model_type: str, attention: str) -> None:
     """Updates are terms of the products; one recording serves both batches, whatever the other one left behind."""
-    plain = with_lora(build(model_type, torch.bfloat16))
+    plain = with_lora(build(model_type, torch.bfloat16), r=8)
     wide = fastpack.patch(copy.deepcopy(plain).float(), kernels="torch")
     model = graphed(copy.deepcopy(plain), attention, first_steps=1, roomy_left_out=4.0)
     plain = fastpack.patch(plain, kernels="torch")

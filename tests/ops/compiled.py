@@ -54,7 +54,8 @@ def sum_of_products(count: int, dtype: str, rank: int) -> int:
     for i, block in enumerate(blocks):
         constants |= {f"BLOCK{i}": block, f"T{i}": i == 0}
         types |= {f"x{i}": (products.BLOCK_T, block)}
-        types |= {f"m{i}": (products.BLOCK_N, block) if i == 0 else (block, products.BLOCK_N)}
+        for name, width in ((f"m{i}", products.BLOCK_N), (f"half{i}", products.BLOCK_N // 2)):
+            types[name] = (width, block) if i == 0 else (block, width)
     signature: dict[str, str] = {}
     for name in products._products_kernel.arg_names:
         if name in types:
