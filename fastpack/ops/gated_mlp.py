@@ -76,7 +76,7 @@ def gated_mlp(
     settings = (Settings.of(inner, implementation, row_count), Settings.of([down], implementation, row_count))
     weight = None if norm is None else norm.weight
     out: Tensor = _GatedMlp.apply(
-        *settings, norm, activation, (residual, need_output, kept), implementation, x, weight,
+        *settings, norm, activation, (residual, need_output, kept), x, weight,
         *tensors_of([*inner, down]),
     )  # fmt: skip
     return out
@@ -91,7 +91,6 @@ class _GatedMlp(torch.autograd.Function):
         norm: Norm | None,
         activation: ActivationKind,
         wanted: tuple[bool, bool, Kept | None],
-        implementation: Implementation,
         x: Tensor,
         norm_weight: Tensor | None,
         *flat: Tensor | None,
@@ -99,7 +98,7 @@ class _GatedMlp(torch.autograd.Function):
         keep: dict[str, Tensor] = {"x": x}
         residual, need_output, kept = wanted
         with torch.autocast(x.device.type, enabled=False):
-            n = normalise(x, norm, inner.dtype, keep, implementation)
+            n = normalise(x, norm, inner, keep)
             updates = expand_forward(n, inner, flat[:-4], keep, prefix="inner ")
             found = None if kept is None else kept.load()
             if found is None:
@@ -116,7 +115,7 @@ class _GatedMlp(torch.autograd.Function):
                 activation,
                 *_halved(updates, len(made)),
                 row_count=inner.row_count,
-                implementation=implementation,
+                implementation=inner.implementation,
             )
             if need_output:
                 (y,) = group_forward(h, down, flat[-4:], keep, residual=x if residual else None, prefix="down ")
@@ -126,7 +125,7 @@ class _GatedMlp(torch.autograd.Function):
                 y = torch.empty_like(x, dtype=down.dtype)
         keep.update(zip(("made0", "made1"), made, strict=False))
         ctx.settings, ctx.norm, ctx.activation, ctx.residual = (inner, down), norm, activation, residual
-        ctx.implementation, ctx.names, ctx.x_dtype = implementation, tuple(keep), x.dtype
+        ctx.names, ctx.x_dtype = tuple(keep), x.dtype
         ctx.save_for_backward(*keep.values())
         return y
 
@@ -136,8 +135,8 @@ class _GatedMlp(torch.autograd.Function):
         kept = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         inner, down = ctx.settings
         needs = ctx.needs_input_grad
-        needs_inner, needs_down = needs[8:-4], needs[-4:]
-        need_x = needs[6] or needs[7]
+        needs_inner, needs_down = needs[7:-4], needs[-4:]
+        need_x = needs[5] or needs[6]
         need_inside = need_x or any(needs_inner)
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained: what is read last goes first
         made = [kept.pop(name) for name in ("made0", "made1") if name in kept]
@@ -162,27 +161,27 @@ class _GatedMlp(torch.autograd.Function):
                     out=_two(inside),
                     recompute=needs_input_again(needs_down),
                     row_count=inner.row_count,
-                    implementation=ctx.implementation,
+                    implementation=inner.implementation,
                 )
             elif needs_input_again(needs_down):
                 count = inner.row_count
                 h = updated_forward(
-                    gate, up, ctx.activation, *updates, row_count=count, implementation=ctx.implementation
+                    gate, up, ctx.activation, *updates, row_count=count, implementation=inner.implementation
                 )
             del made, gate, up
             down_weights = backward_to_weights(of_down, low, h, down, kept, needs_down, prefix="down ")
             h = dh = None
             if not need_inside:
-                return (None,) * 8 + (*[None] * len(needs_inner), *down_weights)
+                return (None,) * 7 + (*[None] * len(needs_inner), *down_weights)
             dn, low = backward_to_input(inside, inner, kept, need_input=need_x, prefix="inner ")
             again = needs_input_again(needs_inner)
-            n = normalised_again(ctx.norm, inner.dtype, kept, ctx.implementation) if again else None
+            n = normalised_again(ctx.norm, inner, kept) if again else None
             inner_weights = backward_to_weights(inside, low, n, inner, kept, needs_inner, prefix="inner ")
             passed_on = grad if ctx.residual else None
-            dx, dnorm = normalise_backward(dn, ctx.norm, kept, passed_on, needs[7], ctx.implementation)
+            dx, dnorm = normalise_backward(dn, ctx.norm, inner, kept, passed_on, needs[6])
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
-        return (None,) * 6 + (dx, dnorm, *inner_weights, *down_weights)
+        return (None,) * 5 + (dx, dnorm, *inner_weights, *down_weights)
 
 
 def _is_last_pass() -> bool:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.products import RowCount, rows_of
 
 Rounding = Literal["before", "after"]
 
@@ -157,9 +158,13 @@ def rms_norm_forward(
     rounding: Rounding = "before",
     unit_offset: bool = False,
     residual: Tensor | None = None,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`rms_norm` or :func:`add_rms_norm` without a graph, for use inside another autograd Function.
+
+    Args:
+        row_count: how many of the first tokens count: the others may be left out, and are zeros then. Here and below.
 
     Returns:
         The normalised tensor, ``x + residual`` (x itself where there is no residual), and ``rstd``: float32 ``[T]``,
@@ -169,7 +174,7 @@ def rms_norm_forward(
         _check_shapes(x, residual)
     kind = Kind(False, rounding == "before", unit_offset)
     kernel = _kernel_serves(implementation, x, weight, residual)
-    normed, summed, _, rstd = _forward(x, residual, weight, None, eps, kind, kernel)
+    normed, summed, _, rstd = _forward(x, residual, weight, None, eps, kind, kernel, row_count)
     return normed, summed, rstd
 
 
@@ -183,6 +188,7 @@ def rms_norm_backward(
     unit_offset: bool = False,
     grad_summed: Tensor | None = None,
     need_weight: bool = True,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`rms_norm_forward` for what was normalised (the sum, where there was a residual) and weight.
@@ -198,7 +204,8 @@ def rms_norm_backward(
     """
     kind = Kind(False, rounding == "before", unit_offset)
     kernel = _kernel_serves(implementation, x, weight)
-    dx, dweight, _ = _backward(grad, x, weight, None, rstd, grad_summed, kind, (True, need_weight, False), kernel)
+    needed = (True, need_weight, False)
+    dx, dweight, _ = _backward(grad, x, weight, None, rstd, grad_summed, kind, needed, kernel, row_count)
     assert dx is not None
     return dx, dweight
 
@@ -210,6 +217,7 @@ def rms_norm_apply(
     *,
     rounding: Rounding = "before",
     unit_offset: bool = False,
+    row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
     """The normalised tensor once more, from x (or the sum) and the ``rstd`` that :func:`rms_norm_forward` returned:
@@ -218,7 +226,7 @@ def rms_norm_apply(
     if _kernel_serves(implementation, x, weight):
         from fastpack.ops.kernels import norm as kernels
 
-        return kernels.forward(x, None, weight, None, 0.0, kind, rstd)[0]
+        return kernels.forward(x, None, weight, None, 0.0, kind, rstd, rows_of(row_count))[0]
     return _weighted(_wide(x), rstd.reshape(*x.shape[:-1], 1), weight, x.dtype, kind)
 
 
@@ -273,12 +281,13 @@ def _forward(
     eps: float,
     kind: Kind,
     kernel: bool,
+    row_count: RowCount | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Normalised, sum, mean ``[T]`` (None unless centred), rstd ``[T]``; of a layer norm by the kernel alone."""
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
-        return kernels.forward(x, residual, weight, bias, eps, kind)
+        return kernels.forward(x, residual, weight, bias, eps, kind, count=rows_of(row_count))
     summed = x if residual is None else x + residual
     wide = _wide(summed)
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -295,12 +304,13 @@ def _backward(
     kind: Kind,
     needed: tuple[bool, bool, bool],
     kernel: bool,
+    row_count: RowCount | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias (float32), those that are ``needed``; of a layer norm by the kernel alone."""
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
-        return kernels.backward(grad, x, weight, mean, rstd, grad_summed, kind, needed)
+        return kernels.backward(grad, x, weight, mean, rstd, grad_summed, kind, needed, rows_of(row_count))
     wide, g, width = _wide(x), grad.to(rstd.dtype), x.shape[-1]
     dx = dweight = None
     if needed[0]:

@@ -56,7 +56,7 @@ def project(
         gradient is added inside the norm's backward.
     """
     made: tuple[Tensor, ...] = _Project.apply(
-        Settings.of(projections, implementation, row_count), norm, implementation, x, residual,
+        Settings.of(projections, implementation, row_count), norm, x, residual,
         None if norm is None else norm.weight, *tensors_of(projections),
     )  # fmt: skip
     return made[:-1], made[-1]
@@ -70,7 +70,6 @@ class _Project(torch.autograd.Function):
         ctx: Any,
         settings: Settings,
         norm: Norm | None,
-        implementation: Implementation,
         x: Tensor,
         residual: Tensor | None,
         norm_weight: Tensor | None,
@@ -78,10 +77,9 @@ class _Project(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         keep: dict[str, Tensor] = {"x": x}
         with torch.autocast(x.device.type, enabled=False):
-            n = normalise(x, norm, settings.dtype, keep, implementation)
+            n = normalise(x, norm, settings, keep)
             outputs = group_forward(n, settings, flat, keep, residual=residual)
-        ctx.settings, ctx.norm, ctx.implementation = settings, norm, implementation
-        ctx.x_dtype, ctx.names = x.dtype, tuple(keep)
+        ctx.settings, ctx.norm, ctx.x_dtype, ctx.names = settings, norm, x.dtype, tuple(keep)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*keep.values())
         return (*outputs, x.view_as(x))
@@ -95,52 +93,55 @@ class _Project(torch.autograd.Function):
         with torch.autocast(kept["x"].device.type, enabled=False):
             dtype = ctx.settings.dtype
             of_outputs = [None if grad is None else grad.to(dtype) for grad in outputs]
-            dn, low = backward_to_input(of_outputs, ctx.settings, kept, need_input=needs[3] or needs[5])
-            n = normalised_again(ctx.norm, dtype, kept, ctx.implementation) if needs_input_again(needs[6:]) else None
-            weights = backward_to_weights(of_outputs, low, n, ctx.settings, kept, needs[6:])
-            dx, dnorm = normalise_backward(dn, ctx.norm, kept, passed_on, needs[5], ctx.implementation)
+            dn, low = backward_to_input(of_outputs, ctx.settings, kept, need_input=needs[2] or needs[4])
+            n = normalised_again(ctx.norm, ctx.settings, kept) if needs_input_again(needs[5:]) else None
+            weights = backward_to_weights(of_outputs, low, n, ctx.settings, kept, needs[5:])
+            dx, dnorm = normalise_backward(dn, ctx.norm, ctx.settings, kept, passed_on, needs[4])
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
-        return None, None, None, dx, outputs[0] if needs[4] else None, dnorm, *weights
+        return None, None, dx, outputs[0] if needs[3] else None, dnorm, *weights
 
 
-def normalise(
-    x: Tensor, norm: Norm | None, dtype: torch.dtype, keep: dict[str, Tensor], implementation: Implementation
-) -> Tensor:
-    """norm(x) in ``dtype``; what its backward needs goes into ``keep`` (x is there already)."""
+def normalise(x: Tensor, norm: Norm | None, settings: Settings, keep: dict[str, Tensor]) -> Tensor:
+    """norm(x) in the group's dtype; what its backward needs goes into ``keep`` (x is there already)."""
     if norm is None:
-        return x.to(dtype)
+        return x.to(settings.dtype)
     n, _, rstd = rms_norm_forward(
-        x, norm.weight, norm.eps, rounding=norm.rounding, unit_offset=norm.unit_offset, implementation=implementation
+        x,
+        norm.weight,
+        norm.eps,
+        rounding=norm.rounding,
+        unit_offset=norm.unit_offset,
+        row_count=settings.row_count,
+        implementation=settings.implementation,
     )
     keep["rstd"], keep["norm_weight"] = rstd, norm.weight
-    return n.to(dtype)
+    return n.to(settings.dtype)
 
 
-def normalised_again(
-    norm: Norm | None, dtype: torch.dtype, kept: dict[str, Tensor], implementation: Implementation
-) -> Tensor:
+def normalised_again(norm: Norm | None, settings: Settings, kept: dict[str, Tensor]) -> Tensor:
     """The same from what was kept."""
     if norm is None:
-        return kept["x"].to(dtype)
+        return kept["x"].to(settings.dtype)
     n = rms_norm_apply(
         kept["x"],
         kept["norm_weight"],
         kept["rstd"],
         rounding=norm.rounding,
         unit_offset=norm.unit_offset,
-        implementation=implementation,
+        row_count=settings.row_count,
+        implementation=settings.implementation,
     )
-    return n.to(dtype)
+    return n.to(settings.dtype)
 
 
 def normalise_backward(
     dn: Tensor | None,
     norm: Norm | None,
+    settings: Settings,
     kept: dict[str, Tensor],
     passed_on: Tensor | None,
     need_weight: bool,
-    implementation: Implementation,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and of the norm's weight; ``passed_on`` reaches x past the norm."""
     if dn is None:
@@ -156,7 +157,8 @@ def normalise_backward(
         unit_offset=norm.unit_offset,
         grad_summed=passed_on,
         need_weight=need_weight,
-        implementation=implementation,
+        row_count=settings.row_count,
+        implementation=settings.implementation,
     )
 
 

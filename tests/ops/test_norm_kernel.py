@@ -21,6 +21,7 @@ from fastpack.ops.norm import (
     rms_norm_backward,
     rms_norm_forward,
 )
+from fastpack.ops.products import RowCount
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import norm as kernels
@@ -181,6 +182,37 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
         assert_no_worse(value, plain[at], truth[at])
 
 
+@pytest.mark.parametrize("counted", [0, 1, 5, 9])
+@pytest.mark.parametrize("width", [40, 1100])
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_that_do_not_count(device: str, width: int, counted: int) -> None:
+    """They are not read, zeros are written there, and the others are what they are alone, to the bit."""
+    x, residual, grad, direct = drawn(4, 9, width, device=device, dtype=torch.float32).unbind()
+    weight = drawn(width, device=device, dtype=torch.float32)
+    short = [tensor[:counted].clone() for tensor in (x, residual, grad, direct)]
+    for tensor in (x, residual, grad, direct):
+        tensor[counted:] = float("nan")
+    count = RowCount(torch.tensor([counted], dtype=torch.int32, device=device))
+
+    def run(x: Tensor, residual: Tensor, grad: Tensor, direct: Tensor, row_count: RowCount | None) -> list[Tensor]:
+        how: dict[str, Any] = {"row_count": row_count, "implementation": "triton"}
+        normed, summed, rstd = rms_norm_forward(x, weight, EPS, residual=residual, **how)
+        again = rms_norm_apply(summed, weight, rstd, **how)
+        dx, dweight = rms_norm_backward(grad, summed, weight, rstd, grad_summed=direct, **how)
+        alone, _ = rms_norm_backward(grad, summed, weight, rstd, need_weight=False, **how)
+        assert dweight is not None
+        return [dweight, normed, summed, again, dx, alone]
+
+    of_weight, *ours = run(x, residual, grad, direct, count)
+    if not counted:
+        assert not of_weight.any()
+    else:
+        of_weight_alone, *want = run(*short, None)
+        assert relative(of_weight, of_weight_alone) <= 1e-6
+        assert all(torch.equal(a[:counted], b) for a, b in zip(ours, want, strict=True))
+    assert not any(tensor[counted:].any() for tensor in ours)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_gradients_that_nobody_needs_are_not_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch, kernels, "backward")
@@ -193,7 +225,7 @@ def test_gradients_that_nobody_needs_are_not_computed(device: str, monkeypatch: 
         )
         normed, summed = add_layer_norm(x, residual, weight, EPS, bias=bias, implementation="triton")
         ((normed.square().sum()) + (summed.sum() if mask[0] or mask[1] else 0)).backward()
-        assert calls[-1][-1] == (bool(mask[0] or mask[1]), bool(mask[2]), bool(mask[3]))
+        assert calls[-1][7] == (bool(mask[0] or mask[1]), bool(mask[2]), bool(mask[3]))
         grads = [tensor.grad for tensor in (x, residual, weight, bias)]
         if not full:
             full = [grad for grad in grads if grad is not None]

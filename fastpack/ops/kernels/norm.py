@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fastpack.ops.kernels.launch import early, in_rows, on_device, processors, wait_for_inputs
+from fastpack.ops.kernels.launch import early, in_rows, on_device, processors, rows_that_count, wait_for_inputs
 from fastpack.ops.kernels.row_sums import sum_rows
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _rows(heads: tl.constexpr, first, tokens, ROWS: tl.constexpr):
-    """Rows ``[ROWS]`` of this program's head, of ``ROWS`` tokens from ``first`` on, and which of them there are."""
+def _rows(heads: tl.constexpr, first, tokens, count, ROWS: tl.constexpr):
+    """Rows ``[ROWS]`` of this program's head, of ``ROWS`` tokens from ``first`` on; which of them there are, and which
+    of these count: of the others nothing is read, and zeros are written."""
     token = first + tl.arange(0, ROWS)
-    return token.to(tl.int64) * heads + tl.program_id(0) % heads, token < tokens
+    return token.to(tl.int64) * heads + tl.program_id(0) % heads, token < tokens, token < rows_that_count(count, tokens)
 
 
 @triton.jit
@@ -67,6 +68,7 @@ def _forward_kernel(
     SUM,
     MEAN,
     RSTD,
+    COUNT,
     tokens,
     x_stride,
     residual_stride,
@@ -82,9 +84,10 @@ def _forward_kernel(
 ):
     """Centred where there is a MEAN; with rstd as it is where GIVEN."""
     wait_for_inputs(EARLY)
-    row, there = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, ROWS)
+    row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, COUNT, ROWS)
     column = tl.arange(0, BLOCK)
-    mask = there[:, None] & (column < WIDTH)[None, :]
+    mask = counts[:, None] & (column < WIDTH)[None, :]
+    stored = there[:, None] & (column < WIDTH)[None, :]
     x = _load(X, x_stride, row, column, mask)
     if RESIDUAL is not None:
         residual = _load(RESIDUAL, residual_stride, row, column, mask)
@@ -93,11 +96,11 @@ def _forward_kernel(
         bias = _load_weight(BIAS, column, HEADS, WIDTH)
     if RESIDUAL is not None:
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(SUM.dtype.element_ty)
-        tl.store(SUM + row[:, None] * WIDTH + column[None, :], x, mask=mask)
+        tl.store(SUM + row[:, None] * WIDTH + column[None, :], x, mask=stored)
     wide = x.to(tl.float32)
 
     if GIVEN:
-        rstd = tl.load(RSTD + row, mask=there, other=0.0)
+        rstd = tl.load(RSTD + row, mask=counts, other=0.0)
     else:
         if MEAN is not None:
             mean = tl.sum(wide, 1) / WIDTH
@@ -112,7 +115,7 @@ def _forward_kernel(
     normed *= _scale(weight, ROUND_BEFORE, UNIT_OFFSET)
     if BIAS is not None:
         normed += bias.to(tl.float32)
-    tl.store(OUT + row[:, None] * WIDTH + column[None, :], normed.to(OUT.dtype.element_ty), mask=mask)
+    tl.store(OUT + row[:, None] * WIDTH + column[None, :], normed.to(OUT.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -129,19 +132,21 @@ def _gradient_of_rows(
     grad_sum_stride,
     row,
     there,
+    counts,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Writes dx of these rows; returns their gradient, zero outside, and the normalised x, for the weight's."""
     column = tl.arange(0, BLOCK)
-    mask = there[:, None] & (column < WIDTH)[None, :]
+    mask = counts[:, None] & (column < WIDTH)[None, :]
+    stored = there[:, None] & (column < WIDTH)[None, :]
     x = _load(X, x_stride, row, column, mask).to(tl.float32)
     grad = _load(GRAD, grad_stride, row, column, mask).to(tl.float32)
     if GRAD_SUM is not None:
         direct = _load(GRAD_SUM, grad_sum_stride, row, column, mask)
-    rstd = tl.load(RSTD + row, mask=there, other=0.0)[:, None]
+    rstd = tl.load(RSTD + row, mask=counts, other=0.0)[:, None]
     if MEAN is not None:
-        mean = tl.load(MEAN + row, mask=there, other=0.0)
+        mean = tl.load(MEAN + row, mask=counts, other=0.0)
         x -= mean[:, None]
     normed = x * rstd
     if DX is not None:
@@ -152,7 +157,7 @@ def _gradient_of_rows(
         dx *= rstd
         if GRAD_SUM is not None:
             dx += direct.to(tl.float32)
-        tl.store(DX + row[:, None] * WIDTH + column[None, :], dx.to(DX.dtype.element_ty), mask=mask)
+        tl.store(DX + row[:, None] * WIDTH + column[None, :], dx.to(DX.dtype.element_ty), mask=stored)
     return grad, normed
 
 
@@ -165,6 +170,7 @@ def _backward_kernel(
     DX,
     MEAN,
     RSTD,
+    COUNT,
     tokens,
     grad_stride,
     x_stride,
@@ -178,10 +184,24 @@ def _backward_kernel(
     EARLY: tl.constexpr,
 ):
     wait_for_inputs(EARLY)
-    row, there = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, ROWS)
+    row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, COUNT, ROWS)
     scale = _scale(_load_weight(WEIGHT, tl.arange(0, BLOCK), HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
     _gradient_of_rows(
-        GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, WIDTH, BLOCK
+        GRAD,
+        X,
+        GRAD_SUM,
+        DX,
+        MEAN,
+        RSTD,
+        scale,
+        grad_stride,
+        x_stride,
+        grad_sum_stride,
+        row,
+        there,
+        counts,
+        WIDTH,
+        BLOCK,
     )
 
 
@@ -196,6 +216,7 @@ def _backward_weight_kernel(
     RSTD,
     DWEIGHT,
     DBIAS,
+    COUNT,
     tokens,
     grad_stride,
     x_stride,
@@ -217,10 +238,11 @@ def _backward_weight_kernel(
     dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in tl.range(program // HEADS * ROWS, tokens, tl.num_programs(0) // HEADS * ROWS, num_stages=STAGES):
-        row, there = _rows(HEADS, first, tokens, ROWS)
+        row, there, counts = _rows(HEADS, first, tokens, COUNT, ROWS)
         grad, normed = _gradient_of_rows(
-            GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, WIDTH, BLOCK
-        )
+            GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, counts,
+            WIDTH, BLOCK,
+        )  # fmt: skip
         dweight += grad * normed
         if DBIAS is not None:
             dbias += grad
@@ -238,8 +260,13 @@ def forward(
     eps: float,
     kind: Kind,
     rstd: Tensor | None = None,
+    count: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Normalised, sum, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given."""
+    """Normalised, sum, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given.
+
+    Args:
+        count: int32 ``[1]``: how many of the first tokens count; results are zeros for the others. None for all.
+    """
     shape, device, width = x.shape, x.device, x.shape[-1]
     summed = x
     if residual is not None:
@@ -265,6 +292,7 @@ def forward(
             None if residual is None else summed,
             mean,
             rstd,
+            count,
             tokens,
             x_stride,
             residual_stride,
@@ -291,8 +319,9 @@ def backward(
     grad_summed: Tensor | None,
     kind: Kind,
     needed: tuple[bool, bool, bool],
+    count: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias (float32), those that are ``needed``."""
+    """Gradients of x, weight and bias (float32), those that are ``needed``; ``count`` as of :func:`forward`."""
     device, width = x.device, x.shape[-1]
     heads = weight.numel() // width
     tokens = rstd.numel() // heads
@@ -307,7 +336,7 @@ def backward(
         tile, block, warps = backward_tile(width)
         with on_device(x):
             _backward_kernel[(triton.cdiv(tokens, tile) * heads,)](
-                *tensors, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
+                *tensors, count, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
             )
         return dx, None, None
     tile, block, warps, each, stages = backward_weight_tile(width, tokens < 512)
@@ -316,8 +345,9 @@ def backward(
     dbias = torch.empty_like(dweight) if needed[2] else None
     with on_device(x):
         _backward_weight_kernel[(groups * heads,)](
-            *tensors, dweight, dbias, tokens, *strides, *constants, tile, block, stages, num_warps=warps, **early(x)
-        )
+            *tensors, dweight, dbias, count, tokens, *strides, *constants, tile, block, stages,
+            num_warps=warps, **early(x),
+        )  # fmt: skip
     partials = [partial.view(groups, -1) for partial in (dweight, dbias) if partial is not None]
     sums = [found.view(weight.shape) for found in sum_rows(partials, (weight.dtype, torch.float32)[: len(partials)])]
     return dx, sums[0] if needed[1] else None, sums[1] if needed[2] else None
