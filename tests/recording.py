@@ -54,6 +54,8 @@ class FakeRecorder:
         self.saved: tuple[Any, Tensor] | None = None
         self.problem: BaseException | None = None
         self.where: str | None = None
+        self.passing = ""
+        self.cuts: list[str] = []
 
     def rejects(self, device: torch.device) -> str | None:
         return self.where
@@ -61,12 +63,19 @@ class FakeRecorder:
     def clear(self) -> None:
         self.statics = []
 
+    def cut(self) -> None:
+        if self.passing:
+            self.cuts.append(self.passing)
+
     def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
         if self.problem is not None:
             raise self.problem
+        self.passing, self.cuts = "forward", []
         output = forward()
         static = output.detach().clone()
+        self.passing = "backward"
         gradients = [None if g is None else g.clone() for g in backward(output)]
+        self.passing = ""
         self.statics += [static, *(g for g in gradients if g is not None)]
 
         def replay_forward() -> None:

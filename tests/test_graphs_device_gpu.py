@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
-from fastpack.graphs.recorder import no_synchronisation
+from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
 from fastpack.graphs.recordings import TOO_LARGE
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
@@ -41,6 +41,56 @@ def test_what_happens_between_forward_and_backward_does_no_harm() -> None:
     copies = [g.clone() for g in kept]
     step(model, LARGE)  # with gradients of its own
     assert all(torch.equal(g, c) for g, c in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 4])
+def test_replays_come_in_pieces(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[int] = []
+    replay = CudaRecorder._replay
+
+    def counted(self: CudaRecorder, pieces: Sequence[torch.cuda.CUDAGraph], device: torch.device) -> None:
+        replayed.append(len(pieces))
+        replay(self, pieces, device)
+
+    monkeypatch.setattr(CudaRecorder, "_replay", counted)
+    models = [tiny_model("llama", head_dim=64, num_hidden_layers=layers).cuda() for _ in range(2)]
+    plain, model = fastpack.patch(models[0]), graphed(models[1])
+    for lengths in (SMALL, LARGE, SMALL):
+        close(step(model, lengths), step(plain, lengths))
+    assert replayed == [{1: 1, 2: 2, 4: 3}[layers]] * 6
+
+
+def test_a_stream_that_works_across_a_cut_is_refused() -> None:
+    """And the recorder goes on to record what can be."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    x, aside = torch.ones(8, device=device, requires_grad=True), torch.cuda.Stream(device)
+    recorder = CudaRecorder()
+
+    def forward(*, joins: bool) -> Tensor:
+        y = x * 2
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            z = y + 1
+        if joins:
+            torch.cuda.current_stream().wait_stream(aside)
+        recorder.cut()
+        if not joins:
+            torch.cuda.current_stream().wait_stream(aside)
+        return y * z
+
+    def backward(out: Tensor) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(out, [x], torch.ones_like(out))
+
+    with pytest.raises(CaptureRefusedError):
+        recorder.record(device, lambda: forward(joins=False), backward)
+    tape = recorder.record(device, lambda: forward(joins=True), backward)
+    with torch.no_grad():
+        x.fill_(3)
+    tape.replay_forward()
+    tape.replay_backward()
+    assert tape.output.tolist() == [42.0] * 8
+    assert tape.gradients[0] is not None
+    assert tape.gradients[0].tolist() == [26.0] * 8
 
 
 def deep() -> nn.Module:

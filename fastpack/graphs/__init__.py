@@ -1,10 +1,10 @@
 """Replaying a decoder stack's forward and backward from CUDA graphs, where a step waits for launches.
 
-``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is one
-launch forward and one backward, recorded once for each :class:`~fastpack.packing.Bucket` of sizes
+``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is a few
+launches forward and as many backward, recorded once for each :class:`~fastpack.packing.Bucket` of sizes
 (:mod:`~fastpack.graphs.runner` decides whether to replay, :mod:`~fastpack.graphs.recordings` which,
-:mod:`~fastpack.graphs.step` does it, :mod:`~fastpack.graphs.stack` looks for what has changed,
-:mod:`~fastpack.graphs.recorder` talks to the device).
+:mod:`~fastpack.graphs.step` does it, :mod:`~fastpack.graphs.pieces` cuts it in pieces, :mod:`~fastpack.graphs.stack`
+looks for what has changed, :mod:`~fastpack.graphs.recorder` talks to the device).
 
 What it costs: up to a sixteenth more tokens a step, 2 % on average, and up to 25 % while a roomier recording serves (up
 to 100 % where its products leave these tokens out, at a tenth of the time of others), until one of the batch's own

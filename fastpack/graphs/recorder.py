@@ -10,7 +10,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -70,8 +70,44 @@ class Recorder(Protocol):
             NoMemoryError: it took too much memory.
         """
 
+    def cut(self) -> None:
+        """Called in a pass: what follows may begin later than what was before it. Nothing, where none is recorded."""
+
     def clear(self) -> None:
         """Every tape was dropped: so may be what they shared."""
+
+
+@dataclass(eq=False)
+class _Capture:
+    """A pass on its way into graphs, one piece after the other.
+
+    Attributes:
+        failed: holds the graph of a piece until its capture has ended.
+        pieces: those that have.
+    """
+
+    pool: Any
+    failed: list[torch.cuda.CUDAGraph]
+    pieces: list[torch.cuda.CUDAGraph] = field(default_factory=list)
+    _begun: bool = False
+
+    def begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        self.failed.append(graph)
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        self._begun = True
+
+    def cut(self) -> None:
+        if self._begun:
+            self.end()
+            self.begin()
+
+    def end(self) -> None:
+        """Nothing, after a beginning or an end that raised."""
+        if self._begun:
+            self._begun = False
+            self.failed[-1].capture_end()
+            self.pieces.append(self.failed.pop())
 
 
 class CudaRecorder:
@@ -82,12 +118,14 @@ class CudaRecorder:
     to their sum; the price is that a replay overwrites what any other left there, and that only one forward may wait
     for its backward. Its outputs are read through tensors that alias their addresses without holding them.
 
-    Captures are local to this thread, so that the threads of data loaders and of NCCL may go on calling CUDA.
+    Captures are local to this thread, so that the threads of data loaders and of NCCL may go on calling CUDA. A pass
+    becomes one graph, or several where it is cut (:mod:`fastpack.graphs.pieces`).
     """
 
     def __init__(self) -> None:
         self._pool: Any = None
         self._first = True
+        self._under_way: _Capture | None = None
         self._last_stream: torch.cuda.Stream | None = None
         # A graph whose capture did not end stays referenced: the allocator may go on asking it whether it captures.
         self._failed: list[torch.cuda.CUDAGraph] = []
@@ -101,6 +139,10 @@ class CudaRecorder:
 
     def clear(self) -> None:
         self._pool = None
+
+    def cut(self) -> None:
+        if self._under_way is not None:
+            self._under_way.cut()
 
     def record(self, device: torch.device, forward: Forward, backward: Backward) -> Tape:
         failed = len(self._failed)
@@ -157,25 +199,26 @@ class CudaRecorder:
             lambda: self._replay(captured_backward, device),
         )
 
-    def _capture(self, run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[torch.cuda.CUDAGraph, Any]:
-        # torch.cuda.graph would leave its stream current where the end of a capture raises
-        graph = torch.cuda.CUDAGraph()
-        self._failed.append(graph)
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+    def _capture(self, run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[list[torch.cuda.CUDAGraph], Any]:
+        # torch.cuda.graph would leave its stream current where the end of a capture raises; and it is the thread that
+        # began a backward's capture that has to cut it
+        self._under_way = capture = _Capture(self._pool, self._failed)
+        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
             try:
+                capture.begin()
                 result = run()
             finally:
-                graph.capture_end()
-                self._failed.pop()  # not where that raised
-        return graph, result
+                self._under_way = None
+                capture.end()
+        return capture.pieces, result
 
-    def _replay(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    def _replay(self, pieces: Sequence[torch.cuda.CUDAGraph], device: torch.device) -> None:
         stream = torch.cuda.current_stream(device)
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_stream(self._last_stream)  # the graphs share memory
         self._last_stream = stream
-        graph.replay()
+        for graph in pieces:
+            graph.replay()
 
 
 @functools.cache

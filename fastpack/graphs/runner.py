@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -120,13 +120,13 @@ class GraphRunner:
         stack = self._current_stack(backbone)
         return Seen(stack, stack.state())
 
-    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any], around: Around) -> Any:
+    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any], around: Around | None) -> Any:
         """The backbone's outputs for a packed batch.
 
         Args:
             backbone: the module; ``stock``: the forward to call, as :func:`fastpack.layers.stock.call_stock` takes it.
             arguments: what the stock forward is to be called with.
-            around: what goes around it, recorded or not.
+            around: what goes around it, recorded or not; it may copy on streams of its own.
         """
         packed: PackedSeqLens = arguments["packed_seq_lens"]
         seen, self._seen = self._seen, None
@@ -146,7 +146,7 @@ class GraphRunner:
                 return step.replay(request, ticket)
         assert reason is not None
         self.stats.eager[reason] += 1
-        with around(backbone, packed.cu_seqlens.device):
+        with nullcontext() if around is None else around(backbone, packed.cu_seqlens.device):
             return call_stock(backbone, stock, **arguments)
 
     def _find_step(
@@ -156,7 +156,7 @@ class GraphRunner:
         arguments: Mapping[str, Any],
         packed: PackedSeqLens,
         seen: Seen | None,
-        around: Around,
+        around: Around | None,
     ) -> tuple[str | None, RecordedStep | None, Request]:
         """The recording to replay, made now if it is time to; or why there is none."""
         if seen is None or (seen.packed is not None and seen.packed is not packed):
@@ -169,7 +169,8 @@ class GraphRunner:
             for name, value in arguments.items()
             if value is not None and name not in _OURS and name not in _FOR_THE_LOSS
         }
-        request = Request(stack, _runner(backbone, stock, extras, around), embeddings, packed, bucket)
+        runner = _runner(backbone, stock, extras, around)
+        request = Request(stack, runner, embeddings, packed, bucket, in_pieces=around is None)
         like = (
             state,
             embeddings.dtype,
@@ -263,12 +264,12 @@ def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
 
 
 def _runner(
-    backbone: Any, stock: Forward | None, settings: Mapping[str, Any], around: Around
+    backbone: Any, stock: Forward | None, settings: Mapping[str, Any], around: Around | None
 ) -> Callable[[Tensor, PackedSeqLens], Any]:
     """What is recorded: the stock forward from embeddings on."""
 
     def run(embeddings: Tensor, packed: PackedSeqLens) -> Any:
-        with around(backbone, embeddings.device, recording=True):
+        with nullcontext() if around is None else around(backbone, embeddings.device, recording=True):
             return call_stock(
                 backbone,
                 stock,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastpack.hooks import has_hooks
+from fastpack.layers.find import decoder_layers
 
 _HELD = ("_modules", "_parameters", "_buffers")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -57,6 +58,7 @@ class Stack:
             (m, name) for m in inner for name in ("attention_dropout", "residual_dropout") if hasattr(m, name)
         ]
         self._checkpointed = [m for m in self.modules if hasattr(m, "gradient_checkpointing")]
+        self.layers = decoder_layers(backbone)
 
     def unchanged(self) -> bool:
         """True while every module, parameter and buffer is the same object, at the same address."""

@@ -6,7 +6,7 @@ Shape suffixes: T real tokens, Tb tokens of the bucket, N sequences of the bucke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
+from fastpack.graphs.pieces import cut_between
 from fastpack.graphs.recorder import CaptureRefusedError, Recorder, Tape
 from fastpack.graphs.stack import Stack
 from fastpack.ops.products import RowCount
@@ -86,6 +87,7 @@ class Request:
         embeddings: ``[1, T, H]``.
         packed: their lengths.
         bucket: what they round up to.
+        in_pieces: whether it may be recorded in pieces: no other stream works across its layers.
     """
 
     stack: Stack
@@ -93,6 +95,7 @@ class Request:
     embeddings: Tensor
     packed: PackedSeqLens
     bucket: Bucket
+    in_pieces: bool = True
 
 
 class RecordedStep:
@@ -136,7 +139,8 @@ class RecordedStep:
                 row_count=self._row_count if self._tail_of_zeros else None,
             )
             self._passes += 1
-            with stack.recordable(stand_ins), _uncached_autocast(device):
+            pieces = cut_between(stack.layers, recorder.cut) if request.in_pieces else nullcontext()
+            with stack.recordable(stand_ins), _uncached_autocast(device), pieces:
                 outputs = request.run(leaf.clone(), packed)
             self.output_type = type(outputs)
             return only_hidden_states(outputs)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -100,14 +100,14 @@ def backbone_forward(
         use_cache=False,
         return_dict=True,
     )
-    around = _nothing if offload is None else offload.around
+    around = None if offload is None else offload.around
     if graphs is not None:
         outputs = graphs.run(backbone, stock, arguments, around)
     else:
         if scope is not None:
             arguments = accepted(type(backbone).forward, arguments)
         with (
-            around(backbone, packed.cu_seqlens.device),
+            nullcontext() if around is None else around(backbone, packed.cu_seqlens.device),
             nullcontext() if scope is None else scope.around(backbone, run),
         ):
             if family.repadded:
@@ -118,10 +118,6 @@ def backbone_forward(
         outputs = spread_out(outputs, shared)
     outputs = put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
-
-
-def _nothing(*_: Any, **__: Any) -> AbstractContextManager[None]:
-    return nullcontext()
 
 
 def _from_head(scope: PackingScope, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.flops import FULL, Attention, Layer, Load, Product, Span, StepFlops, forward_flops, training_flops
+from fastpack.layers.find import TOWERS, decoder_layers
 from fastpack.targets import find_parts
 
 _RESULTS = frozenset(
@@ -30,8 +31,6 @@ _OTHERS = frozenset(
     {"lightning", "delta", "indexer", "rwkv", "lsh", "blocksparse", "diffllama", "mamba", "mixer", "rglru", "lstm"}
 )
 """In the names of classes that mix tokens in a way that has no formula here."""
-_TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multimodal")
-"""In the names of what turns something else than text into embeddings."""
 _CROSS = ("encoder_attn", "encoder_attention", "crossattention", "cross_attn")
 """Names of attention to another model's states, which decoders alone don't have."""
 _PARTLY = frozenset(
@@ -94,7 +93,7 @@ def read_plan(model: nn.Module) -> ModelPlan:
     parts = find_parts(model)
     backbone: Any = parts.backbone
     reader = _Reader(backbone.config)
-    layers = _decoder_layers(backbone)
+    layers = decoder_layers(backbone)
     inside = {id(layer) for layer in layers}
     alive = _trains(backbone.get_input_embeddings())
     outside = list(reader.units(backbone, leave=inside))
@@ -163,16 +162,6 @@ def _of_mlp(name: str) -> bool:
     return any(part in name for part in ("feedforward", "mlp", "ffn", "ff_"))
 
 
-def _decoder_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The longest list of modules right inside the backbone, or inside a child of its own."""
-    lists = [
-        list(module)
-        for name, module in backbone.named_modules()
-        if isinstance(module, nn.ModuleList) and name.count(".") <= 1 and not any(word in name for word in _TOWERS)
-    ]
-    return max(lists, key=len, default=[])
-
-
 class _Reader:
     """Finds products and attention, and notes what has no formula."""
 
@@ -223,9 +212,9 @@ class _Reader:
             yield from self.units(module[0], f"{path}.0", times=times * share, top=top)
             return
         for name, child in module.named_children():
-            if any(word in name for word in _TOWERS):
+            if any(word in name for word in TOWERS):
                 self._note(child, name)
-            if any(word in name for word in (*_TOWERS, *_CROSS)):
+            if any(word in name for word in (*TOWERS, *_CROSS)):
                 continue
             yield from self.units(child, f"{path}.{name}" if path else name, times=times, leave=leave, top=top)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from fastpack.layers.find import decoder_layers
 from fastpack.layers.stock import bound_with
 from fastpack.offload.products import Journey, with_slots
 from fastpack.offload.saved import Kept, Offloaded, Pass
@@ -83,7 +84,7 @@ class CheckpointOffload:
             if not recording:  # which is tried several times, and replayed more often
                 self.stats.idle[reason] += 1
             return nullcontext()
-        return self.saving(_layers(backbone) if self.products else (), recording=recording)
+        return self.saving(decoder_layers(backbone) if self.products else (), recording=recording)
 
     @contextmanager
     def saving(self, layers: Sequence[nn.Module] = (), *, recording: bool = False) -> Iterator[None]:
@@ -110,7 +111,7 @@ class CheckpointOffload:
         """Why a training forward on a device has nothing to offload, or None."""
         if self.lane(device, recording=recording) is None:
             return f"the model is on {device.type}, and copies beside the computation need CUDA"
-        layers = _layers(backbone)
+        layers = decoder_layers(backbone)
         checkpointed = [on for on in map(_checkpointing, layers) if on is not None]
         if not any(checkpointed):
             return "gradient checkpointing is off"
@@ -162,10 +163,6 @@ class CheckpointOffload:
 def offload_of(backbone: nn.Module) -> CheckpointOffload | None:
     """The offloading of a patched backbone, None where it was patched without."""
     return bound_with(backbone, CheckpointOffload)
-
-
-def _layers(backbone: nn.Module) -> list[nn.Module]:
-    return [layer for found in backbone.children() if isinstance(found, nn.ModuleList) for layer in found]
 
 
 def _checkpointing(layer: nn.Module) -> bool | None:
