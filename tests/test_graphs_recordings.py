@@ -60,7 +60,7 @@ def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None
 def test_the_first_recording_is_one_that_others_can_use() -> None:
     """A quarter of an octave above its batch at most; own sizes come when they are worth it."""
     lengths, larger, small = (400, 120), (400, 200), (300, 90)
-    model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4)
+    model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4, roomy=1.25)
     assert [Bucket.of(x).tokens for x in (lengths, larger, small)] == [576, 640, 448]
     found = recorded_when(model, lengths, larger, small, *[lengths] * 9)
     assert found == [1, 1, 2] + 8 * [2] + [3], "64 tokens more in each of nine batches are 576"

@@ -43,7 +43,7 @@ def recorded(model: Any) -> list[RecordedStep]:
 def test_families_in_bf16(model_type: str) -> None:
     """A recording of 1,024 tokens or more, of batches of 784."""
     wide, plain = oracle_and_plain(model_type)
-    model = graphed(build(model_type, torch.bfloat16), first_steps=1)
+    model = graphed(build(model_type, torch.bfloat16), first_steps=1, record_after=4.0)
     sequences = make_sequences(VOCAB, LENGTHS)
     for kind in ("padded left", "several packed rows"):
         check(compare(run_batch(model, sequences, kind), wide), plain)
@@ -63,7 +63,7 @@ def test_lora(model_type: str, attention: str) -> None:
     """Updates are terms of the products; one recording serves both batches, whatever the other one left behind."""
     plain = with_lora(build(model_type, torch.bfloat16), r=8)
     wide = fastpack.patch(copy.deepcopy(plain).float(), kernels="torch")
-    model = graphed(copy.deepcopy(plain), attention, first_steps=1, roomy_left_out=4.0)
+    model = graphed(copy.deepcopy(plain), attention, first_steps=1, record_after=4.0, roomy_left_out=4.0)
     plain = fastpack.patch(plain, kernels="torch")
     for lengths in (LARGE, LENGTHS, LARGE):
         sequences = make_sequences(VOCAB, lengths)

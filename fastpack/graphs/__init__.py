@@ -6,7 +6,7 @@ launches forward and as many backward, recorded once for each :class:`~fastpack.
 :mod:`~fastpack.graphs.step` does it, :mod:`~fastpack.graphs.pieces` cuts it in pieces, :mod:`~fastpack.graphs.stack`
 looks for what has changed, :mod:`~fastpack.graphs.recorder` talks to the device).
 
-What it costs: up to a sixteenth more tokens a step, 2 % on average, and up to 25 % while a roomier recording serves (up
+What it costs: up to a sixteenth more tokens a step, 2 % on average, and up to 50 % while a roomier recording serves (up
 to 100 % where its products leave these tokens out, at a tenth of the time of others), until one of the batch's own
 sizes is worth its making; memory for the activations and weight gradients of the largest bucket, which recordings share
 among themselves but with nobody else; one more copy of the gradients of the weights that are trained, while they are

@@ -26,12 +26,11 @@ class GraphSettings:
     """When to record.
 
     Attributes:
-        record_after: while recordings of slightly larger sizes serve, how many tokens one of a batch's own sizes would
-            have saved since the last was made, over all batches that it would have held, before it is made too; in
-            multiples of its tokens. Without a recording that serves, one is made at first sight. Recording takes about
-            three steps' time, and tokens of a tail about half of that of others.
-        record_after_left_out: the same while the one that serves leaves tails out of its products, so that their
-            tokens take a tenth of the time of others (a quarter, where attention does not leave them out).
+        record_after: while recordings of larger sizes serve, how many tokens one of a batch's own sizes would have
+            saved since the last was made, over all batches that it would have held, before it is made too; in multiples
+            of its tokens. Without a recording that serves, one is made at first sight. Recording takes the time of
+            three steps of an 8B model, and of twelve of a 0.5B model, whose passes wait for the host; tokens of a tail
+            take about half of that of others, a tenth where products leave them out.
         first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
             first sight, which others will come to use; those of a batch's own sizes are 16.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as the one used
@@ -45,18 +44,13 @@ class GraphSettings:
             time before, until recording is given up.
     """
 
-    record_after: float = 1.0
-    record_after_left_out: float = 4.0
+    record_after: float = 4.0
     first_steps: int = 4
     max_recordings: int = 32
-    roomy: float = 1.25
+    roomy: float = 1.5
     roomy_left_out: float = 2.0
     max_work: float = 5e12
     max_changes: int = 8
-
-    def record_after_for(self, step: RecordedStep) -> float:
-        """What holds while this one serves."""
-        return self.record_after_left_out if step.leaves_out_tails else self.record_after
 
     def roomy_for(self, step: RecordedStep) -> float:
         """How much roomier than a batch this one may be."""
@@ -119,7 +113,7 @@ class Recordings:
         roomy = self._roomy(request, known, settings)
         if roomy is None:
             return self._first(request, known, settings, recorder)
-        worth = self._waste(key, roomy[0]) >= settings.record_after_for(self.steps[roomy]) * request.bucket.tokens
+        worth = self._waste(key, roomy[0]) >= settings.record_after * request.bucket.tokens
         if worth and key not in self._crowded and self._has_room(key, settings):
             if found := self._try(request, known, settings, recorder):
                 return found
