@@ -82,7 +82,7 @@ def patch(
             ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``, ``segments``, ``reference``.
         kernels: what computes norms, RoPE, gated units, LoRA's casts and the fused loss: ``auto`` for Triton kernels
             on a CUDA device and plain torch elsewhere, ``torch`` for the definitions, ``triton`` for kernels alone.
-        graphs: ``auto`` replays the whole decoder stack as CUDA graphs, a pair for each bucket of batch sizes,
+        graphs: ``auto`` replays the whole decoder stack as CUDA graphs, recorded once for each bucket of batch sizes,
             wherever that is right; the report counts the batches that ran as ever, and why. For models that wait for
             kernel launches.
         loss: ``fused`` computes the loss of ``labels=`` in training without holding the logits; ``out.logits`` is

@@ -306,6 +306,35 @@ def test_autocast_over_float32_weights() -> None:
     assert runner(models[1]).stats.recordings == 2, "autocast is part of what was recorded"
 
 
+def test_a_recorded_backward_is_outside_autocast() -> None:
+    """As that of a loss is: what ran in float32, with autocast off, has its backward in float32."""
+    seen: list[bool] = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return grad
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return Watch.apply(x)
+
+    model = tiny_model("llama")
+    model.model.norm = Watched()
+    graphed(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = hidden(model).sum()
+    loss.backward()
+    assert runner(model).stats.replays == 1
+    assert seen
+    assert not any(seen)
+
+
 def test_neftune_and_given_embeddings() -> None:
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
     sequences = make_sequences(VOCAB)

@@ -84,6 +84,15 @@ def test_places_are_counted_from_both_ends() -> None:
     assert seen == sorted({*CUTS, *(len(layers) - many for many in CUTS)})
 
 
+def test_a_layer_that_is_in_several_places_is_cut_once_a_call() -> None:
+    calls: list[int] = []
+    layers = [nn.Identity()] * 8
+    with cut_between(layers, lambda: calls.append(1)):
+        for layer in layers:
+            layer(torch.zeros(1))
+    assert len(calls) == len(layers)
+
+
 def test_not_with_copies_on_another_stream() -> None:
     """Those of offloading go on across layers: a capture can't end there."""
     model = tiny_model("llama", num_hidden_layers=4)

@@ -22,9 +22,10 @@ CUTS = (1, 5)
 def cut_between(layers: Sequence[nn.Module], cut: Callable[[], None]) -> Iterator[None]:
     """Call ``cut`` in a forward inside, each time some more :data:`CUTS` of its layers have run, and at the same places
     of its backward, which may run outside."""
-    places = {place for many in CUTS for place in (many, len(layers) - many) if 0 < place < len(layers)}
+    places = [place for many in CUTS for place in (many, len(layers) - many) if 0 < place < len(layers)]
+    cut_before = dict.fromkeys(layers[place] for place in places)  # one may be in several places
     hook = functools.partial(_cut_here, cut)
-    handles = [layers[place].register_forward_pre_hook(hook, with_kwargs=True) for place in sorted(places)]
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in cut_before]
     try:
         yield
     finally:

@@ -148,7 +148,10 @@ class CudaRecorder:
         failed = len(self._failed)
         with torch.cuda.device(device):
             try:
-                return self._record(forward, backward)
+                # a backward is cut by the thread that began its capture; and so warmed up by it, since libraries have a
+                # workspace for each thread
+                with torch.autograd.set_multithreading_enabled(False):
+                    return self._record(forward, backward)
             except RuntimeError as error:
                 refusal = capture_problem(error)
                 if refusal is None:
@@ -200,10 +203,9 @@ class CudaRecorder:
         )
 
     def _capture(self, run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[list[torch.cuda.CUDAGraph], Any]:
-        # torch.cuda.graph would leave its stream current where the end of a capture raises; and it is the thread that
-        # began a backward's capture that has to cut it
+        # torch.cuda.graph would leave its stream current where the end of a capture raises
         self._under_way = capture = _Capture(self._pool, self._failed)
-        with torch.cuda.stream(stream), torch.autograd.set_multithreading_enabled(False):
+        with torch.cuda.stream(stream):
             try:
                 capture.begin()
                 result = run()
@@ -246,7 +248,7 @@ def capture_problem(error: BaseException) -> CaptureRefusedError | None:
         text = str(link).partition("\n")[0]
         if isinstance(link, RuntimeError) and "called a synchronizing CUDA operation" in text:
             return CaptureRefusedError("its forward or backward waits for the device")
-        capturing = "captur" in text and ("CUDA" in text or "stream" in text)
+        capturing = "captur" in text.lower() and ("CUDA" in text or "stream" in text)
         if code in CAPTURE_ERRORS or (isinstance(link, RuntimeError) and code is None and capturing):
             return CaptureRefusedError(f"it can't be captured ({text})")
     return None

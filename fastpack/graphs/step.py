@@ -146,7 +146,7 @@ class RecordedStep:
             return only_hidden_states(outputs)
 
         def backward(output: Tensor) -> Sequence[Tensor | None]:
-            with stack.recordable(stand_ins):  # checkpointing runs modules again
+            with stack.recordable(stand_ins), _no_autocast(device):  # checkpointing runs modules again
                 return torch.autograd.grad(output, inputs, self._grad)
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -270,7 +270,8 @@ def _find_reached(
         raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
     if not leaves:
         raise CaptureRefusedError("nothing in the stack has a gradient")
-    gradients = torch.autograd.grad(output, wanted, torch.zeros_like(output), allow_unused=True)
+    with _no_autocast(leaf.device):
+        gradients = torch.autograd.grad(output, wanted, torch.zeros_like(output), allow_unused=True)
     drew = [not torch.equal(a, b) for a, b in zip(before, _random_states(leaf.device), strict=True)]
     if drew[0] and not may_draw:
         raise CaptureRefusedError("it draws random numbers (dropout) under gradient checkpointing")
@@ -324,6 +325,11 @@ def _uncached_autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(
         kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
     )
+
+
+def _no_autocast(device: torch.device) -> torch.autocast:
+    """A backward is outside autocast, as that of a loss is; what checkpointing runs again is in the one that it saw."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

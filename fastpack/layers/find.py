@@ -9,7 +9,7 @@ TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multim
 
 
 def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The longest list of modules right inside the backbone, or inside a child of its own; in their order."""
+    """The longest list of modules right inside the backbone, or inside a child of its own; those of towers left out."""
     found = _inside(backbone)
     found += [inner for child in found if not isinstance(child, nn.ModuleList) for inner in _inside(child)]
     return list(max((module for module in found if isinstance(module, nn.ModuleList)), key=len, default=()))

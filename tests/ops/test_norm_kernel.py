@@ -183,9 +183,9 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
 
 
 @pytest.mark.parametrize("counted", [0, 1, 5, 9])
-@pytest.mark.parametrize("width", [40, 1100])
+@pytest.mark.parametrize(("width", "eps"), [(40, EPS), (40, 0.0), (1100, EPS)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_do_not_count(device: str, width: int, counted: int) -> None:
+def test_rows_that_do_not_count(device: str, width: int, eps: float, counted: int) -> None:
     """They are not read, zeros are written there, and the others are what they are alone, to the bit."""
     x, residual, grad, direct = drawn(4, 9, width, device=device, dtype=torch.float32).unbind()
     weight = drawn(width, device=device, dtype=torch.float32)
@@ -196,7 +196,7 @@ def test_rows_that_do_not_count(device: str, width: int, counted: int) -> None:
 
     def run(x: Tensor, residual: Tensor, grad: Tensor, direct: Tensor, row_count: RowCount | None) -> list[Tensor]:
         how: dict[str, Any] = {"row_count": row_count, "implementation": "triton"}
-        normed, summed, rstd = rms_norm_forward(x, weight, EPS, residual=residual, **how)
+        normed, summed, rstd = rms_norm_forward(x, weight, eps, residual=residual, **how)
         again = rms_norm_apply(summed, weight, rstd, **how)
         dx, dweight = rms_norm_backward(grad, summed, weight, rstd, grad_summed=direct, **how)
         alone, _ = rms_norm_backward(grad, summed, weight, rstd, need_weight=False, **how)

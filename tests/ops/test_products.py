@@ -74,6 +74,25 @@ def test_kernel_is_the_definition(
     assert relative(lost[:rows], truth[:rows]) > 0.1, "the check can fail"
 
 
+@pytest.mark.parametrize("rows", [0, 1, 200, T])
+@pytest.mark.parametrize("programs", [1, 4, 5, 12, 132])
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_share_of_the_last_round(device: str, programs: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that don't go round, of six: whole, in halves with some left over, and all of them in halves."""
+    monkeypatch.setattr(kernels, "processors", lambda _: programs)
+    torch.manual_seed(0)
+    given = make_terms(2, torch.float16, device)
+    total = torch.randn(T, N, device=device).to(torch.float16)
+    truth = sum((x.double() @ m.double() for x, m in given), start=total.double())
+    plain = given[0][0] @ given[0][1] + given[1][0] @ given[1][1] + total
+    last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
+    want = torch.cat((plain[:last], total[last:]))
+    out = sum_of_products(given, counted(rows, device), base=total, out=total)
+    if rows:
+        assert_no_worse(out[:last], plain[:last], truth[:last])
+    assert torch.equal(out[last:], want[last:]), "once each"
+
+
 @pytest.mark.gpu
 def test_a_recorded_launch_serves_other_counts() -> None:
     """In a CUDA graph: what it leaves out is read from the device each time."""

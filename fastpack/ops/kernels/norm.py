@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 @triton.jit
-def _rows(heads: tl.constexpr, first, tokens, count, ROWS: tl.constexpr):
+def _rows(heads: tl.constexpr, first, tokens, counted, ROWS: tl.constexpr):
     """Rows ``[ROWS]`` of this program's head, of ``ROWS`` tokens from ``first`` on; which of them there are, and which
-    of these count: of the others nothing is read, and zeros are written."""
+    are of the first ``counted``: of the others nothing is read, and zeros are written."""
     token = first + tl.arange(0, ROWS)
-    return token.to(tl.int64) * heads + tl.program_id(0) % heads, token < tokens, token < rows_that_count(count, tokens)
+    return token.to(tl.int64) * heads + tl.program_id(0) % heads, token < tokens, token < counted
 
 
 @triton.jit
@@ -84,7 +84,8 @@ def _forward_kernel(
 ):
     """Centred where there is a MEAN; with rstd as it is where GIVEN."""
     wait_for_inputs(EARLY)
-    row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, COUNT, ROWS)
+    counted = rows_that_count(COUNT, tokens)
+    row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, counted, ROWS)
     column = tl.arange(0, BLOCK)
     mask = counts[:, None] & (column < WIDTH)[None, :]
     stored = there[:, None] & (column < WIDTH)[None, :]
@@ -109,7 +110,7 @@ def _forward_kernel(
         rstd = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + eps)
         tl.store(RSTD + row, rstd, mask=there)
 
-    normed = wide * rstd[:, None]
+    normed = wide * tl.where(counts, rstd, 0.0)[:, None]  # one over the root of zero is infinite
     if ROUND_BEFORE:
         normed = normed.to(x.dtype).to(tl.float32)
     normed *= _scale(weight, ROUND_BEFORE, UNIT_OFFSET)
@@ -184,7 +185,8 @@ def _backward_kernel(
     EARLY: tl.constexpr,
 ):
     wait_for_inputs(EARLY)
-    row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, COUNT, ROWS)
+    counted = rows_that_count(COUNT, tokens)
+    row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, counted, ROWS)
     scale = _scale(_load_weight(WEIGHT, tl.arange(0, BLOCK), HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
     _gradient_of_rows(
         GRAD,
@@ -235,10 +237,11 @@ def _backward_weight_kernel(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     scale = _scale(_load_weight(WEIGHT, column, HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
+    counted = rows_that_count(COUNT, tokens)
     dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     for first in tl.range(program // HEADS * ROWS, tokens, tl.num_programs(0) // HEADS * ROWS, num_stages=STAGES):
-        row, there, counts = _rows(HEADS, first, tokens, COUNT, ROWS)
+        row, there, counts = _rows(HEADS, first, tokens, counted, ROWS)
         grad, normed = _gradient_of_rows(
             GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, counts,
             WIDTH, BLOCK,

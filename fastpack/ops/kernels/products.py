@@ -3,7 +3,7 @@
 
 One program for each processor walks over tiles of the output. The terms of a tile are summed in registers, what they
 are added to is read at its end, and a tile behind the last row that counts has no terms. How many tiles there are, only
-the device knows: those of a last round that fewer than half of the programs would share are taken in halves. Tiles come
+the device knows: those of a last round that half of the programs or fewer would share are taken in halves. Tiles come
 into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where a tile sticks out.
 
 Shape suffixes: T rows, K summed over, N columns.
