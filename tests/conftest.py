@@ -44,6 +44,13 @@ def unwritten_memory_is_not_finite() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True)
+def _compile_anew_on_a_gpu(request: pytest.FixtureRequest) -> None:
+    """FlexAttention for many models in one process passes dynamo's limit of compilations, which is an error."""
+    if request.node.get_closest_marker("gpu") is not None and torch.cuda.is_available():
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def compile_anew() -> Iterator[None]:
     """No test finds what another one compiled."""

@@ -27,11 +27,6 @@ FLOOR = 2e-3
 """Below this relative error, bf16's own rounding of one value decides: no ratio is taken."""
 
 
-@pytest.fixture(autouse=True)
-def _compile_anew() -> None:
-    torch._dynamo.reset()  # many models in one process pass dynamo's limit of compilations, which is an error
-
-
 def build(model_type: str, dtype: torch.dtype) -> nn.Module:
     head_dim = None if model_type in ("cohere", "phi3", "qwen2", "smollm3") else 64
     sizes = {**REAL_HEADS, "head_dim": head_dim, **(REAL_LATENTS if model_type == "deepseek_v3" else {})}
