@@ -20,8 +20,8 @@ CUTS = (1, 5)
 
 @contextmanager
 def cut_between(layers: Sequence[nn.Module], cut: Callable[[], None]) -> Iterator[None]:
-    """Call ``cut`` in a forward inside, each time some more :data:`CUTS` of its layers have run, and at the same places
-    of its backward, which may run outside."""
+    """Call ``cut`` where :data:`CUTS` says, between the layers of a forward inside and of its backward, which may run
+    outside."""
     places = [place for many in CUTS for place in (many, len(layers) - many) if 0 < place < len(layers)]
     cut_before = dict.fromkeys(layers[place] for place in places)  # one may be in several places
     hook = functools.partial(_cut_here, cut)

@@ -29,7 +29,7 @@ class GraphSettings:
         record_after: while recordings of larger sizes serve, how many tokens one of a batch's own sizes would have
             saved since the last was made, over all batches that it would have held, before it is made too; in multiples
             of its tokens. Without a recording that serves, one is made at first sight. Recording takes the time of
-            three steps of an 8B model, and of twelve of a 0.5B model, whose passes wait for the host; tokens of a tail
+            three steps of an 8B model, and of ten of a 0.5B model, whose passes wait for the host; tokens of a tail
             take about half of that of others, a tenth where products leave them out.
         first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
             first sight, which others will come to use; those of a batch's own sizes are 16.
