@@ -25,9 +25,12 @@ Kernels and Functions of ours stay out: a compiler fuses the plain definitions w
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
+
+import torch
 
 Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
@@ -53,6 +56,30 @@ def activation_memory_budget(fraction: float) -> Iterator[None]:
 
     with config.patch(activation_memory_budget=float(fraction)):
         yield
+
+
+def compile_often(function: Callable[Arguments, Found], limit: int, **settings: Any) -> Callable[Arguments, Found]:
+    """``torch.compile(function, **settings)``, anew up to ``limit`` times, not 8."""
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        settings["recompile_limit"] = limit
+        return torch.compile(function, **settings)
+    return _with_limit(torch.compile(function, **settings), limit)
+
+
+def _with_limit(compiled: Callable[Arguments, Found], limit: int) -> Callable[Arguments, Found]:
+    """What ``recompile_limit`` does, for torch before it had that: dynamo's own setting, while it may compile."""
+    from torch._dynamo import config
+
+    @functools.wraps(compiled)
+    def within(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+        before = config.recompile_limit
+        config.recompile_limit = max(before, limit)  # config.patch takes ten times as long
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            config.recompile_limit = before
+
+    return within
 
 
 def constant(function: Callable[Arguments, Found]) -> Callable[Arguments, Found]:

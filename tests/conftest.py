@@ -46,7 +46,7 @@ def unwritten_memory_is_not_finite() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _compile_anew_on_a_gpu(request: pytest.FixtureRequest) -> None:
-    """FlexAttention for many models in one process passes dynamo's limit of compilations, which is an error."""
+    """Dozens of models in one process may pass any limit of compilations, which is an error."""
     if request.node.get_closest_marker("gpu") is not None and torch.cuda.is_available():
         torch._dynamo.reset()
 

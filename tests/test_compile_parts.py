@@ -16,7 +16,7 @@ from fastpack import PackedSeqLens
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends import limits, opaque, segments, torch_varlen
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.compiling import known_once
+from fastpack.compiling import _with_limit, compile_often, known_once
 from fastpack.ops.norm import rms_norm
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
@@ -92,3 +92,31 @@ def test_what_a_gpu_is_asked_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> N
 
     compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=True)
     assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
+    """One string is one variant; the ninth raises under torch's own limit, and the thirteenth under this one."""
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    if newer and "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        pytest.skip("this torch has none")
+
+    def function(x: Tensor, kind: str) -> Tensor:
+        return x + len(kind) + (kind == "a")
+
+    def variants(compiled: Any, count: int) -> None:
+        for i in range(count):
+            assert compiled(torch.zeros(2), "a" * (i + 1)).tolist() == [i + 1 + (i == 0)] * 2
+
+    settings: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+    with pytest.raises(FailOnRecompileLimitHit):
+        variants(torch.compile(function, **settings), 9)
+    torch.compiler.reset()
+    often = compile_often(function, 12, **settings) if newer else _with_limit(torch.compile(function, **settings), 12)
+    variants(often, 12)
+    assert config.recompile_limit == 8
+    with pytest.raises(FailOnRecompileLimitHit):
+        variants(often, 13)
+    assert config.recompile_limit == 8

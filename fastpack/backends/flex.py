@@ -7,7 +7,6 @@ attention sinks as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - si
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import needs_cuda
+from fastpack.compiling import compile_often
 from fastpack.packing import PackedSeqLens
 
 BLOCK = 128
@@ -127,9 +127,5 @@ def _compiled() -> Callable[..., Any]:
 
     # dynamic: lengths change with every batch. fullgraph: where dynamo can't compile, or has compiled too often, it
     # raises, rather than run eagerly with T x T scores. Windows, softcaps, dtypes and head counts compile anew, so
-    # several models in a process pass its limit of 8, which newer torch lets us raise.
-    more: dict[str, Any] = (
-        {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
-    )
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, fullgraph=True, **more)
-    return compiled
+    # several models in a process pass its limit of 8.
+    return compile_often(flex_attention, 64, dynamic=True, fullgraph=True)
