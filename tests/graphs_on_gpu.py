@@ -8,23 +8,17 @@ from typing import Any
 
 import torch
 from oracle import GPU_FLOAT32_BOUND, Result, compare, make_sequences, run_batch
+from recording import runner
 from test_exact_gpu import LENGTHS as SMALL
 from test_exact_gpu import build
 from tiny import VOCAB
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.graphs import GraphRunner, GraphSettings, runner_of
+from fastpack.graphs import GraphSettings
 from fastpack.packing import TOKEN_STEPS
 
 LARGE = (300, 41, 290, 2, 440)
-
-
-def runner(model: Any) -> GraphRunner:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = runner_of(inner.base_model)
-    assert found is not None
-    return found
 
 
 def graphed(model: Any, attention: str = "auto", **settings: Any) -> Any:

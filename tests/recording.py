@@ -16,6 +16,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.graphs import GraphRunner, GraphSettings, runner_of
 from fastpack.graphs.recorder import Tape
 from fastpack.graphs.stack import Stack
+from fastpack.graphs.step import RecordedStep
 from fastpack.layers import causal_lm
 from fastpack.packing import TOKEN_STEPS
 
@@ -108,6 +109,11 @@ def runner(model: Any) -> GraphRunner:
     found = runner_of(inner.base_model)
     assert found is not None
     return found
+
+
+def recorded(model: Any) -> list[RecordedStep]:
+    """What is kept, in the order of its making."""
+    return list(runner(model)._recordings.steps.values())
 
 
 def graphed(model: Any, *, kernels: Any = "auto", **settings: Any) -> Any:

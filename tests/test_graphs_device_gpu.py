@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphs_on_gpu import LARGE, SMALL, both, close, graphed, hidden, reserved, runner, step
+from graphs_on_gpu import LARGE, SMALL, both, close, graphed, hidden, reserved, step
 from oracle import make_sequences, positions
+from recording import runner
 from test_exact_gpu import build
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphs_on_gpu import LARGE, SMALL, both, close, graphed, hidden, runner, step
+from graphs_on_gpu import LARGE, SMALL, both, close, graphed, hidden, step
 from oracle import GPU_FLOAT32_BOUND, Result, compare, make_sequences, padded, run_alone, run_batch
+from recording import runner
 from test_adapters import with_lora
 from test_exact_gpu import build, check, oracle_and_plain
 from tiny import EXPERTS, FAST, VOCAB, tiny_model

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare
-from recording import LARGE, SMALL, check, graphed, hidden, runner, step, without_epsilon
+from recording import LARGE, SMALL, check, graphed, hidden, recorded, runner, step, without_epsilon
 from test_adapters import nf4, with_lora
 from tiny import tiny_model
 
@@ -28,10 +28,6 @@ pytestmark = [
 def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
     """Tiles of rows behind the last real token, of 128 each."""
     return step.bucket.tokens // 128 - -(-sum(lengths) // 128)
-
-
-def recorded(model: Any) -> list[RecordedStep]:
-    return list(runner(model)._recordings.steps.values())
 
 
 @pytest.mark.parametrize(("family", "lora"), [("llama", True), ("qwen2", False), ("gemma2", True)])

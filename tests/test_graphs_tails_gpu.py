@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphs_on_gpu import LARGE, graphed, runner
+from graphs_on_gpu import LARGE, graphed
 from oracle import compare, make_sequences, run_batch
+from recording import recorded, runner
 from test_adapters import with_lora
 from test_exact_gpu import LENGTHS, build, check, oracle_and_plain
 from tiny import EXPERTS, FAST, VOCAB
@@ -33,10 +34,6 @@ def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 IN_PART = ("cohere", "cohere2", "starcoder2")
 """Their MLPs are called by layers of transformers' own, which know nothing of a count."""
-
-
-def recorded(model: Any) -> list[RecordedStep]:
-    return list(runner(model)._recordings.steps.values())
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAST if name not in EXPERTS])

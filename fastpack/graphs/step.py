@@ -95,7 +95,7 @@ class Request:
     embeddings: Tensor
     packed: PackedSeqLens
     bucket: Bucket
-    in_pieces: bool = True
+    in_pieces: bool
 
 
 class RecordedStep:

@@ -189,22 +189,9 @@ def _backward_kernel(
     row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, counted, ROWS)
     scale = _scale(_load_weight(WEIGHT, tl.arange(0, BLOCK), HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
     _gradient_of_rows(
-        GRAD,
-        X,
-        GRAD_SUM,
-        DX,
-        MEAN,
-        RSTD,
-        scale,
-        grad_stride,
-        x_stride,
-        grad_sum_stride,
-        row,
-        there,
-        counts,
-        WIDTH,
-        BLOCK,
-    )
+        GRAD, X, GRAD_SUM, DX, MEAN, RSTD, scale, grad_stride, x_stride, grad_sum_stride, row, there, counts,
+        WIDTH, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
