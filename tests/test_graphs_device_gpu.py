@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
+from fastpack.graphs import recorder as recorder_module
 from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
 from fastpack.graphs.recordings import TOO_LARGE
 from fastpack.packing import Bucket
@@ -136,6 +138,23 @@ def test_four_buckets_share_their_memory() -> None:
         del model
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_pass_before_a_recording_draws_from_the_others_memory(
+    beside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, which is the control, beside it."""
+    if beside:
+        monkeypatch.setattr(recorder_module, "_drawing_from", lambda pool: contextlib.nullcontext())
+    model = graphed(deep())
+    held = held_by_recording(model, LONG)
+    before = reserved()
+    torch.cuda.reset_peak_memory_stats()
+    held_by_recording(model, (600, 700, 300))
+    more = torch.cuda.max_memory_reserved() - before
+    assert runner(model).stats.recordings == 2
+    assert more > 0.6 * held if beside else more < 0.3 * held, (more, held)
+
+
 class Meddling(nn.Module):
     """A norm that does something to the device first."""
 
@@ -170,6 +189,25 @@ def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
     assert held[1] < held[0], "what was recorded is gone"
     assert runner(model).stats.eager == {TOO_LARGE: 2}
     assert torch.randn(8, device="cuda").isfinite().all()
+
+
+def test_a_tensor_that_stays_where_replays_write() -> None:
+    """All recordings are dropped: what one of them would overwrite is right, and remains so."""
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> None:
+        if x.shape[-2] not in kept:
+            kept[x.shape[-2]] = torch.arange(2**18, device="cuda")
+
+    plain, model = both()
+    model.model.norm, plain.model.norm = Meddling(model.model.norm, keep), Meddling(plain.model.norm, lambda x: None)
+    stats = runner(model).stats
+    for lengths in (SMALL, SMALL, LARGE, SMALL):
+        close(step(model, lengths), step(plain, lengths))
+    assert (stats.recordings, stats.replays) == (1, 2)
+    assert stats.eager == {"it keeps a tensor from one batch for the next ones": 2}
+    assert len(kept) > 1
+    assert all(torch.equal(tensor, torch.arange(2**18, device="cuda")) for tensor in kept.values())
 
 
 @pytest.mark.parametrize("how", ["item", "nonzero", "synchronize"])

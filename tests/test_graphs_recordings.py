@@ -11,7 +11,7 @@ from tiny import tiny_model
 
 import fastpack
 from fastpack.graphs import GraphSettings
-from fastpack.graphs.recorder import CaptureRefusedError
+from fastpack.graphs.recorder import CaptureRefusedError, SpoiltError
 from fastpack.graphs.recordings import NO_ROOM
 from fastpack.packing import Bucket
 
@@ -121,3 +121,24 @@ def test_what_is_refused_for_one_size_leaves_nothing_behind() -> None:
     assert found.stats.eager == {"it waits": 2}
     assert not recorder.statics
     assert not found._recordings.steps
+
+
+@pytest.mark.parametrize(("error", "left"), [(CaptureRefusedError, 1), (SpoiltError, 0)])
+def test_recordings_of_another_state(error: type[CaptureRefusedError], left: int) -> None:
+    """They stay when one is refused, unless it spoilt what they overwrite."""
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    found = runner(model)
+    recorder = found.recorder
+    assert isinstance(recorder, FakeRecorder)
+    step(model, SMALL)
+    for m in (plain, model):
+        m.model.norm.weight.requires_grad_(False)
+    recorder.problem = error("so")
+    check(step(model, SMALL), step(plain, SMALL))
+    assert len(found._recordings.steps) == left
+    for m in (plain, model):
+        m.model.norm.weight.requires_grad_(True)
+    recorder.problem = None
+    check(step(model, SMALL), step(plain, SMALL))
+    assert (found.stats.recordings, found.stats.replays) == (2 - left, 2)
+    assert found.stats.eager == {"so": 1}

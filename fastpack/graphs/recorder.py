@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +31,10 @@ class CaptureRefusedError(Exception):
 
 class NoMemoryError(CaptureRefusedError):
     """There was not enough memory for it. A recording needs more than the step itself, which may well run."""
+
+
+class SpoiltError(CaptureRefusedError):
+    """The pass keeps tensors where replays of other recordings would overwrite them: no tape may be replayed again."""
 
 
 Forward = Callable[[], Tensor]
@@ -68,6 +74,7 @@ class Recorder(Protocol):
         Raises:
             CaptureRefusedError: the pass does what can't be recorded, such as waiting for the device.
             NoMemoryError: it took too much memory.
+            SpoiltError: no tape of this recorder may be replayed again.
         """
 
     def cut(self) -> None:
@@ -116,7 +123,8 @@ class CudaRecorder:
     All graphs of a recorder draw their intermediates from the same pool: once one is captured, no tensor object holds
     its memory any more, and the next capture gets the same addresses. So the pool grows to what the largest needs, not
     to their sum; the price is that a replay overwrites what any other left there, and that only one forward may wait
-    for its backward. Its outputs are read through tensors that alias their addresses without holding them.
+    for its backward. Its outputs are read through tensors that alias their addresses without holding them. The pass
+    before a capture draws from the pool too, once graphs hold it: a pass beside it would need as much again.
 
     Captures are local to this thread, so that the threads of data loaders and of NCCL may go on calling CUDA. A pass
     becomes one graph, or several where it is cut (:mod:`fastpack.graphs.pieces`).
@@ -124,6 +132,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # without any, there is no such pool
         self._first = True
         self._under_way: _Capture | None = None
         self._last_stream: torch.cuda.Stream | None = None
@@ -139,6 +148,7 @@ class CudaRecorder:
 
     def clear(self) -> None:
         self._pool = None
+        self._graphs = weakref.WeakSet()
 
     def cut(self) -> None:
         if self._under_way is not None:
@@ -165,7 +175,7 @@ class CudaRecorder:
 
         It refuses to work ("Offset increment outside graph capture") until the next capture that ends well.
         """
-        self._pool = None
+        self.clear()
         _recording_stream.cache_clear()
         with torch.cuda.stream(torch.cuda.Stream()):
             something = torch.zeros(1, device="cuda")
@@ -175,25 +185,26 @@ class CudaRecorder:
             graph.capture_end()
 
     def _record(self, forward: Forward, backward: Backward) -> Tape:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         current = torch.cuda.current_stream()
         stream = _recording_stream(current.device_index)
+        holders = list(self._graphs)
+        pool = self._pool if holders else None
         stream.wait_stream(current)
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(stream), contextlib.nullcontext() if pool is None else _drawing_from(pool):
                 for left in reversed(range(FIRST_WARM_UPS if self._first else WARM_UPS)):
                     # the last one finds out what a capture would trip over, without its damage
                     with no_synchronisation() if left == 0 else contextlib.nullcontext():
                         backward(forward())
         finally:
             current.wait_stream(stream)
-        torch.cuda.synchronize()
-        gc.collect(1)  # a young cycle that holds memory of the pool would keep it from the next capture
-        torch.cuda.empty_cache()
-        captured_forward, output = self._capture(forward, stream)
-        captured_backward, gradients = self._capture(lambda: backward(output), stream)
-        self._first = False
+        _free_unused()
+        if pool is None:
+            pool = torch.cuda.graph_pool_handle()
+        captured_forward, output = self._capture(forward, stream, pool)
+        captured_backward, gradients = self._capture(lambda: backward(output), stream, pool)
+        self._first, self._pool = False, pool
+        self._graphs.update([*captured_forward, *captured_backward])
         device = output.device
         return Tape(
             _alias(output.detach()),
@@ -202,9 +213,11 @@ class CudaRecorder:
             lambda: self._replay(captured_backward, device),
         )
 
-    def _capture(self, run: Callable[[], Any], stream: torch.cuda.Stream) -> tuple[list[torch.cuda.CUDAGraph], Any]:
+    def _capture(
+        self, run: Callable[[], Any], stream: torch.cuda.Stream, pool: Any
+    ) -> tuple[list[torch.cuda.CUDAGraph], Any]:
         # torch.cuda.graph would leave its stream current where the end of a capture raises
-        self._under_way = capture = _Capture(self._pool, self._failed)
+        self._under_way = capture = _Capture(pool, self._failed)
         with torch.cuda.stream(stream):
             try:
                 capture.begin()
@@ -227,6 +240,43 @@ class CudaRecorder:
 def _recording_stream(device_index: int) -> torch.cuda.Stream:
     """The one stream of a device on which everybody records: libraries keep a workspace (64 MB) for each they meet."""
     return torch.cuda.Stream(device_index)
+
+
+def _free_unused() -> None:
+    """What was freed is there for a capture to take."""
+    torch.cuda.synchronize()
+    gc.collect(1)  # a young cycle that holds memory of the pool would keep it from the next capture
+    torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _drawing_from(pool: Any) -> Iterator[None]:
+    """What this thread allocates on the current device comes from a pool that graphs hold, whose memory replays use.
+
+    Raises:
+        SpoiltError: something is still held at the end.
+    """
+    device = torch.cuda.current_device()
+    before = _held_of(pool)
+    # as torch.cuda.use_mem_pool does, which wants a pool that nobody holds by the end of its life
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
+        yield
+    except RuntimeError as error:
+        traceback.clear_frames(error.__traceback__)  # they hold what the pass was about to use
+        raise
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        _free_unused()
+        if _held_of(pool) > before:
+            raise SpoiltError("it keeps a tensor from one batch for the next ones")
+
+
+def _held_of(pool: Any) -> int:
+    """Bytes of a pool in tensors."""
+    segments = torch.cuda.memory_snapshot(pool)
+    return sum(b["size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated")
 
 
 def capture_problem(error: BaseException) -> CaptureRefusedError | None:

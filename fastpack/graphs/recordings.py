@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fastpack.graphs.recorder import CaptureRefusedError, NoMemoryError, Recorder
+from fastpack.graphs.recorder import CaptureRefusedError, NoMemoryError, Recorder, SpoiltError
 from fastpack.graphs.step import Buffers, RecordedStep, Request
 from fastpack.packing import Bucket
 
@@ -173,6 +173,10 @@ class Recordings:
             if not self.steps:
                 self._release(recorder)
             return None
+        except SpoiltError:
+            self.steps = {}
+            self._release(recorder)
+            raise
         if len(self.steps) >= settings.max_recordings:
             del self.steps[self._rarest()]
         key = (request.bucket, known)
