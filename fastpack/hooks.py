@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.nn.modules import module as _module
 
@@ -11,7 +13,13 @@ _CAPTURING = "transformers.utils.output_capturing"
 
 def carries_hooks(module: nn.Module) -> bool:
     """True where hooks run when a module is called, or its instance has a forward of its own."""
-    return "forward" in module.__dict__ or has_hooks(module)
+    return own_forward(module) is not None or has_hooks(module)
+
+
+def own_forward(module: nn.Module) -> Any:
+    """The forward that was set on the instance, unless it is its class's, which accelerate's hooks leave behind."""
+    found = module.__dict__.get("forward")
+    return None if getattr(found, "__func__", None) is type(module).forward else found
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fastpack.adapters import count_opaque, count_projections
+from fastpack.changes import Attribute, Change, Hook, take_off_strays
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
 from fastpack.layers.interface import interface_name, register_interface
@@ -30,25 +30,21 @@ from fastpack.ops.implementation import Implementation
 from fastpack.options import Graphs, Loss, Offload, PatchKeywords, PatchOptions, SharePrefixes, TokenBudget
 from fastpack.planning import PROJECTING, Plan, make_plan
 from fastpack.report import PatchReport
-from fastpack.targets import find_parts, models_of, refuse_wrapped
+from fastpack.targets import STATE, find_parts, models_of, refuse_wrapped, way_in
 
 T = TypeVar("T")
-STATE = "_fastpack_state"
-"""The attribute of the backbone under which the record of its patch is kept."""
 BUDGET = "_fastpack_budget"
 """The attribute of a trainer under which its token budget is kept."""
-_ABSENT = "absent"
 
 
 @dataclass
 class PatchState:
-    """What was changed on one model, in order, and how to undo it."""
+    """What was changed on one model, in order."""
 
     options: PatchOptions
     report: PatchReport
     mixing: Mixing
-    undo: list[tuple[nn.Module, str, Any]] = field(default_factory=list)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A model that comes out of a pickle in a fresh process needs our name in AttentionInterface again.
@@ -174,12 +170,18 @@ def unpatch(target: T) -> T:
 
 @contextmanager
 def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
-    """``patch`` with these options on entry and ``unpatch`` on exit, also after an exception."""
-    patch(target, **options)
+    """``patch`` with these options on entry; on exit, also after an exception, what was in force before."""
+    before = [(model, options_of(model)) for model in models_of(target)]
+    budget = getattr(target, "__dict__", {}).get(BUDGET)
     try:
-        yield target
+        yield patch(target, **options)
     finally:
-        unpatch(target)
+        _plan_budget(target, None if budget is None else budget.budget)()
+        for model, known in before:
+            if known is None:
+                unpatch(model)
+            else:
+                patch(model, **known.to_dict())
 
 
 def report(target: Any) -> PatchReport:
@@ -242,8 +244,8 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
             if any(plan.backbone is backbone for plan in plans) or (state is not None and state.options == options):
                 continue
             refuse_wrapped(model)
+            _restore(model)
             if state is not None:
-                _restore(model)
                 taken_off.append((model, state.options))
             plans.append(make_plan(model, options))
             if plans[-1].report.rung == "re-padded model":
@@ -267,33 +269,53 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
     state = PatchState(options, plan.report, plan.mixing)
     configs: dict[int, Any] = {}
     for swap in plan.forwards:
-        stock = swap.module.__dict__.get(swap.attribute, _ABSENT)
-        state.undo.append((swap.module, swap.attribute, stock))
-        setattr(swap.module, swap.attribute, swap.bind(None if isinstance(stock, str) else stock))
+        state.changes.append(Attribute.put(swap.module, swap.attribute, swap.bind))
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
             configs[id(original)] = _private_config(original, options.attention, plan.scope)
-        state.undo.append((module, "config", original))
+        state.changes.append(Attribute(module, "config", configs[id(original)], original))
         module.config = configs[id(original)]
-    for module, hook in plan.pre_hooks:
-        state.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    state.changes += [Hook.put(module, hook) for module, hook in plan.pre_hooks]
     plan.backbone.__dict__[STATE] = state
 
 
 def _restore(model: nn.Module) -> None:
     backbone = find_parts(model).backbone
     state = _state(backbone)
-    if state is None:
-        return
-    for module, attribute, previous in reversed(state.undo):
-        if isinstance(previous, str):
-            module.__dict__.pop(attribute, None)
-        else:
-            setattr(module, attribute, previous)
-    for handle in state.hooks:
-        handle.remove()
-    del backbone.__dict__[STATE]
+    if state is not None:
+        for change in reversed(state.changes):
+            change.undo()
+        del backbone.__dict__[STATE]
+    take_off_strays(model)
+
+
+@contextmanager
+def uncovered(model: nn.Module) -> Iterator[PatchState]:
+    """A patched model without what others have put over our forwards since, and over its own, such as autocast.
+
+    Accelerate's hooks, which move tensors, stay.
+    """
+    state = _state(find_parts(model).backbone)
+    assert state is not None
+    with ExitStack() as later:
+        for module in way_in(model):
+            wrapped = module.__dict__.get("_original_forward")  # as accelerate's prepare() leaves it
+            if wrapped is not None and "_hf_hook" not in module.__dict__:
+                later.callback(setattr, module, "forward", module.__dict__["forward"])
+                module.forward = wrapped
+        for change in state.changes:
+            later.callback(change.uncover())
+        yield state
+
+
+@contextmanager
+def asleep(state: PatchState) -> Iterator[None]:
+    """The stock model, until the end: every change is as if it were undone, and nothing that others did is touched."""
+    with ExitStack() as later:
+        for change in reversed(state.changes):
+            later.callback(change.sleep())
+        yield
 
 
 def _private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:

@@ -31,6 +31,7 @@ from fastpack.families import (
     source_hash,
 )
 from fastpack.graphs import GraphRunner
+from fastpack.hooks import own_forward
 from fastpack.layers.attention import attention_forward
 from fastpack.layers.causal_lm import (
     HeadKind,
@@ -274,7 +275,7 @@ def _plan_module(
         return
     if isinstance(spec, AttentionSpec):
         spec = _with_mask_window(module, spec, family)
-    replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
+    replaced = own_forward(module) is not None and not hasattr(module, "_hf_hook")
     if isinstance(spec, AnyAttentionSpec):
         if replaced:
             raise PatchError(

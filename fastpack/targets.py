@@ -12,6 +12,9 @@ from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import family_of
 from fastpack.sharding import is_sharded
 
+STATE = "_fastpack_state"
+"""The attribute of the backbone under which the record of its patch is kept."""
+
 
 @dataclass(frozen=True, eq=False)
 class Parts:
@@ -60,6 +63,16 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(inner, backbone)
 
 
+def refuse_strange_backbone(head: Any) -> None:
+    """Raise where a patched head holds another backbone than the one that was patched with it, which is stock."""
+    backbone = find_parts(head).backbone
+    if STATE not in backbone.__dict__:
+        raise PatchError(
+            f"the {type(backbone).__name__} inside this {type(head).__name__} is not patched: it took the place of the "
+            "one that was, and would see packed sequences as one. Call fastpack.patch(model) again."
+        )
+
+
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise where a model that is to be patched was wrapped before: class names and weights are others then.
 
@@ -67,7 +80,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         PatchError: it, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
             ``torch.compile``.
     """
-    for module in (*_way_in(model), *_way_in(getattr(_innermost(model), "base_model", None))):
+    for module in (*way_in(model), *way_in(getattr(_innermost(model), "base_model", None))):
         how = _wrapping(module)
         if how is not None:
             raise PatchError(
@@ -100,7 +113,7 @@ def _wrapping(module: nn.Module) -> str | None:
     return "sharded by FSDP2 (fully_shard)" if is_sharded(module) else None
 
 
-def _way_in(model: Any) -> Iterator[Any]:
+def way_in(model: Any) -> Iterator[Any]:
     """The module itself, and one inside the other what wrappers hold, down to the model of transformers."""
     while isinstance(model, nn.Module):
         yield model
@@ -119,4 +132,4 @@ def _held(module: Any) -> Any:
 
 def _innermost(model: Any) -> Any:
     """The last module on the way in; what is no module is itself."""
-    return [model, *_way_in(model)][-1]
+    return [model, *way_in(model)][-1]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import ContaminationError, PatchError
 from fastpack.layers.arguments import accepted
-from fastpack.patching import options_of, patch, unpatch
+from fastpack.patching import asleep, is_patched, uncovered
 from fastpack.targets import find_parts, models_of, refuse_wrapped
 from fastpack.verification import Check, Verification
 
@@ -38,7 +38,8 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     Packed, and padded on the right, each sequence must give what it gives alone, logits and gradients; where the tokens
     of one sequence are others, no other sequence may move; and taken for one long sequence the same tokens must give
     something else, or the check could not have seen a leak. Takes a few forwards and backwards of so many tokens. The
-    model is in evaluation mode meanwhile, and is left as it was found, but that CUDA graphs are recorded anew.
+    model is in evaluation mode meanwhile, and without what others have put over its forwards (TRL's loss, accelerate's
+    autocast); it is left as it was found.
 
     Args:
         target: a patched model, or a trainer that holds one.
@@ -54,23 +55,19 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
             several tables, or others beside them.
     """
     model = models_of(target)[0]
-    refuse_wrapped(model)  # it will be unpatched and patched again
+    refuse_wrapped(model)
     parts = find_parts(model)
-    options = options_of(model)
-    if options is None:
+    if not is_patched(model):
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
     probe = _Probe.of(model, parts.backbone, lengths, seed)
-    with _evaluating(model):
+    with _evaluating(model), uncovered(model) as state:
         sequences = probe.sequences()
         packed = probe.run(_packed(sequences))
         padded = probe.run(_padded(sequences))
         moved = probe.run(_packed(probe.sequences(other=len(lengths) // 2)))
         control = probe.run(_packed([torch.cat(sequences)]))
-        unpatch(model)
-        try:
+        with asleep(state):
             alone = [probe.run(_alone(parts.head or model, ids), at) for ids, at in probe.places(sequences)]
-        finally:
-            patch(model, **options.to_dict())
     found = _checks(probe, packed, padded, moved, control, _joined(alone))
     device = str(next(model.parameters()).device)
     result = Verification(type(model).__name__, str(probe.dtype).removeprefix("torch."), device, tuple(found))

@@ -26,6 +26,7 @@ from fastpack.layers.stock import Forward, call_stock, mask_stand_in
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.sharding import stock_class
+from fastpack.targets import refuse_strange_backbone
 
 if TYPE_CHECKING:
     from fastpack.offload import CheckpointOffload
@@ -276,6 +277,8 @@ def prepare_head(
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
         return args, kwargs
+    if not torch.compiler.is_compiling():
+        refuse_strange_backbone(head)
     packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments), prefixes=prefixes)
     rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:

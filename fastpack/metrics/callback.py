@@ -22,8 +22,7 @@ from fastpack.metrics.stopwatch import Stopwatch
 from fastpack.metrics.tally import Kind, Plans, Tally
 from fastpack.metrics.totals import NANO, Totals, cumulative, figures
 from fastpack.options import PatchOptions
-from fastpack.patching import STATE
-from fastpack.targets import refuse_wrapped
+from fastpack.targets import STATE, refuse_wrapped
 
 PREFIX = "fastpack/"
 
