@@ -142,3 +142,19 @@ def test_recordings_of_another_state(error: type[CaptureRefusedError], left: int
     check(step(model, SMALL), step(plain, SMALL))
     assert (found.stats.recordings, found.stats.replays) == (2 - left, 2)
     assert found.stats.eager == {"so": 1}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("model.layers.1.input_layernorm", "variance_epsilon"), ("model.layers.0.self_attn", "scaling")],
+)
+def test_numbers_that_modules_hold(module: str, name: str) -> None:
+    """A recording has those in it that were there when it was made."""
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    before = getattr(model.get_submodule(module), name)
+    for value, recordings in ((before, 1), (0.5, 2), (before, 2)):
+        for m in (plain, model):
+            setattr(m.get_submodule(module), name, value)
+        check(step(model, SMALL), step(plain, SMALL))
+        assert runner(model).stats.recordings == recordings
+    assert runner(model).stats.replays == 3
