@@ -45,28 +45,31 @@ def with_ia3(model: nn.Module, **settings: Any) -> Any:
     return wrapped.train()
 
 
-def quantised(tmp_path: Path, **settings: Any) -> nn.Module:
-    """A tiny Llama whose projections are bitsandbytes layers."""
+def quantised(
+    tmp_path: Path, *, model_type: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any
+) -> nn.Module:
+    """A tiny model whose projections are bitsandbytes layers."""
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    tiny_model("llama", hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    tiny_model(model_type, hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
     return AutoModelForCausalLM.from_pretrained(
         tmp_path,
         quantization_config=BitsAndBytesConfig(**settings),
         attn_implementation="eager",
-        dtype=torch.float32,
+        dtype=dtype,
         device_map={"": "cpu"},
     ).train()
 
 
-def nf4(tmp_path: Path) -> nn.Module:
+def nf4(tmp_path: Path, compute_dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     return quantised(
         tmp_path,
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.float32,
+        bnb_4bit_compute_dtype=compute_dtype,
+        **settings,
     )
 
 

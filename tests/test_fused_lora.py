@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
-from test_adapters import lora_config, quantised, with_lora
+from test_adapters import lora_config, nf4, quantised, with_lora
 from tiny import VOCAB, tiny_model
 
 import fastpack
+from fastpack.smoke.compare import compare_norms
 
 KIND = "TRL's keywords"
 
@@ -114,3 +115,76 @@ def test_8_bit_keeps_its_own_product(tmp_path: Path, calls: dict[str, int]) -> N
     found = fastpack.report(model).as_modules
     assert list(found.values()) == [14]
     assert "LLM.int8" in next(iter(found))
+
+
+def qlora(tmp_path: Path, dtype: torch.dtype, reentrant: bool | None, *, prepared: bool, model_type: str) -> Any:
+    """LoRA over NF4 that computes in ``dtype``, from a checkpoint in it; norms, and embeddings (for the gradient of
+    the input), are trained too. Prepared by PEFT, or with norms and head in float32 alone."""
+    from peft import prepare_model_for_kbit_training
+
+    model = nf4(tmp_path, dtype, model_type=model_type, dtype=dtype)
+    if prepared:
+        checkpointing = {"use_reentrant": reentrant}
+        model = prepare_model_for_kbit_training(model, reentrant is not None, checkpointing)
+    model = with_lora(model)
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "lm_head" in name:
+            parameter.data = parameter.data.float()
+        if "norm" in name or "embed_tokens" in name:
+            parameter.requires_grad_()
+    return model
+
+
+def in_float32(model: Any) -> Any:
+    """What the same weights give without rounding."""
+    for module in model.modules():
+        if type(module).__module__ == "bitsandbytes.nn.modules":
+            module.compute_dtype = torch.float32
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float() if parameter.is_floating_point() else parameter.data
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("dtype", "reentrant", "prepared"),
+    [
+        (torch.bfloat16, None, True),
+        (torch.float16, None, True),
+        (torch.bfloat16, False, True),
+        (torch.float16, True, True),
+        (torch.bfloat16, None, False),
+    ],
+)
+def test_4_bit_with_float32_norms_under_autocast(
+    model_type: str,
+    dtype: torch.dtype,
+    reentrant: bool | None,
+    prepared: bool,
+    tmp_path: Path,
+    calls: dict[str, int],
+) -> None:
+    """QLoRA as PEFT prepares it, trained with bf16=True or fp16=True: what autocast would cast, the Functions do.
+
+    And embeddings in half precision, whose first float32 norm makes the residual stream float32.
+    """
+    sequences = make_sequences(VOCAB, (23, 11, 5, 40, 17, 1, 31))
+
+    def build() -> Any:
+        return qlora(tmp_path, dtype, reentrant, prepared=prepared, model_type=model_type)
+
+    true = run_alone(in_float32(build()), sequences)
+    stock, model = build(), fastpack.patch(build())
+    with torch.autocast("cpu", dtype):
+        alone, found = run_alone(stock, sequences), run_batch(model, sequences, KIND)
+        times = 1 if reentrant is None else 2
+        assert calls == {"project": 4 * times, "gated_mlp": 2 * times, "add_updates": 0}
+        batch = {"input_ids": sequences[0][None], "output_hidden_states": True}
+        ours = model(**batch, packed_seq_lens=[23]).hidden_states
+        assert [x.dtype for x in ours] == [x.dtype for x in stock(**batch).hidden_states]
+    assert any("norm" in name for name in alone.grads)
+    assert any("embed_tokens" in name for name in alone.grads)
+    error, allowed = compare_norms(found, true), compare_norms(alone, true)
+    assert 1e-4 < error.grads <= 1.5 * allowed.grads, (error, allowed)
+    assert error.logits <= 1.5 * allowed.logits
+    assert not fastpack.report(model).as_modules

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,6 +14,7 @@ from fastpack.layers.projections import project_modules, read_group, read_norm
 from fastpack.ops.gated_mlp import Kept, gated_mlp
 from fastpack.ops.glu import activation_kind, gated, gated_halves
 from fastpack.ops.products import RowCount
+from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.views import reshaped
 from fastpack.options import PatchOptions
 
@@ -46,9 +48,10 @@ def mlp_block(
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
     kind, kernels = activation_kind(activation), options.kernels
     fused_norm = None if norm is None else read_norm(norm)
-    group = None if kind is None else read_group([*inner, down], x)
+    group = None if kind is None else read_group([*inner, down], x, fused_norm)
     if group is not None and kind is not None and (norm is None or fused_norm is not None):
-        adds = residual and x.dtype == group[-1].dtype
+        stock = _stock_dtype(group[-1], x, fused_norm)
+        adds = residual and x.dtype == group[-1].dtype == stock
         out = gated_mlp(
             x,
             group[:-1],
@@ -61,8 +64,17 @@ def mlp_block(
             row_count=row_count,
             implementation=kernels,
         )
-        return x + out if residual and not adds else out
+        if residual and not adds:
+            return x + (out if x.dtype == stock else out.to(stock))
+        return out.to(stock)
     made, x = project_modules(inner, x, options, norm=norm, row_count=row_count)
     h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
     (out,), _ = project_modules([down], h, options, residual=x if residual else None, row_count=row_count)
     return out
+
+
+def _stock_dtype(down: Projection, x: Tensor, norm: Norm | None) -> torch.dtype:
+    """That of the stock module's result: bitsandbytes gives back its input's, whatever it computes in."""
+    if down.quant_state is None:
+        return down.dtype
+    return x.dtype if norm is None else norm.result_dtype(x)

@@ -43,19 +43,26 @@ def read_norm(module: Any) -> Norm | None:
     return Norm(module.weight, getattr(module, spec.eps), spec.rounding, spec.unit_offset)
 
 
-def read_group(modules: Sequence[nn.Module], x: Tensor) -> list[Projection] | None:
-    """The parts of projections that can share a Function; None where one of them is to be called as a module."""
+def read_group(modules: Sequence[nn.Module], x: Tensor, norm: Norm | None = None) -> list[Projection] | None:
+    """The parts of projections of ``norm(x)`` that can share a Function; None where one of them is to be called as a
+    module."""
     if torch.compiler.is_compiling():
         return None  # the compiler fuses better what it can see
+    given = x.dtype if norm is None else norm.result_dtype(x)
     found: list[Projection] = []
     for module in modules:
         parts = read_projection(module)
         if isinstance(parts, str) or (found and parts.dtype != found[0].dtype):
             return None
-        if parts.quant_state is not None and parts.dtype != x.dtype:
-            return None  # bitsandbytes gives back the input's dtype
+        if parts.quant_state is not None and not (given == parts.dtype or _is_cast(given, parts.dtype, x.device.type)):
+            return None  # bitsandbytes casts to its own dtype and back, where LoRA computes in the input's
         found.append(parts)
     return found
+
+
+def _is_cast(given: torch.dtype, dtype: torch.dtype, device: str) -> bool:
+    """True where autocast brings an input to the dtype that a 4-bit projection computes in, and so LoRA's too."""
+    return given == torch.float32 and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype
 
 
 def project_modules(
@@ -77,13 +84,13 @@ def project_modules(
     Returns:
         The outputs, and x to go on with (see :func:`fastpack.ops.projections.project`).
     """
-    group = read_group(modules, x)
-    if group is None:
-        n = x if norm is None else norm(x)
-        outputs = _one_by_one(modules, n)
-        return ([residual + outputs[0]] if residual is not None else outputs), x
     fused_norm = None if norm is None else read_norm(norm)
     given = x if norm is None or fused_norm is not None else norm(x)
+    group = read_group(modules, given, fused_norm)
+    if group is None:
+        n = given if norm is None or fused_norm is None else norm(x)
+        outputs = _one_by_one(modules, n)
+        return ([residual + outputs[0]] if residual is not None else outputs), x
     adds = residual is not None and residual.dtype == group[0].dtype
     made, passed = project(
         given,

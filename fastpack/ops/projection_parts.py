@@ -53,6 +53,10 @@ class Norm:
     rounding: Rounding = "before"
     unit_offset: bool = False
 
+    def result_dtype(self, x: Tensor) -> torch.dtype:
+        """That of norm(x): a wider weight promotes it, where it is applied after rounding."""
+        return torch.promote_types(x.dtype, self.weight.dtype) if self.rounding == "before" else x.dtype
+
 
 @dataclass(frozen=True, eq=False)
 class Settings:
