@@ -41,6 +41,13 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
     return f"a {cls.__name__}"
 
 
+def takes(parts: Projection, given: torch.dtype) -> bool:
+    """True where a projection computes with an input of this dtype in its own: without autocast, bitsandbytes casts to
+    the dtype that it computes in and back, and LoRA beside it does not."""
+    cast = given == torch.float32 and torch.is_autocast_enabled(parts.weight.device.type)
+    return parts.quant_state is None or parts.dtype == given or cast
+
+
 def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
     """The base layer of a projection, to be called as a module, and its low-rank update; or why it can't be split."""
     reason = _why_opaque(module)
@@ -74,13 +81,13 @@ def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
 
 def _read_linear(module: Any, at_rest: bool) -> Projection | str:
     weight: Tensor = module.weight
-    return _why_not_plain(weight, at_rest) or Projection(weight, _product_dtype(weight), module.bias)
+    return _why_not_plain(weight, at_rest) or Projection(weight, _product_dtype(weight, weight.dtype), module.bias)
 
 
-def _product_dtype(weight: Tensor) -> torch.dtype:
+def _product_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What a product in ``dtype`` is computed in: autocast's where it is on, which leaves float64 alone."""
     device = weight.device.type
-    casts = torch.is_autocast_enabled(device) and weight.dtype != torch.float64  # which autocast leaves alone
-    return torch.get_autocast_dtype(device) if casts else weight.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and dtype != torch.float64 else dtype
 
 
 def _read_4bit(module: Any) -> Projection | str:
@@ -92,7 +99,8 @@ def _read_4bit(module: Any) -> Projection | str:
         return "its 4-bit weight is packed for a CPU"
     if module.compute_dtype is None or not module.compute_type_is_set:
         return "it has not chosen its compute dtype yet"
-    return Projection(weight, module.compute_dtype, module.bias, quant_state=state)
+    # autocast reaches into bitsandbytes' product, whatever dtype that was asked to compute in
+    return Projection(weight, _product_dtype(weight, module.compute_dtype), module.bias, quant_state=state)
 
 
 def _read_lora(module: Any, at_rest: bool) -> Projection | str:

@@ -117,12 +117,20 @@ def test_8_bit_keeps_its_own_product(tmp_path: Path, calls: dict[str, int]) -> N
     assert "LLM.int8" in next(iter(found))
 
 
-def qlora(tmp_path: Path, dtype: torch.dtype, reentrant: bool | None, *, prepared: bool, model_type: str) -> Any:
-    """LoRA over NF4 that computes in ``dtype``, from a checkpoint in it; norms, and embeddings (for the gradient of
-    the input), are trained too. Prepared by PEFT, or with norms and head in float32 alone."""
+def qlora(
+    tmp_path: Path,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    *,
+    prepared: bool,
+    reentrant: bool | None = None,
+    model_type: str = "llama",
+) -> Any:
+    """LoRA over NF4 that computes in a dtype of its own, from a checkpoint in ``dtype``; norms, and embeddings (for the
+    gradient of the input), are trained too. Prepared by PEFT, or with norms and head in float32 alone."""
     from peft import prepare_model_for_kbit_training
 
-    model = nf4(tmp_path, dtype, model_type=model_type, dtype=dtype)
+    model = nf4(tmp_path, compute_dtype, model_type=model_type, dtype=dtype)
     if prepared:
         checkpointing = {"use_reentrant": reentrant}
         model = prepare_model_for_kbit_training(model, reentrant is not None, checkpointing)
@@ -147,31 +155,37 @@ def in_float32(model: Any) -> Any:
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize(
-    ("dtype", "reentrant", "prepared"),
+    ("dtype", "compute_dtype", "reentrant", "prepared"),
     [
-        (torch.bfloat16, None, True),
-        (torch.float16, None, True),
-        (torch.bfloat16, False, True),
-        (torch.float16, True, True),
-        (torch.bfloat16, None, False),
+        (torch.bfloat16, torch.bfloat16, None, True),
+        (torch.float16, torch.float16, None, True),
+        (torch.bfloat16, torch.bfloat16, False, True),
+        (torch.float16, torch.float16, True, True),
+        (torch.bfloat16, torch.bfloat16, None, False),
+        (torch.bfloat16, torch.float32, None, True),
+        (torch.bfloat16, torch.float32, None, False),
+        (torch.float16, torch.bfloat16, None, True),
     ],
 )
 def test_4_bit_with_float32_norms_under_autocast(
     model_type: str,
     dtype: torch.dtype,
+    compute_dtype: torch.dtype,
     reentrant: bool | None,
     prepared: bool,
     tmp_path: Path,
     calls: dict[str, int],
 ) -> None:
-    """QLoRA as PEFT prepares it, trained with bf16=True or fp16=True: what autocast would cast, the Functions do.
+    """QLoRA as PEFT prepares it, trained with bf16=True or fp16=True: what autocast would cast, the Functions do,
+    and the product is in its dtype, as bitsandbytes' is there.
 
     And embeddings in half precision, whose first float32 norm makes the residual stream float32.
     """
     sequences = make_sequences(VOCAB, (23, 11, 5, 40, 17, 1, 31))
 
     def build() -> Any:
-        return qlora(tmp_path, dtype, reentrant, prepared=prepared, model_type=model_type)
+        settings = {"prepared": prepared, "reentrant": reentrant, "model_type": model_type}
+        return qlora(tmp_path, dtype, compute_dtype, **settings)
 
     true = run_alone(in_float32(build()), sequences)
     stock, model = build(), fastpack.patch(build())

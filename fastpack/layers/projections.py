@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import read_projection, read_update
+from fastpack.adapters import read_projection, read_update, takes
 from fastpack.families.spec import NormSpec
 from fastpack.hooks import has_hooks
 from fastpack.layers.norm import norm_forward
@@ -54,15 +54,10 @@ def read_group(modules: Sequence[nn.Module], x: Tensor, norm: Norm | None = None
         parts = read_projection(module)
         if isinstance(parts, str) or (found and parts.dtype != found[0].dtype):
             return None
-        if parts.quant_state is not None and not (given == parts.dtype or _is_cast(given, parts.dtype, x.device.type)):
-            return None  # bitsandbytes casts to its own dtype and back, where LoRA computes in the input's
+        if not takes(parts, given):
+            return None
         found.append(parts)
     return found
-
-
-def _is_cast(given: torch.dtype, dtype: torch.dtype, device: str) -> bool:
-    """True where autocast brings an input to the dtype that a 4-bit projection computes in, and so LoRA's too."""
-    return given == torch.float32 and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype
 
 
 def project_modules(
