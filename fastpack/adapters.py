@@ -6,6 +6,7 @@ can't be read, or that another adapter than LoRA wraps, is called as a module, a
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -189,5 +190,33 @@ def count_projections(model: nn.Module) -> dict[str, int]:
 
 def count_opaque(model: nn.Module) -> dict[str, int]:
     """Why projections are called as modules, with how many of each, the most frequent first."""
-    found = (read_projection(module, at_rest=True) for module in projections_of(model))
-    return dict(Counter(reason for reason in found if isinstance(reason, str)).most_common())
+    stream = _stream_dtype(model)
+    found = (_why_called(module, stream) for module in projections_of(model))
+    return dict(Counter(reason for reason in found if reason is not None).most_common())
+
+
+def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
+    """Why a projection is called as a module where its input is of this dtype, or None."""
+    parts = read_projection(module, at_rest=True)
+    if isinstance(parts, str):
+        return parts
+    if stream is None or takes(parts, stream) or torch.is_autocast_enabled(parts.weight.device.type):
+        return None
+    given, computed = _name(stream), _name(parts.dtype)
+    half = parts.dtype if stream == torch.float32 else stream
+    remedy = f"set {'fp16' if half == torch.float16 else 'bf16'}=True"
+    if half == stream:
+        remedy += f", or load it with bnb_4bit_compute_dtype=torch.{given}"
+    return f"outside autocast its 4-bit weight computes in {computed}, and its input is {given}: {remedy}"
+
+
+def _stream_dtype(model: nn.Module) -> torch.dtype | None:
+    """What projections are given outside autocast: the dtype of the embeddings, which wider norms promote."""
+    weights: list[Any] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)][:1]
+    weights += [m.weight for m in model.modules() if type(m).__name__.endswith("Norm") and hasattr(m, "weight")]
+    dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -201,4 +201,35 @@ def test_4_bit_with_float32_norms_under_autocast(
     error, allowed = compare_norms(found, true), compare_norms(alone, true)
     assert 1e-4 < error.grads <= 1.5 * allowed.grads, (error, allowed)
     assert error.logits <= 1.5 * allowed.logits
-    assert not fastpack.report(model).as_modules
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype", "remedy"),
+    [
+        (torch.bfloat16, torch.float32, "set bf16=True, or load it with bnb_4bit_compute_dtype=torch.bfloat16"),
+        (torch.float32, torch.bfloat16, "set bf16=True"),
+        (torch.float32, torch.float16, "set fp16=True"),
+        (torch.bfloat16, torch.bfloat16, None),
+        (torch.float32, torch.float32, None),
+    ],
+)
+def test_a_compute_dtype_that_is_not_the_input_s(
+    dtype: torch.dtype, compute_dtype: torch.dtype, remedy: str | None, tmp_path: Path, calls: dict[str, int]
+) -> None:
+    """Called as modules outside autocast, which the report says, with what to set; fused under autocast."""
+    half = torch.float16 if compute_dtype == torch.float16 else torch.bfloat16
+    model = fastpack.patch(with_lora(nf4(tmp_path, compute_dtype, dtype=dtype)))
+    sequences = make_sequences(VOCAB)
+    run_batch(model, sequences, KIND)
+    fused = {"project": 4, "gated_mlp": 2, "add_updates": 0}
+    assert calls == (fused if remedy is None else {"project": 0, "gated_mlp": 0, "add_updates": 8})
+    found = fastpack.report(model).as_modules
+    assert sum(found.values()) == (0 if remedy is None else 14)
+    for reason in found:
+        said = f"outside autocast its 4-bit weight computes in {compute_dtype}, and its input is {dtype}: {remedy}"
+        assert reason == said.replace("torch.", "", 2)
+    calls.update(dict.fromkeys(calls, 0))
+    with torch.autocast("cpu", half):
+        run_batch(model, sequences, KIND)
+        assert calls == fused
+        assert not fastpack.report(model).as_modules
