@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fastpack.errors import PatchError
 from fastpack.hooks import carries_hooks
 from fastpack.ops.projection_parts import Lora, Projection
 from fastpack.sharding import is_gathered, is_partitioned, stock_class
@@ -58,6 +60,46 @@ def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
         return module, None
     update = _active_update(module)
     return update if isinstance(update, str) else (module.base_layer, update)  # type: ignore[return-value]
+
+
+_BY_ROWS = {
+    "adapter_names": "it names an adapter for each row of a batch",
+    "aLoRA": "it begins behind the invocation tokens of each row of a batch",
+    "Lily": "its router averages over all tokens of a batch",
+    "Poly": "it mixes its parts by the task of each row of a batch",
+    "X-LoRA": "it scales its parts by the rows and columns of a batch",
+}
+"""What PEFT computes from the very rows that a patched model does away with, and how."""
+
+
+def refuse_rows(modules: Iterable[nn.Module]) -> None:
+    """Raise where an adapter in force depends on the rows of a batch.
+
+    Raises:
+        PatchError: it would be given one row of real tokens, and fail or silently see all sequences at once.
+    """
+    for module in modules:
+        method = _reads_rows(module)
+        if method is not None:
+            raise PatchError(
+                f"{method} can't run on a patched model: {_BY_ROWS[method]}, and there are no rows without padding. "
+                "Merge it where PEFT can (merge_and_unload()), disable it, or leave the model unpatched."
+            )
+
+
+def _reads_rows(module: Any) -> str | None:
+    """The name of the adapter in force on a layer that depends on the rows of a batch, or None."""
+    if _base_layer(module) is None or getattr(module, "disable_adapters", False):
+        return None
+    if any("adapter_names" in getattr(hook, "keywords", ()) for hook in module._forward_pre_hooks.values()):
+        return "adapter_names"
+    mixture: Any = getattr(module.__dict__.get("forward"), "__self__", None)
+    if type(mixture).__module__.startswith("peft.tuners.xlora."):
+        return None if mixture.adapters_disabled else "X-LoRA"
+    variants = getattr(module, "lora_variant", {})
+    if any(type(variants[name]).__name__.startswith("ALora") for name in variants if name in module.active_adapters):
+        return "aLoRA"
+    return {"lily": "Lily", "poly": "Poly"}.get(_adapter(module))
 
 
 _PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
@@ -197,6 +239,9 @@ def count_opaque(model: nn.Module) -> dict[str, int]:
 
 def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
     """Why a projection is called as a module where its input is of this dtype, or None."""
+    method = _reads_rows(module)
+    if method is not None:
+        return f"not isolated, and refused when it runs: {method}, {_BY_ROWS[method]}"
     parts = read_projection(module, at_rest=True)
     if isinstance(parts, str):
         return parts

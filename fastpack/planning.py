@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack.adapters import count_opaque, count_projections
+from fastpack.adapters import count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.coverage import covered_family
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
@@ -92,6 +92,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     parts = find_parts(model)
     family = covered_family(parts)
     backbone = parts.backbone
+    refuse_rows((parts.head or backbone).modules())
     skipped: list[tuple[str, str]] = []
     notes: list[str] = []
 

@@ -233,3 +233,48 @@ def test_a_compute_dtype_that_is_not_the_input_s(
         run_batch(model, sequences, KIND)
         assert calls == fused
         assert not fastpack.report(model).as_modules
+
+
+def by_rows() -> dict[str, Any]:
+    """Adapters that read the rows of a batch, each as it is put on a model."""
+    from peft import LilyConfig, PolyConfig
+
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return {
+        "Lily": lambda: LilyConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_weights=False),
+        "Poly": lambda: PolyConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", n_tasks=2),
+        "aLoRA": lambda: lora_config(alora_invocation_tokens=[5, 6], target_modules=targets),
+    }
+
+
+@pytest.mark.parametrize("name", ["Lily", "Poly", "aLoRA"])
+def test_adapters_that_read_rows_are_refused(name: str) -> None:
+    """Before anything is changed; and where they come later, in the report and by each run, until they are disabled."""
+    from peft import get_peft_model
+
+    model = get_peft_model(tiny_model("llama"), by_rows()[name]())
+    with pytest.raises(fastpack.PatchError, match=f"{name} can't run on a patched model: .* unpatched"):
+        fastpack.patch(model)
+    assert not fastpack.is_patched(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+    later = get_peft_model(fastpack.patch(tiny_model("llama")), by_rows()[name]())
+    ((why, count),) = fastpack.report(later).as_modules.items()
+    assert why.startswith(f"not isolated, and refused when it runs: {name}, ")
+    assert count == 6
+    batch = {"input_ids": torch.cat(make_sequences(VOCAB))[None], "packed_seq_lens": [7, 1, 19, 19, 33]}
+    with pytest.raises(fastpack.PatchError, match=f"{name} can't run"):
+        later(**batch)
+    with later.disable_adapter():
+        off = later(**batch).logits[0]
+        assert fastpack.is_patched(fastpack.patch(later))
+    assert relative(off, torch.cat(run_alone(tiny_model("llama"), make_sequences(VOCAB)).logits)) <= FLOAT32_BOUND
+
+
+def test_an_adapter_for_each_row_is_refused() -> None:
+    """PEFT gives each row its own by hooks, which stand there for one forward."""
+    model = with_lora(tiny_model("llama")).eval()
+    fastpack.patch(model)
+    ids = torch.stack(make_sequences(VOCAB, [19, 19]))
+    with pytest.raises(fastpack.PatchError, match="adapter_names can't run on a patched model"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), adapter_names=["default", "__base__"])

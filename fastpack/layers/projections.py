@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import read_projection, read_update, takes
+from fastpack.adapters import read_projection, read_update, refuse_rows, takes
 from fastpack.families.spec import NormSpec
 from fastpack.hooks import has_hooks
 from fastpack.layers.norm import norm_forward
@@ -102,7 +102,10 @@ def project_modules(
 
 def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
     """Modules called as modules; LoRA around a base that can't be read (8-bit, hooks) is fused all the same."""
-    split = [] if torch.compiler.is_compiling() else [read_update(module) for module in modules]
+    compiling = torch.compiler.is_compiling()
+    if not compiling:
+        refuse_rows(modules)
+    split = [] if compiling else [read_update(module) for module in modules]
     if not split or any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
         return [module(n) for module in modules]
     pairs: list[Any] = split
