@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
+from oracle import (
+    FLOAT32_BOUND,
+    INPUT_KINDS,
+    Result,
+    compare,
+    make_sequences,
+    relative,
+    run_alone,
+    run_batch,
+    trained_tokens,
+)
 from test_adapters import lora_config, nf4, quantised, with_lora
 from tiny import VOCAB, tiny_model
 
@@ -233,6 +243,49 @@ def test_a_compute_dtype_that_is_not_the_input_s(
         run_batch(model, sequences, KIND)
         assert calls == fused
         assert not fastpack.report(model).as_modules
+
+
+def test_fp16_autocast_with_a_gradient_scaler(calls: dict[str, int]) -> None:
+    """Scaled losses overflow nowhere, and unscaled gradients are as near to float32's as PEFT's own."""
+    sequences = make_sequences(VOCAB, (23, 11, 5, 40, 17, 1, 31))
+
+    def gradients(patched: bool, scale: float = 2.0**10) -> tuple[Result, bool]:
+        """And whether the optimiser took its step, which it leaves out after an overflow."""
+        model = with_lora(tiny_model("llama"))
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in trained]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        if patched:
+            fastpack.patch(model)
+        batch = INPUT_KINDS[KIND](sequences) if patched else None
+        with torch.autocast("cpu", torch.float16):
+            if batch is not None:
+                loss = model(**batch, num_items_in_batch=trained_tokens(sequences)).loss
+            else:
+                alone = [model(input_ids=s[None], use_cache=False).logits[0, :-1].float() for s in sequences]
+                targets = torch.cat([s[1:] for s in sequences])
+                loss = torch.nn.functional.cross_entropy(torch.cat(alone), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        scaler.step(optimizer)
+        moved = any(not torch.equal(a, b) for a, b in zip(before, trained, strict=True))
+        return Result([loss.detach()], loss.detach(), found), moved
+
+    exact = run_alone(with_lora(tiny_model("llama")), sequences)
+    true = Result([exact.loss], exact.loss, exact.grads)
+    stock, stepped = gradients(patched=False)
+    assert stepped
+    assert calls["project"] == 0
+    found, stepped = gradients(patched=True)
+    assert stepped
+    assert calls == {"project": 4, "gated_mlp": 2, "add_updates": 0}
+    error, allowed = compare_norms(found, true), compare_norms(stock, true)
+    assert 1e-5 < error.grads <= 1.5 * allowed.grads, (error, allowed)
+    overflown, stepped = gradients(patched=True, scale=2.0**40)
+    assert not stepped, "the negative control: infinite gradients are seen, and no step is taken"
+    assert compare_norms(overflown, true).grads == float("inf")
 
 
 def by_rows() -> dict[str, Any]:
