@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import FLOAT32_BOUND, Result, compare, make_sequences, padded, relative
+from oracle import FLOAT32_BOUND, Result, compare, make_sequences, padded, relative, run_alone
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -53,6 +53,16 @@ def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
     grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     # a loss of its own has no logits
     return Result([(loss if output is None else output).detach()], loss.detach(), grads)
+
+
+def alone(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Result:
+    """The same from a stock model on each sequence alone."""
+    return run_alone(model, make_sequences(VOCAB, lengths))
+
+
+def against(found: Result, stock: Result) -> float:
+    """How far loss and gradients of a step are from those of sequences alone; its logits have a bucket's tail."""
+    return error(Result([found.loss], found.loss, found.grads), Result([stock.loss], stock.loss, stock.grads))
 
 
 def error(found: Result, reference: Result) -> float:
@@ -105,18 +115,23 @@ def test_lora_with_checkpointing(patch_first: bool) -> None:
     """With transformers' hook that gives embeddings a gradient, which alone would break the graph."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = tiny_model("llama", num_hidden_layers=1)
-    if patch_first:
-        fastpack.patch(model)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    model = get_peft_model(model, config)
-    fastpack.patch(model)
+
+    def build(patch: bool) -> Any:
+        model = tiny_model("llama", num_hidden_layers=1)
+        torch.manual_seed(1)
+        return get_peft_model(fastpack.patch(model) if patch else model, config)
+
+    stock = alone(build(False))
+    model = fastpack.patch(build(patch_first))
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert model.get_input_embeddings()._forward_hooks
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     batch = collate(LENGTHS)
-    assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
+    found = step(compiled, batch, model)
+    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
+    assert against(found, stock) <= FLOAT32_BOUND
     assert calls_of_ours(compiler.graphs[0]) == 1
     assert "checkpoint" in str(compiler.graphs[0].graph)
 
@@ -129,6 +144,7 @@ def test_fused_loss_and_graphs() -> None:
     assert compiled(**batch).logits is None
     found, wanted = step(compiled, batch, model), step(model, batch, model)
     assert error(found, wanted) <= FLOAT32_BOUND
+    assert against(found, alone(tiny_model("llama", num_hidden_layers=1))) <= FLOAT32_BOUND
 
 
 def test_under_autocast() -> None:
@@ -298,6 +314,7 @@ def test_activation_memory_budget() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS)
     wanted = step(model, batch, model)
+    stock = alone(tiny_model("llama", num_hidden_layers=1))
     compiler = Partitions()
     from torch._functorch import config
 
@@ -308,6 +325,7 @@ def test_activation_memory_budget() -> None:
             assert config.activation_memory_budget == fraction
             found = step(torch.compile(model, fullgraph=True, backend=compiler), batch, model)
         assert error(found, wanted) <= FLOAT32_BOUND
+        assert against(found, stock) <= FLOAT32_BOUND
         assert config.activation_memory_budget == before
     full, half, none = compiler.saved
     assert none < half < full
