@@ -38,7 +38,6 @@ from fastpack.layers.causal_lm import (
     backbone_forward,
     head_forward,
     head_pre_hook,
-    replica_pre_hook,
 )
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.loss import fused_loss_rejects
@@ -46,6 +45,7 @@ from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
+from fastpack.layers.refusals import replica_pre_hook
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.errors import PackingError
 from fastpack.families.spec import Family, HeadSpec
 from fastpack.graphs import GraphRunner, runner_of
 from fastpack.layers.arguments import accepted, bind, parameters, shape_of, source_of, wants_tuple
+from fastpack.layers.first_labels import without_first_labels
 from fastpack.layers.loss import fused_head, fused_loss_serves
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
+from fastpack.layers.refusals import refuse_media, refuse_packed_stock, refuse_replica, takes_stock_path
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, mask_stand_in
@@ -33,20 +35,8 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
-CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
-"""The names under which a cache object is passed."""
-
 PER_TOKEN = ("token_type_ids",)
 """Other arguments of shape ``[B, S]``, un-padded with the tokens."""
-
-MEDIA = (
-    "pixel_values",
-    "pixel_values_videos",
-    "image_embeds",
-    "image_features",
-    "input_features",
-    "input_values",
-)
 
 
 def backbone_forward(
@@ -77,9 +67,9 @@ def backbone_forward(
     if scope is not None:
         packing = _from_head(scope, arguments) or packing
     if takes_stock_path(backbone, arguments):
-        _refuse_packed_stock(arguments, packing)
+        refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments)
-    _refuse_media(arguments)
+    refuse_media(arguments)
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -161,7 +151,8 @@ def _run_head(
 ) -> Any:
     if reads_packing(head, kind, scope, args, kwargs):
         args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
-    kwargs = _without_first_labels(kind, kwargs)
+    if kind == "causal_lm":
+        kwargs = without_first_labels(kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(head, scope, stock, *args, **kwargs)
@@ -236,7 +227,7 @@ def head_pre_hook(
             graphs.believe(seen, packed)
         if scope is not None:
             scope.offer(source_of(kwargs), packed)
-    return args, _without_first_labels(kind, kwargs)
+    return args, without_first_labels(kwargs) if kind == "causal_lm" else kwargs
 
 
 def _leaves_modules_alone(head: Any, forward: Any) -> bool:
@@ -245,20 +236,6 @@ def _leaves_modules_alone(head: Any, forward: Any) -> bool:
     defined_in = str(getattr(function, "__globals__", {}).get("__name__"))  # it has the __module__ of what it replaces
     alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
     return alone and defined_in.startswith("trl.") and not torch.compiler.is_compiling()
-
-
-def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a bare backbone: refuse ``nn.DataParallel``."""
-    refuse_replica(module)
-
-
-def refuse_replica(module: nn.Module) -> None:
-    """Raise where ``module`` is a replica that ``nn.DataParallel`` made, whose forward is bound to the original."""
-    if getattr(module, "_is_replica", False):
-        raise PatchError(
-            "a patched model can't run under nn.DataParallel (its replicas would run the original's weights). Start "
-            "one process a GPU with `torchrun --nproc-per-node N script.py`, or show one GPU (CUDA_VISIBLE_DEVICES=0)."
-        )
 
 
 def prepare_head(
@@ -296,24 +273,6 @@ def reads_packing(
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
     # one break is enough, at the first door; and a head with a scope would lose what it does not read
     return needs_packing or scope is not None or torch.compiler.is_compiling()
-
-
-def _without_first_labels(kind: HeadKind, arguments: dict[str, Any]) -> dict[str, Any]:
-    """With the first label of each sequence ignored, on a copy, where the packing was read."""
-    packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
-    if kind != "causal_lm" or not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
-        return arguments
-    return {**arguments, "labels": packed.mask_first_labels(labels)}
-
-
-def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
-    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were."""
-    if any(arguments.get(name) is not None for name in CACHES):
-        return True
-    wants_attentions = arguments.get("output_attentions")
-    if wants_attentions is None:
-        wants_attentions = getattr(module.config, "output_attentions", False)
-    return bool(arguments.get("use_cache")) or bool(wants_attentions)
 
 
 def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -361,37 +320,3 @@ def _adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
     return noisy and ((packed.batch_shape is not None and packed.batch_shape[0] > 1) or packed.indices is not None)
-
-
-def _refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
-    """A packed batch on the stock path would leak: raise."""
-    why = "a cache (past_key_values, or use_cache=True) or attention weights (output_attentions=True)"
-    if packing:
-        raise PackingError(
-            f"{', '.join(packing)} came together with {why}. Those run the stock forward, whose tokens would see "
-            "other sequences. Pass use_cache=False, or send a padded batch."
-        )
-    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    cached = any(arguments.get(name) is not None for name in CACHES)
-    if cached or positions is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
-        return
-    shape = shape_of(arguments)
-    if pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
-        raise PackingError(
-            f"position_ids restart inside a row (several sequences packed), and {why} was asked for. Those run the "
-            "stock forward, whose tokens would see other sequences. Pass use_cache=False, or send a padded batch."
-        )
-
-
-def _refuse_media(arguments: Mapping[str, Any]) -> None:
-    if arguments.get("encoder_hidden_states") is not None:
-        raise UnsupportedModelError(
-            "encoder_hidden_states came with the batch: cross-attention is not covered. Train this model unpatched "
-            "(fastpack.unpatch(model))."
-        )
-    media = [name for name in MEDIA if arguments.get(name) is not None]
-    if media:
-        raise UnsupportedModelError(
-            f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
-            "model unpatched (fastpack.unpatch(model))."
-        )

@@ -1,0 +1,83 @@
+"""What the door lets through to the stock forward, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.layers.arguments import shape_of
+from fastpack.packing_inputs import pack_inputs
+
+CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
+"""The names under which a cache object is passed."""
+
+MEDIA = (
+    "pixel_values",
+    "pixel_values_videos",
+    "image_embeds",
+    "image_features",
+    "input_features",
+    "input_values",
+)
+
+
+def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
+    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were."""
+    if any(arguments.get(name) is not None for name in CACHES):
+        return True
+    wants_attentions = arguments.get("output_attentions")
+    if wants_attentions is None:
+        wants_attentions = getattr(module.config, "output_attentions", False)
+    return bool(arguments.get("use_cache")) or bool(wants_attentions)
+
+
+def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
+    """A packed batch on the stock path would leak: raise."""
+    why = "a cache (past_key_values, or use_cache=True) or attention weights (output_attentions=True)"
+    if packing:
+        raise PackingError(
+            f"{', '.join(packing)} came together with {why}. Those run the stock forward, whose tokens would see "
+            "other sequences. Pass use_cache=False, or send a padded batch."
+        )
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    cached = any(arguments.get(name) is not None for name in CACHES)
+    if cached or positions is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+        return
+    shape = shape_of(arguments)
+    if pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
+        raise PackingError(
+            f"position_ids restart inside a row (several sequences packed), and {why} was asked for. Those run the "
+            "stock forward, whose tokens would see other sequences. Pass use_cache=False, or send a padded batch."
+        )
+
+
+def refuse_media(arguments: Mapping[str, Any]) -> None:
+    """Raise where images, audio or an encoder's states came with the batch."""
+    if arguments.get("encoder_hidden_states") is not None:
+        raise UnsupportedModelError(
+            "encoder_hidden_states came with the batch: cross-attention is not covered. Train this model unpatched "
+            "(fastpack.unpatch(model))."
+        )
+    media = [name for name in MEDIA if arguments.get(name) is not None]
+    if media:
+        raise UnsupportedModelError(
+            f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
+            "model unpatched (fastpack.unpatch(model))."
+        )
+
+
+def refuse_replica(module: nn.Module) -> None:
+    """Raise where ``module`` is a replica that ``nn.DataParallel`` made, whose forward is bound to the original."""
+    if getattr(module, "_is_replica", False):
+        raise PatchError(
+            "a patched model can't run under nn.DataParallel (its replicas would run the original's weights). Start "
+            "one process a GPU with `torchrun --nproc-per-node N script.py`, or show one GPU (CUDA_VISIBLE_DEVICES=0)."
+        )
+
+
+def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a bare backbone: refuse ``nn.DataParallel``."""
+    refuse_replica(module)
