@@ -111,6 +111,7 @@ class PackedSeqLens:
         tail: lengths of the sequences behind the real ones, made of copies of the batch's first token.
         max_seqlen: the longest length, or the bucket's bound on it; made from the others, as is the next.
         real_tokens: T without the tail.
+        starts_rows: True where the host knows that every sequence begins in column 0 of its row.
         prefixes: what the sequences have in common at their beginnings, where whoever read the batch found it.
         row_count: how many tokens are real, on the device, where only it knows: in a recording, whose lengths are those
             of whatever batch is replayed. The others are zeros at first, and products may leave them out.
@@ -128,6 +129,7 @@ class PackedSeqLens:
     tail: tuple[int, ...] = ()
     max_seqlen: int = 0
     real_tokens: int = 0
+    starts_rows: bool = False
     prefixes: Prefixes | None = None
     shared: SharedTokens | None = None
     row_count: RowCount | None = None
@@ -278,7 +280,9 @@ class PackedSeqLens:
     def flattened(self) -> PackedSeqLens:
         """The same sequences as the one row ``[1, T]`` that :meth:`unpad` makes of them, the tail among them."""
         total = self.total_tokens
-        return replace(self, indices=None, batch_shape=(1, total), tail=(), real_tokens=total, _memo={})
+        return replace(
+            self, indices=None, batch_shape=(1, total), tail=(), real_tokens=total, starts_rows=False, _memo={}
+        )
 
     def unpad(self, x_BS: Tensor) -> Tensor:
         """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order, then the tail."""

@@ -62,8 +62,9 @@ def pack_inputs(
             return ours.to(device)  # already read from this very batch, and checked, by the head or a collator
         alone = attention_mask is None and position_ids is None and len(given) == 1
         if ours.batch_shape is None and alone and shape == (1, ours.real_tokens):
-            # a compiler would read every length to make another one, and the shape says nothing new
-            return ours if compiling else replace(ours.to(device), batch_shape=shape)
+            if compiling:  # it would read every length to make another one, and the shape says nothing new
+                return ours
+            return replace(ours.to(device), batch_shape=shape, starts_rows=ours.num_sequences == 1)
     if compiling:
         from fastpack.packing_outside import read_outside
 
@@ -143,9 +144,8 @@ def pack_inputs(
         indices=None if index.numel() == slots else index,
         batch_shape=shape,
     )
-    if ids is None:
-        return packed
-    return replace(packed, prefixes=find_prefixes(lengths, host["input_ids"][index], real_positions))
+    prefixes = None if ids is None else find_prefixes(lengths, host["input_ids"][index], real_positions)
+    return replace(packed, prefixes=prefixes, starts_rows=not bool((index[starts] % columns).any()))
 
 
 def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:

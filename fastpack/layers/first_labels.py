@@ -1,4 +1,4 @@
-"""The first label of each sequence, which nothing predicts."""
+"""The first label of each sequence, which nothing predicts, and what a loss divides by without it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,32 @@ from typing import Any
 
 from torch import Tensor
 
-from fastpack.packing import PackedSeqLens
+from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
 
 def without_first_labels(arguments: dict[str, Any]) -> dict[str, Any]:
-    """With the first label of each sequence ignored, on a copy, where the packing was read."""
+    """With the first label of each sequence ignored, on a copy, where the packing was read.
+
+    The ``num_items_in_batch`` of transformers' ``Trainer`` counts every label but those in column 0, and so the first
+    ones of sequences that begin further right: padded left, or packed. It is scaled by the share of this batch's
+    counted labels that is kept. Where a step is one micro-batch on one rank, that makes it the number of labels kept;
+    where it is several, each is corrected by its own share. A number below what the ``Trainer`` would count in this
+    batch alone is somebody's own, and divides as it came.
+    """
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
-    return {**arguments, "labels": packed.mask_first_labels(labels)}
+    masked = packed.mask_first_labels(labels)
+    num_items = arguments.get("num_items_in_batch")
+    if num_items is None or arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty:
+        return {**arguments, "labels": masked}
+    return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked)}
+
+
+def _kept_of(num_items: int | Tensor, labels: Tensor, masked: Tensor) -> Tensor:
+    """``num_items`` times the share of this batch's labels that are kept, on their device, for which nobody waits."""
+    if isinstance(num_items, Tensor):
+        num_items = num_items.to(labels.device)
+    counted, kept = ((each[..., 1:] != IGNORE_INDEX).sum() for each in (labels, masked))
+    share = kept.float() / counted.clamp(min=1)
+    return num_items * share.masked_fill((counted > num_items) | (kept == 0), 1.0)

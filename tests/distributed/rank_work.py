@@ -104,10 +104,16 @@ def wrap(model: Any, case: Case) -> Any:
 
 
 def batch_of(sequences: list[Tensor], feed: str) -> dict[str, Any]:
+    """First labels are ignored, as they are in the count of a whole step; ``naive`` knows no first ones."""
     if feed == "naive":
         ids = torch.cat(sequences)[None]
         return {"input_ids": ids, "labels": ids.clone()}
-    return INPUT_KINDS[feed](sequences)
+    batch = INPUT_KINDS[feed](sequences)
+    mask = batch.get("attention_mask")
+    real = torch.ones_like(batch["labels"], dtype=torch.bool) if mask is None else mask.bool()
+    firsts = torch.tensor([0, *map(len, sequences)]).cumsum(0)[:-1]
+    batch["labels"].view(-1)[real.view(-1).nonzero()[firsts, 0]] = -100
+    return batch
 
 
 @contextlib.contextmanager
