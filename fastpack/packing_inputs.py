@@ -148,6 +148,12 @@ def pack_inputs(
     return replace(packed, prefixes=prefixes, starts_rows=not bool((index[starts] % columns).any()))
 
 
+def numbers_segments(mask_BS: Tensor) -> bool:
+    """True where a mask numbers several sequences in one row. The host waits for it."""
+    number = _whole(mask_BS)
+    return bool(((number > 0) & (number != number.amax(1, keepdim=True))).any())
+
+
 def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
     """Remove the packing keywords from ``kwargs`` and return those that were set."""
     taken = {key: kwargs.pop(key, None) for key in PACKING_KEYWORDS}

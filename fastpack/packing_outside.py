@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing_inputs import numbers_segments, pack_inputs
 
 read_outside = torch.compiler.disable(
     pack_inputs,
@@ -12,3 +12,10 @@ read_outside = torch.compiler.disable(
     "fastpack.PackedSeqLens, built in the collator and on the model's device, as packed_seq_lens",
 )
 """Breaks the graph, once a step."""
+
+numbers_segments_outside = torch.compiler.disable(
+    numbers_segments,
+    reason="whether attention_mask numbers several sequences in one row, which the stock forward would not tell apart, "
+    "has to be read on the host. For fullgraph=True pass attention_mask as bools, or use_cache=False",
+)
+"""Breaks the graph too, where the stock forward runs."""

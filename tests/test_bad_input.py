@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import flat, make_sequences, padded, positions, run_alone, trl_keywords
+from oracle import FLOAT32_BOUND, flat, make_sequences, padded, positions, relative, run_alone, trl_keywords
 from patch_checks import fingerprint
 from tiny import VOCAB, tiny_model
 from torch import nn
@@ -17,6 +17,7 @@ from fastpack.smoke.tiny import build_tiny
 
 SEQUENCES = make_sequences(VOCAB)
 LENGTHS = [len(s) for s in SEQUENCES]
+NUMBERED = torch.arange(1, 6).repeat_interleave(torch.tensor(LENGTHS))[None]
 
 
 def refuses(model: Any, match: str, error: type[Exception] = fastpack.UnsupportedModelError, **options: Any) -> None:
@@ -146,6 +147,12 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "a dict of masks": ({"attention_mask": {"full_attention": None}}, "dict"),
     "a packed batch with a cache": ({"packed_seq_lens": LENGTHS, "use_cache": True}, "use_cache"),
     "restarting positions with a cache": ({"position_ids": positions(SEQUENCES), "use_cache": True}, "restart"),
+    "a numbered mask with a cache": ({"attention_mask": NUMBERED, "use_cache": True}, "attention_mask numbers several"),
+    "a numbered mask of floats with a cache": (
+        {"attention_mask": NUMBERED.float(), "use_cache": True},
+        "numbers several",
+    ),
+    "a numbered mask with attentions": ({"attention_mask": NUMBERED, "output_attentions": True}, "output_attentions"),
     "a packed batch with attentions": ({"packed_seq_lens": LENGTHS, "output_attentions": True}, "output_attentions"),
 }
 
@@ -159,6 +166,20 @@ def test_contradictory_batches(what: str, labels: bool) -> None:
     with pytest.raises(fastpack.PackingError, match=match):
         model(input_ids=ids, **given, **({"labels": ids} if labels else {}))
     run_alone(model, SEQUENCES)  # and the model still works
+
+
+def test_a_numbered_mask_where_the_config_asks_for_attentions() -> None:
+    model = tiny_model("gpt2")
+    model.config.output_attentions = True
+    fastpack.patch(model)
+    ids = torch.cat(SEQUENCES)[None]
+    with pytest.raises(fastpack.PackingError, match=r"attention_mask numbers several.*output_attentions=False"):
+        model(input_ids=ids, attention_mask=NUMBERED)
+    ours = model(input_ids=ids, attention_mask=NUMBERED, output_attentions=False).logits[0]
+    alone = run_alone(fastpack.unpatch(model), SEQUENCES)
+    assert relative(ours, torch.cat(alone.logits)) <= FLOAT32_BOUND
+    leaked = model(input_ids=ids, attention_mask=NUMBERED).logits[0]
+    assert relative(leaked, torch.cat(alone.logits)) > 1e3 * FLOAT32_BOUND, "the stock forward does not read numbers"
 
 
 def test_a_packed_batch_into_a_sequence_classifier() -> None:

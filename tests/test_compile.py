@@ -271,6 +271,21 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
         compiled(**padded(make_sequences(VOCAB, LENGTHS), "left"))
 
 
+def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
+    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1)).eval()
+    given: dict[str, Any] = {"input_ids": torch.cat(make_sequences(VOCAB, (5, 6)))[None], "use_cache": True}
+    mask = torch.tensor([[1] * 5 + [2] * 6])
+    stock = model(**given).logits
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attention_mask as bools"):
+        compiled(**given, attention_mask=mask.clamp(max=1))
+    assert relative(compiled(**given, attention_mask=mask.bool()).logits, stock) <= FLOAT32_BOUND
+    compiled = torch.compile(model, backend="eager")
+    with pytest.raises(fastpack.PackingError, match="attention_mask numbers several"):
+        compiled(**given, attention_mask=mask)
+    assert relative(compiled(**given, attention_mask=mask.clamp(max=1)).logits, stock) <= FLOAT32_BOUND
+
+
 def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:
     """Also eagerly, and where the batch's own lengths were rounded up and came with labels that were not masked."""
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))

@@ -28,6 +28,7 @@ from transformers import AutoModelForTokenClassification as AutoTokenClassifier
 
 import fastpack
 from fastpack.families import FAST_FAMILIES
+from fastpack.layers import refusals
 from fastpack.smoke.tiny import build_tiny
 
 VARLEN = "olmo"
@@ -224,6 +225,26 @@ def _stock_beams(model: nn.Module, ids: dict[str, Any], settings: dict[str, Any]
     stock = copy.deepcopy(model)
     fastpack.unpatch(stock)
     return stock.generate(**ids, **settings, num_beams=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
+def test_masks_of_zeros_and_ones_take_the_stock_path(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read once where a cache is asked for; not where it came, nor in steps of decoding: nothing waits."""
+    read: list[Any] = []
+    numbers = refusals.numbers_segments
+    monkeypatch.setattr(refusals, "numbers_segments", lambda mask: read.append(mask) or numbers(mask))
+    model = tiny_model("llama").eval()
+    batch = padded(make_sequences(VOCAB, (4, 9, 6)), "left")
+    given = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3].to(dtype)}
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    stock = model.generate(**given, **settings), model(**given, use_cache=True).logits
+    fastpack.patch(model)
+    assert torch.equal(model.generate(**given, **settings), stock[0])
+    assert not read
+    assert torch.equal(model(**given, use_cache=True).logits, stock[1])
+    assert len(read) == (0 if dtype == torch.bool else 1)
+    model(input_ids=given["input_ids"][:, -1:], attention_mask=given["attention_mask"][:, -1:], use_cache=True)
+    assert len(read) == (0 if dtype == torch.bool else 1)
 
 
 def test_an_explicit_cache_or_attentions_take_the_stock_path(model: nn.Module) -> None:

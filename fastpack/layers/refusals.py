@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.layers.arguments import shape_of
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing_inputs import numbers_segments, pack_inputs
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
 """The names under which a cache object is passed."""
@@ -35,23 +36,41 @@ def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
-    """A packed batch on the stock path would leak: raise."""
+    """A packed batch on the stock path would leak: raise. Steps of decoding are not read, and wait for nobody."""
     why = "a cache (past_key_values, or use_cache=True) or attention weights (output_attentions=True)"
+    mend = (
+        "Those run the stock forward, whose tokens would see other sequences. Pass use_cache=False and "
+        "output_attentions=False, or send a padded batch."
+    )
     if packing:
-        raise PackingError(
-            f"{', '.join(packing)} came together with {why}. Those run the stock forward, whose tokens would see "
-            "other sequences. Pass use_cache=False, or send a padded batch."
-        )
+        raise PackingError(f"{', '.join(packing)} came together with {why}. {mend}")
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    cached = any(arguments.get(name) is not None for name in CACHES)
-    if cached or positions is None or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+    if any(arguments.get(name) is not None for name in CACHES):
+        return
+    if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return
     shape = shape_of(arguments)
-    if pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
+    if shape[1] <= 1:
+        return
+    if positions is None:
+        if mask is not None and _numbers_segments(mask):
+            raise PackingError(
+                f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
+            )
+    elif pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
         raise PackingError(
-            f"position_ids restart inside a row (several sequences packed), and {why} was asked for. Those run the "
-            "stock forward, whose tokens would see other sequences. Pass use_cache=False, or send a padded batch."
+            f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
         )
+
+
+def _numbers_segments(mask: Tensor) -> bool:
+    if mask.dtype == torch.bool:
+        return False
+    if not torch.compiler.is_compiling():
+        return numbers_segments(mask)
+    from fastpack.packing_outside import numbers_segments_outside
+
+    return bool(numbers_segments_outside(mask))
 
 
 def refuse_media(arguments: Mapping[str, Any]) -> None:
