@@ -197,9 +197,9 @@ class PackedSeqLens:
                 self._memo[key] = build()
         return self._memo[key]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False, **_: Any) -> PackedSeqLens:
-        """The same lengths with their tensors on ``device`` (accelerate calls this when it moves a batch)."""
-        if torch.device(device) == self.cu_seqlens.device:
+    def to(self, device: torch.device | str | None, non_blocking: bool = False, **_: Any) -> PackedSeqLens:
+        """The same lengths with their tensors on ``device``; None, which accelerate's hooks may pass, leaves them."""
+        if device is None or torch.device(device) == self.cu_seqlens.device:
             return self
         indices = self.indices
         return replace(

@@ -99,6 +99,7 @@ def test_first_labels_are_ignored_on_a_copy(
 def test_to_another_device() -> None:
     packed = read((2, 3), torch.tensor([[1, 1, 0], [1, 1, 1]]))
     assert packed.to("cpu") is packed
+    assert packed.to(None) is packed, "as a tensor is"
     moved = packed.to("meta", non_blocking=True)
     assert {t.device.type for t in (moved.cu_seqlens, moved.position_ids, moved.indices, moved.seq_idx)} == {"meta"}
     assert (moved.lengths, moved.batch_shape, moved.is_empty) == (packed.lengths, packed.batch_shape, False)

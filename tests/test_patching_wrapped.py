@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from oracle import FLOAT32_BOUND, compare, make_sequences, padded, relative, run_alone, run_batch
+from oracle import (
+    FLOAT32_BOUND,
+    INPUT_KINDS,
+    compare,
+    make_sequences,
+    padded,
+    relative,
+    run_alone,
+    run_batch,
+    split_logits,
+)
 from patch_checks import check_exact
 from tiny import VOCAB, tiny_model
 from torch import nn
@@ -43,6 +55,35 @@ def test_accelerate_hooks_before_and_after() -> None:
             remove_hook_from_module(module)
         fastpack.unpatch(model)
         assert compare(run_alone(model, make_sequences(VOCAB)), alone).worst == 0
+
+
+@pytest.mark.parametrize("loss", [None, "fused"])
+@pytest.mark.parametrize("patch_first", [True, False])
+@pytest.mark.parametrize("disk", [False, True])
+def test_accelerate_offload(disk: bool, patch_first: bool, loss: Any, tmp_path: Path) -> None:
+    """Its hook on the root moves every keyword, the lengths among them, to the device that it was given: to None."""
+    from accelerate import cpu_offload, disk_offload
+
+    sequences = make_sequences(VOCAB)
+    model = tiny_model("llama")
+    alone = run_alone(model, sequences)
+    if patch_first:
+        fastpack.patch(model, loss=loss)
+    cpu = torch.device("cpu")
+    if disk:
+        disk_offload(model, tmp_path, execution_device=cpu)
+    else:
+        cpu_offload(model, execution_device=cpu)
+    if not patch_first:
+        fastpack.patch(model, loss=loss)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    for kind in ("padded left", "packed_seq_lens"):
+        batch = INPUT_KINDS[kind](sequences)
+        with pytest.warns(fastpack.errors.FastpackWarning) if loss and patch_first else nullcontext():
+            out = model(**batch)
+        found = split_logits(out.logits, batch, sequences)
+        assert max(relative(a, b) for a, b in zip(found, alone.logits, strict=True)) <= FLOAT32_BOUND
+        assert relative(out.loss, alone.loss) <= FLOAT32_BOUND
 
 
 def test_accelerate_bf16_wrapper() -> None:
