@@ -319,9 +319,9 @@ def asleep(state: PatchState) -> Iterator[None]:
 
 
 def _private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
-    """A copy of a config that names our attention, remembers the one it replaces, and knows where the packing is."""
+    """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
-    private._fastpack_stock_attention = config._attn_implementation
+    private._fastpack_stock_config = config  # set_attn_implementation() names another attention there
     private._fastpack_scope = scope
     private._attn_implementation_internal = interface_name(attention)
     return private

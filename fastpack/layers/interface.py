@@ -82,10 +82,10 @@ def packed_interface(
 
 
 def stock_interface(module: Any) -> Forward:
-    """The attention implementation that ``module`` would use if it were not patched."""
+    """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
     from transformers import AttentionInterface
 
-    name = module.config._fastpack_stock_attention
+    name = module.config._fastpack_stock_config._attn_implementation
     eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,6 +114,32 @@ def test_generate_is_stock(model_type: str) -> None:
     stock = model.generate(prompt, **settings)
     fastpack.patch(model)
     assert torch.equal(model.generate(prompt, **settings), stock)
+
+
+@pytest.mark.parametrize("duplicate", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
+def test_another_stock_attention_after_patching(model_type: str, duplicate: Callable[[Any], Any]) -> None:
+    """The stock path attends as the config says now; masks are made for that, None for sdpa's causal ones."""
+    stock: Any = tiny_model(model_type).eval()
+    model = duplicate(fastpack.patch(copy.deepcopy(stock)))
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(stock, sequences)
+    prompt = sequences[2][None]
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    for name in ("sdpa", "eager", "sdpa"):
+        stock.set_attn_implementation(name)
+        model.set_attn_implementation(name)
+        wanted, found = (m(prompt, use_cache=True) for m in (stock, model))
+        assert torch.equal(found.logits, wanted.logits)
+        wanted, found = (
+            m(prompt[:, :3], past_key_values=past.past_key_values, use_cache=True)
+            for m, past in ((stock, wanted), (model, found))
+        )
+        assert torch.equal(found.logits, wanted.logits)
+        assert torch.equal(model.generate(prompt, **settings), stock.generate(prompt, **settings))
+        assert compare(run_batch(model, sequences, "padded left"), alone).worst <= FLOAT32_BOUND
+    fastpack.unpatch(model)
+    assert all(m.config._attn_implementation == "sdpa" for m in model.modules() if hasattr(m, "config"))
 
 
 def test_the_table() -> None:
