@@ -18,6 +18,7 @@ from oracle import FLOAT32_BOUND, Result, compare, make_sequences, padded, relat
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import fastpack
 from fastpack import PackedSeqLens
@@ -269,6 +270,24 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="PackedSeqLens, built in the collator"):
         compiled(**padded(make_sequences(VOCAB, LENGTHS), "left"))
+
+
+@pytest.mark.parametrize(("family", "rope_type"), [("phi3", "longrope"), ("llama", "dynamic")])
+def test_frequencies_by_length_compile_with_breaks(family: str, rope_type: str) -> None:
+    rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4}
+    if rope_type == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
+        settings = {"original_max_position_embeddings": 16}
+    else:
+        rope["factor"] = 2.0
+        settings = {"max_position_embeddings": 16}
+    model = fastpack.patch(tiny_model(family, num_hidden_layers=1, rope_parameters=rope, **settings))
+    batch = collate(LENGTHS, bucketed=False)
+    wanted = model(**batch).logits
+    with pytest.raises((torch._dynamo.exc.Unsupported, GuardOnDataDependentSymNode)):
+        torch.compile(model, fullgraph=True, backend="eager")(**batch)
+    torch.compiler.reset()
+    assert relative(torch.compile(model, backend="eager")(**batch).logits, wanted) <= FLOAT32_BOUND
 
 
 def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
