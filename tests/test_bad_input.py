@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -131,8 +132,16 @@ def test_strict_names_what_is_not_fast() -> None:
 def test_an_attention_forward_that_someone_replaced() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[0].self_attn
-    layer.forward = layer.forward
+    layer.forward = functools.partial(layer.forward)
     refuses(model, "already replaced", fastpack.PatchError)
+
+
+def test_an_attention_forward_that_is_its_own() -> None:
+    """As accelerate's hooks leave it behind when they are removed."""
+    model = tiny_model("llama")
+    layer = model.model.layers[0].self_attn
+    layer.forward = layer.forward
+    assert fastpack.report(fastpack.patch(model)).rung == "fast"
 
 
 BATCHES: dict[str, tuple[dict[str, Any], str]] = {
