@@ -8,13 +8,16 @@ Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastpack.packing import PackedSeqLens, check_lengths
 from fastpack.targets import find_parts
 
 Inputs = Mapping[str, Any]
@@ -160,18 +163,26 @@ def kind_of(trainer: Any) -> Kind | None:
 
 def lengths(inputs: Inputs, kind: Kind) -> list[int]:
     """Real tokens of each unit of a collated batch. Waits for the device, once."""
-    if "attention_mask" in inputs:
-        per_row = inputs["attention_mask"].ne(0).sum(-1)
-    elif "prompt_mask" in inputs:
-        per_row = inputs["prompt_mask"].sum(-1) + inputs["completion_mask"].sum(-1)
-    else:
-        per_row = torch.full((rows(inputs),), inputs["input_ids"].shape[-1])
-    found: list[int] = per_row.view(kind.rows_of_a_unit, -1).sum(0).tolist()
+    found: list[int] = _row_tokens(inputs).view(kind.rows_of_a_unit, -1).sum(0).tolist()
     return found
 
 
+def _row_tokens(inputs: Inputs) -> Tensor:
+    """Real tokens of each row, int64 ``[B]``."""
+    if "attention_mask" in inputs:
+        mask: Tensor = inputs["attention_mask"]
+        return mask.ne(0).sum(-1)
+    if "prompt_mask" in inputs:
+        prompts: Tensor = inputs["prompt_mask"].sum(-1)
+        return prompts + inputs["completion_mask"].sum(-1)
+    return torch.full((rows(inputs),), inputs["input_ids"].shape[-1])
+
+
 def piece(inputs: Inputs, units: list[int], kind: Kind) -> dict[str, Any]:
-    """Those units alone: rows of every tensor and list that has one for each row, or for each unit."""
+    """Those units alone: rows of every tensor and list that has one for each row, or for each unit.
+
+    Of ``packed_seq_lens`` it has the lengths of its own sequences, and the model reads from its mask where they are.
+    """
     total = rows(inputs)
     count = total // kind.rows_of_a_unit
     each = [unit + count * part for part in range(kind.rows_of_a_unit) for unit in units]
@@ -186,4 +197,20 @@ def piece(inputs: Inputs, units: list[int], kind: Kind) -> dict[str, Any]:
             return [value[i] for i in (each if len(value) == total else units)]
         return value
 
-    return {name: taken(value) for name, value in inputs.items()}
+    part = {name: taken(value) for name, value in inputs.items() if name != "packed_seq_lens"}
+    if inputs.get("packed_seq_lens") is not None:
+        of_rows = _sequences(inputs)
+        part["packed_seq_lens"] = [length for row in each for length in of_rows[row]] or None
+    return part
+
+
+def _sequences(inputs: Inputs) -> list[list[int]]:
+    """Lengths of the sequences in each row, from ``packed_seq_lens``. Waits for the device, once."""
+    packed = inputs["packed_seq_lens"]
+    ours = isinstance(packed, PackedSeqLens)
+    given = (() if packed.is_empty else packed.lengths) if ours else check_lengths(packed)
+    ends = list(accumulate(_row_tokens(inputs).tolist()))
+    found: list[list[int]] = [[] for _ in ends]
+    for start, length in zip(accumulate(given, initial=0), given, strict=False):
+        found[min(bisect_right(ends, start), len(ends) - 1)].append(length)
+    return found

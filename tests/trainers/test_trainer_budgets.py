@@ -15,6 +15,7 @@ import fastpack
 from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.options import TokenBudget
+from fastpack.trainers.kinds import KINDS, piece
 from fastpack.trainers.loader import count_epochs
 
 BUDGETS = {"sft": 60, "plain": 75, "dpo": 150, "reward": 150, "kto": 60}
@@ -102,13 +103,16 @@ def test_negative_control_means_of_means(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "accumulation"), [("sft", 1), ("sft", 2), ("dpo", 1), ("dpo", 2), ("reward", 1), ("kto", 1), ("plain", 2)]
 )
-def test_same_steps(kind: str, accumulation: int, tmp_path: Path) -> None:
-    """Each step holds what it holds without a budget, and does the same."""
+@pytest.mark.parametrize("collated", [False, True])
+def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path) -> None:
+    """Each step holds what it holds without a budget, and does the same, wherever lengths are read."""
     further = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": accumulation, "max_steps": 2}
     stock = BUILD[kind](tmp_path, **further)
     theirs = Gradients(stock)
     stock.train()
     trainer = fastpack.patch(BUILD[kind](tmp_path, **further), max_tokens=TokenBudget(BUDGETS[kind], same_steps=True))
+    if collated:
+        trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)
     ours = Gradients(trainer)
     trainer.train()
     for mine, its in zip(ours.steps, theirs.steps, strict=True):
@@ -119,6 +123,19 @@ def test_same_steps(kind: str, accumulation: int, tmp_path: Path) -> None:
     assert pieces.wholes == 2 * accumulation
     assert pieces.pieces > pieces.wholes
     assert "pieces" in str(fastpack.report(trainer))
+
+
+def test_a_piece_has_the_lengths_of_its_rows() -> None:
+    mask = torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]])
+    batch = {"input_ids": mask + 5, "attention_mask": mask.clamp(max=1), "packed_seq_lens": [2, 1, 3, 1]}
+    given = {**batch, "packed_seq_lens": fastpack.PackedSeqLens.from_lengths([2, 1, 3, 1])}
+    read = fastpack.with_packed_seq_lens(lambda examples: {**batch, "attention_mask": mask})(None)
+    for inputs in (batch, given, read):
+        for units, lengths in (([0, 3], [2, 1, 1]), ([2], [3]), ([1, 2], [3]), ([1], None)):
+            assert piece(inputs, units, KINDS["SFTTrainer"])["packed_seq_lens"] == lengths
+        assert piece(inputs, [1], KINDS["DPOTrainer"])["packed_seq_lens"] == [1]
+    nothing = fastpack.with_packed_seq_lens(lambda examples: {"input_ids": mask, "attention_mask": 0 * mask})(None)
+    assert piece(nothing, [0, 1], KINDS["SFTTrainer"])["packed_seq_lens"] is None
 
 
 class Killed(Exception):
