@@ -42,7 +42,7 @@ def policy(**further: Any) -> Any:
 def sft(folder: Path, data: Dataset | None = None, **further: Any) -> Any:
     return SFTTrainer(
         policy(),
-        args=alone(SFTConfig(**settings(folder, max_length=None, **further))),
+        args=alone(SFTConfig(**settings(folder, **{"max_length": None, **further}))),
         train_dataset=texts() if data is None else data,
         processing_class=word_tokenizer(),
     )

@@ -58,3 +58,10 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
         PackingError: when called: what the batch carries contradicts itself, or it holds neither of the two.
     """
     return _WithPackedSeqLens(collator)
+
+
+def stock_collator(collator: Any) -> Any:
+    """The collator that makes the batches, inside :func:`with_packed_seq_lens` where it was wrapped in it."""
+    while isinstance(collator, _WithPackedSeqLens):
+        collator = collator.collator
+    return collator

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastpack.batching.budget_sampler import TokenBudgetSampler
+from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PatchError
 from fastpack.options import TokenBudget
@@ -85,7 +86,7 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
 
 def _lengths(trainer: Any) -> list[int]:
     """Tokens of each example of a trainer's data set, as its collator cuts them."""
-    collator = trainer.data_collator
+    collator = stock_collator(trainer.data_collator)
     # TRL's collators cut at max_length; in those of transformers it is what they pad to, and they cut nothing.
     cuts = any(base.__module__.split(".")[0] == "trl" for base in type(collator).__mro__)
     return lengths_of(

@@ -10,7 +10,20 @@ from datasets import Dataset
 from preferences import pairs, settings, word_tokenizer
 from tiny import tiny_model
 from torch.utils.data import WeightedRandomSampler
-from trainer_cases import EXAMPLES, Gradients, alone, furthest, ids_of, plain, policy, sft, texts, total, watch_batches
+from trainer_cases import (
+    EXAMPLES,
+    Gradients,
+    alone,
+    dpo,
+    furthest,
+    ids_of,
+    plain,
+    policy,
+    sft,
+    texts,
+    total,
+    watch_batches,
+)
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -88,6 +101,24 @@ def test_what_a_collator_pads_to_is_not_where_it_cuts(tmp_path: Path) -> None:
     )
     fastpack.patch(trainer, max_tokens=75)
     assert max(total(batch) for batch in trainer.get_train_dataloader()) <= 75
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_a_collator_may_be_wrapped_before_or_after(make: Any, tmp_path: Path) -> None:
+    """It cuts at max_length either way, and the budget counts what it leaves."""
+
+    def wrap(trainer: Any) -> None:
+        trainer.data_collator = fastpack.with_packed_seq_lens(fastpack.with_packed_seq_lens(trainer.data_collator))
+
+    first, later = (make(tmp_path, max_length=20) for _ in range(2))
+    wrap(first)
+    fastpack.patch(first, max_tokens=45)
+    fastpack.patch(later, max_tokens=45)
+    wrap(later)
+    found = [[total(batch) for batch in trainer.get_train_dataloader()] for trainer in (first, later)]
+    assert found[0] == found[1]
+    assert max(found[0]) <= 45
+    assert fastpack.report(first).notes == fastpack.report(later).notes
 
 
 def test_another_data_set_is_planned_anew(tmp_path: Path) -> None:
