@@ -10,8 +10,8 @@ from typing import Any
 from fastpack.errors import PackingError
 
 Sides = tuple[tuple[str, ...], ...]
+TOLD: Sides = (("length",),)
 SIDES: tuple[Sides, ...] = (
-    (("length",),),
     (("prompt_ids", "chosen_ids"), ("prompt_ids", "rejected_ids")),
     (("prompt_input_ids", "chosen_input_ids"), ("prompt_input_ids", "rejected_input_ids")),
     (("prompt_ids", "completion_ids"), ("prompt_ids", "KL_completion_ids")),
@@ -19,22 +19,27 @@ SIDES: tuple[Sides, ...] = (
     (("chosen_ids",), ("rejected_ids",)),
     (("chosen_input_ids",), ("rejected_input_ids",)),
     (("input_ids",),),
+    TOLD,
 )
-"""The sequences of an example, and the columns that each is made of; the first set whose columns are there is read."""
+"""The sequences of an example, and the columns that each is made of; the first set whose columns are there is read.
+
+Ids are counted wherever there are some: a ``length`` beside them may be of words, characters or another tokenizer.
+"""
 _ROWS = 1000
 
 
 def lengths_of(dataset: Any, *, max_length: int | None = None) -> list[int]:
     """Tokens of each example, which :func:`plan_batches` and :class:`TokenBudgetSampler` plan from.
 
-    A ``length`` column is taken at its word. Else the ids are counted, as they are: padding among them counts. Of a
-    pair both sides do: ``2 * prompt + chosen + rejected``, or ``chosen + rejected`` where the sides hold their prompt;
-    and of KTO's examples also the mismatched completions that its KL is estimated from.
+    The ids are counted, as they are: padding among them counts. Of a pair both sides do: ``2 * prompt + chosen +
+    rejected``, or ``chosen + rejected`` where the sides hold their prompt; and of KTO's examples also the mismatched
+    completions that its KL is estimated from. Only where there are no ids a ``length`` column is taken at its word, as
+    transformers takes it: all tokens of an example, both sides of a pair, as many as the collator makes of it.
 
     Args:
         dataset: a ``datasets.Dataset`` (nothing is decoded), a dict of columns, or anything with ``len()`` whose
             examples are dicts (each is made once, which may take a while).
-        max_length: tokens of a sequence at which the collator cuts, if it does.
+        max_length: tokens of a sequence at which the collator cuts ids, if it does; a ``length`` stays what it says.
 
     Returns:
         n ints.
@@ -77,11 +82,12 @@ def lengths_of(dataset: Any, *, max_length: int | None = None) -> list[int]:
     if len({len(column) for column in counted.values()}) != 1:
         sizes = ", ".join(f"{name} has {len(column)}" for name, column in counted.items())
         raise PackingError(f"columns are of different sizes: {sizes} examples.")
+    cut = None if sides is TOLD else max_length
     totals = [0] * len(counted[columns[0]])
     for side in sides:
         whole = map(sum, zip(*(counted[name] for name in side), strict=True))
         for at, tokens in enumerate(whole):
-            totals[at] += tokens if max_length is None else min(tokens, max_length)
+            totals[at] += tokens if cut is None else min(tokens, cut)
     return totals
 
 

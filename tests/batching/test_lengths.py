@@ -33,7 +33,9 @@ class Rows(torch.utils.data.Dataset[Any]):
     ("rows", "want"),
     [
         ([{"input_ids": [1, 2, 3]}, {"input_ids": [1]}], [3, 1]),
-        ([{"length": 9, "input_ids": [1, 2, 3]}, {"length": 8, "input_ids": [1]}], [9, 8]),
+        ([{"length": 9, "input_ids": [1, 2, 3]}, {"length": 8, "input_ids": [1]}], [3, 1]),
+        ([{"length": 9, "text": "a"}, {"length": 8, "text": "b"}], [9, 8]),
+        ([{**PAIR, "length": 3}], [8]),
         ([PAIR, {**PAIR, "prompt_ids": [1]}], [8, 6]),
         ([{name.replace("_ids", "_input_ids"): ids for name, ids in PAIR.items()}], [8]),
         ([{"chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}], [5]),
@@ -60,6 +62,8 @@ def test_sequences_are_cut_where_the_collator_cuts() -> None:
     assert lengths_of([PAIR], max_length=4) == [3 + 4]
     assert lengths_of([PAIR], max_length=2) == [2 + 2]
     assert lengths_of([{"input_ids": [1, 2, 3]}], max_length=2) == [2]
+    assert lengths_of([{**PAIR, "length": 8}], max_length=3) == [3 + 3]
+    assert lengths_of([{"length": 8}], max_length=3) == [8], "which may be both sides of a pair"
 
 
 def test_tensors_have_lengths() -> None:

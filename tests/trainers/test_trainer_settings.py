@@ -133,7 +133,7 @@ def test_a_second_run_has_the_batches_of_the_first(tmp_path: Path) -> None:
     """Also where later epochs need a micro-batch more: from there on, the same steps are fewer epochs."""
     lengths = [21, 30, 28, 27, 5, 11, 6, 18, 27, 17, 18, 23, 15, 28, 9, 6]
     trainer = sft(tmp_path, texts(len(lengths)), seed=1, max_steps=32)
-    trainer.train_dataset = trainer.train_dataset.add_column("length", lengths)
+    trainer.train_dataset = Dataset.from_dict({"input_ids": [[5] * n for n in lengths]})
     fastpack.patch(trainer, max_tokens=60)
     counts = [len(trainer.get_train_dataloader()) for _ in range(2)]
     assert counts == [6, 6]
