@@ -135,7 +135,7 @@ def make_trainer(command: Command, given: Given) -> Any:
 
 
 def train(trainer: Any, given: Given) -> Meter:
-    """Train under a progress bar; save unless ``--save_strategy no``."""
+    """Train under a progress bar, and save what came of it, which ``--save_strategy`` is not about (as in TRL)."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
     from fastpack.commands.meter import Meter
@@ -147,8 +147,7 @@ def train(trainer: Any, given: Given) -> Meter:
     if trainer.is_world_process_zero() and not given.training.disable_tqdm:
         trainer.add_callback(ProgressBar(meter))
     trainer.train(resume_from_checkpoint=given.training.resume_from_checkpoint)
-    if given.training.save_strategy != "no":
-        trainer.save_model(given.training.output_dir)
+    trainer.save_model(given.training.output_dir)
     return meter
 
 

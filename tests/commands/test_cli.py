@@ -129,6 +129,16 @@ def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Pat
     assert not fastpack.is_patched(saved)
 
 
+@trains_on_cpu
+def test_no_checkpoints_and_the_trained_model(work: Path, tmp_path: Path) -> None:
+    """``--save_strategy no`` is about checkpoints; TRL's scripts save what came of the training all the same."""
+    from transformers import AutoModelForCausalLM
+
+    run_sft(work, "--output_dir", str(tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert not fastpack.is_patched(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
