@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import trl
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
 
 from fastpack.attention_dispatch import BACKENDS
@@ -163,7 +166,31 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
         raise UsageError("--same_steps says how --max_tokens is kept: pass that too")
     if script.dataset_name is None:
         raise UsageError("pass --data (or --dataset_name): a .jsonl file, a folder or a hub id")
+    training.resume_from_checkpoint = _checkpoint(training)
     wanted = training.max_length
     if isinstance(wanted, _Unset):  # what the user did not ask for is no reason to refuse
         training.max_length = None if command.refuses_length(training) else int(wanted)
     return Given(script, training, model, ours, None if wanted is None else int(wanted))
+
+
+def _checkpoint(training: Any) -> str | None:
+    """The folder to go on from; ``True``, which a flag can only spell, is the last one in ``--output_dir``."""
+    asked = training.resume_from_checkpoint
+    named = str(asked).lower()
+    if named in ("none", "false"):
+        return None
+    folder = Path(training.output_dir)
+    if named == "true":
+        last = get_last_checkpoint(folder) if folder.is_dir() else None
+        if last is None:
+            raise UsageError(
+                f"--resume_from_checkpoint {asked}: no checkpoint-N in {folder}, --output_dir; pass the folder of a "
+                "checkpoint, or leave the flag out to begin anew"
+            )
+        asked = last
+    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
+        raise UsageError(
+            f"--resume_from_checkpoint {asked}: no checkpoint of a trainer there (no {TRAINER_STATE_NAME}); pass the "
+            f"folder of one, as {folder / 'checkpoint-N'}, or True for the last one in --output_dir"
+        )
+    return str(asked)

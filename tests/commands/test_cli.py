@@ -139,6 +139,18 @@ def test_no_checkpoints_and_the_trained_model(work: Path, tmp_path: Path) -> Non
     assert not fastpack.is_patched(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
 
 
+@trains_on_cpu
+@pytest.mark.parametrize("asked", ["True", "checkpoint"])
+def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
+    whole = run_sft(work, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "2")
+    last = tmp_path / "out" / f"checkpoint-{STEPS}"
+    last.rename(tmp_path / "elsewhere")
+    given = asked if asked == "True" else str(tmp_path / "out" / "checkpoint-2")
+    rest = run_sft(work, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", given)
+    assert losses(rest) == pytest.approx(losses(whole)[2:], rel=FLOAT32_BOUND)
+    assert len(rest["steps"]) == STEPS - 2
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -156,6 +168,8 @@ def test_no_checkpoints_and_the_trained_model(work: Path, tmp_path: Path) -> Non
         ({"--no_such_flag": "1"}, "--no_such_flag"),
         ({"--max_steps": "many"}, "invalid int value: 'many'"),
         ({"--eval_strategy": "epoch"}, "has no split 'test'"),
+        ({"--resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere: no checkpoint of a trainer"),
+        ({"--resume_from_checkpoint": "True"}, "no checkpoint-N in outputs/sft, --output_dir"),
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
     ],
 )
