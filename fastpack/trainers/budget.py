@@ -116,6 +116,12 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
     own = kind.refuses(trainer) or (kind.whole(trainer) if splitting else None)
     if own is not None:
         yield own
+    flattening = type(stock_collator(getattr(trainer, "data_collator", None)))
+    if splitting and any(base.__name__ == "DataCollatorWithFlattening" for base in flattening.__mro__):
+        yield (
+            f"{flattening.__name__} makes one row of a batch, and only rows can be split; pass a collator that pads, a "
+            "patched model runs without padding all the same, or leave same_steps out"
+        )
     if splitting and getattr(trainer, "is_deepspeed_enabled", False):
         yield "DeepSpeed takes every backward for a micro-batch, so none can be split"
     if not kind.planned and budget.same_steps:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fastpack.batching.budget import COST
 from fastpack.batching.budget_steps import split
+from fastpack.errors import PackingError
 from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, lengths, piece, rows
 
 
@@ -97,6 +98,12 @@ def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[di
     if weighing.split_at is None:
         return [inputs]
     tokens = lengths(inputs, weighing.kind)
+    if weighing.kind.planned and len(tokens) == 1 and tokens[0] > weighing.split_at:  # no example has as many
+        raise PackingError(
+            f"the collator made one row of {tokens[0]} tokens, more than max_tokens={weighing.split_at}, and only rows "
+            "can be split. Pass a collator that pads (a patched model runs without padding all the same), or leave "
+            "same_steps out."
+        )
     found = split(tokens, weighing.split_at, COST)
     if trainer.accelerator.num_processes > 1:
         count = torch.tensor([len(found)], device=trainer.accelerator.device)

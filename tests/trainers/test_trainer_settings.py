@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForTokenClassification,
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
+    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
@@ -37,7 +38,7 @@ from trl import SFTConfig, SFTTrainer
 
 import fastpack
 from fastpack.batching.lengths import lengths_of
-from fastpack.errors import PatchError
+from fastpack.errors import PackingError, PatchError
 from fastpack.options import TokenBudget
 from fastpack.trainers.kinds import kind_of
 from fastpack.trainers.loader import count_epochs, make_sampler
@@ -186,6 +187,25 @@ def test_refused(tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="packing made rows of several examples"):
         fastpack.patch(packing, max_tokens=TokenBudget(30, too_long="truncate"))
     assert fastpack.patch(packing, max_tokens=80) is packing
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_same_steps_need_rows(known: bool, tmp_path: Path) -> None:
+    """One row of a whole batch can't be split: said beforehand, or at the first one of a collator of one's own."""
+    flattening = DataCollatorWithFlattening()
+    like = plain(tmp_path, per_device_train_batch_size=6, max_steps=1)
+    given = {"args": like.args, "train_dataset": like.train_dataset}
+    budget = TokenBudget(75, same_steps=True)
+    if known:
+        trainer = Trainer(policy(), data_collator=fastpack.with_packed_seq_lens(flattening), **given)
+        with pytest.raises(PatchError, match="DataCollatorWithFlattening makes one row of a batch"):
+            fastpack.patch(trainer, max_tokens=budget)
+        assert not fastpack.is_patched(trainer.model), "nothing was changed"
+        fastpack.patch(trainer, max_tokens=75).train()
+        return
+    trainer = fastpack.patch(Trainer(policy(), data_collator=lambda rows: flattening(rows), **given), max_tokens=budget)
+    with pytest.raises(PackingError, match=r"one row of \d+ tokens, more than max_tokens=75"):
+        trainer.train()
 
 
 def test_a_sampler_of_the_users_own(tmp_path: Path) -> None:
