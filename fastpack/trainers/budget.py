@@ -25,6 +25,7 @@ class BudgetState:
     weighing: steps.Weighing
     sampler: TokenBudgetSampler | None
     dataset: Any
+    drop_last: bool
     undo: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def start(self, trainer: Any) -> TokenBudgetSampler:
@@ -43,9 +44,10 @@ class BudgetState:
         most = f"max_tokens={self.budget.max_tokens:,}"
         if self.sampler is not None:
             plan = self.sampler.plan
+            kept = "; dataloader_drop_last drops none: each example comes once an epoch" if self.drop_last else ""
             return (
                 f"{most}: {plan.micro_batches:,} micro-batches an epoch on each of {self.sampler.ranks} ranks, "
-                f"{plan.fill:.1%} full"
+                f"{plan.fill:.1%} full{kept}"
             )
         wholes, pieces = self.weighing.wholes, self.weighing.pieces
         ran = f"; {wholes:,} batches ran in {pieces:,} pieces" if wholes else ""
@@ -79,9 +81,9 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
     splitting = budget.same_steps or not kind.planned
     weighing = steps.Weighing(kind, budget.max_tokens if splitting else None)
     dataset = getattr(target, "train_dataset", None)
-    return functools.partial(
-        _set_up, target, BudgetState(budget, weighing, None if budget.same_steps else sampler, dataset)
-    )
+    sampler = None if budget.same_steps else sampler
+    drop_last = bool(target.args.dataloader_drop_last)
+    return functools.partial(_set_up, target, BudgetState(budget, weighing, sampler, dataset, drop_last))
 
 
 def _lengths(trainer: Any) -> list[int]:
@@ -131,8 +133,11 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         yield f"ranks share a batch here ({parallel}), and each would plan its own"
     if getattr(accelerator, "split_batches", False) or accelerator.dispatch_batches:
         yield "split_batches and dispatch_batches of accelerator_config divide batches among ranks in another way"
-    if not splitting and _in_order(args):
-        yield 'train_sampling_strategy="sequential" keeps the order of the data set, and full batches shuffle it'
+    if not splitting and (order := _order(args)) is not None:
+        yield (
+            f"train_sampling_strategy={order!r} is an order of its own, and full batches are filled from a shuffled "
+            "one; leave it out, or pass same_steps=True"
+        )
     sampled = type(trainer)._get_train_sampler.__module__.split(".")[0]
     if not splitting and sampled not in ("transformers", "trl"):
         yield "its own _get_train_sampler says what comes when, and full batches are drawn in another way"
@@ -149,10 +154,11 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
 
 
-def _in_order(args: Any) -> bool:
-    """True where examples were asked for in the data set's order (KTO's config says so by itself)."""
+def _order(args: Any) -> str | None:
+    """The order of examples that was asked for, None for a random one (KTO's config says so of its own by itself)."""
     name = "train_sampling_strategy"
-    return getattr(args, name, None) == "sequential" != getattr(type(args), name)
+    asked: str = getattr(args, name, "random")
+    return None if asked in ("random", getattr(type(args), name, asked)) else asked
 
 
 def _parallel(trainer: Any, axis: str) -> int:

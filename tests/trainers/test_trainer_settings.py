@@ -122,6 +122,13 @@ def test_a_collator_may_be_wrapped_before_or_after(make: Any, tmp_path: Path) ->
     assert fastpack.report(first).notes == fastpack.report(later).notes
 
 
+def test_the_report_says_that_nothing_is_dropped(tmp_path: Path) -> None:
+    trainer = fastpack.patch(sft(tmp_path, dataloader_drop_last=True), max_tokens=60)
+    assert sum(total(batch) for batch in trainer.get_train_dataloader()) == sum(lengths_of(trainer.train_dataset))
+    assert "dataloader_drop_last drops none" in str(fastpack.report(trainer))
+    assert "dataloader_drop_last" not in str(fastpack.report(fastpack.patch(sft(tmp_path), max_tokens=60)))
+
+
 def test_another_data_set_is_planned_anew(tmp_path: Path) -> None:
     trainer = fastpack.patch(sft(tmp_path), max_tokens=60)
     trainer.train_dataset = sft(tmp_path, texts(EXAMPLES + 16)).train_dataset
@@ -172,10 +179,11 @@ def test_a_loss_of_the_users_own_is_put_back(tmp_path: Path) -> None:
 
 
 def test_refused(tmp_path: Path) -> None:
-    with pytest.raises(PatchError, match="keeps the order of the data set"):
-        fastpack.patch(sft(tmp_path, train_sampling_strategy="sequential"), max_tokens=60)
-    sequential = sft(tmp_path, train_sampling_strategy="sequential")
-    assert fastpack.patch(sequential, max_tokens=TokenBudget(60, same_steps=True)) is sequential
+    for order in ("sequential", "group_by_length"):
+        ordered = sft(tmp_path, train_sampling_strategy=order)
+        with pytest.raises(PatchError, match=f"train_sampling_strategy='{order}' is an order of its own"):
+            fastpack.patch(ordered, max_tokens=60)
+        assert fastpack.patch(ordered, max_tokens=TokenBudget(60, same_steps=True)) is ordered
     with pytest.raises(PatchError, match="same_steps leaves the trainer its own batches"):
         fastpack.patch(sft(tmp_path), max_tokens=TokenBudget(20, same_steps=True, too_long="truncate"))
     packing = SFTTrainer(
