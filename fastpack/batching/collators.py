@@ -23,6 +23,8 @@ class _WithPackedSeqLens:
 
     def __call__(self, examples: Any) -> Any:
         batch = self.collator(examples)
+        if "KL_input_ids" in batch:  # KTO hands what it does not know on to a forward of those, too
+            return batch
         source = source_of(batch)
         if not isinstance(source, Tensor):
             raise PackingError(
@@ -45,7 +47,8 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
 
     A patched model then waits for the device nowhere, where it would wait once a step to read lengths from it, and the
     prefixes that its sequences may share (``share_prefixes=``). Padded and packed batches alike, of TRL's,
-    transformers' or your own collator; nothing in them is changed.
+    transformers' or your own collator; nothing in them is changed. KTO's batches with mismatched completions, for its
+    KL, stay as they are: they hold two packings, and the model reads each where it runs.
 
     Args:
         collator: from examples to a dict of CPU tensors with ``input_ids`` or ``inputs_embeds``.

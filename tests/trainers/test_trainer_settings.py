@@ -17,6 +17,7 @@ from trainer_cases import (
     dpo,
     furthest,
     ids_of,
+    kto,
     plain,
     policy,
     sft,
@@ -120,6 +121,18 @@ def test_a_collator_may_be_wrapped_before_or_after(make: Any, tmp_path: Path) ->
     assert found[0] == found[1]
     assert max(found[0]) <= 45
     assert fastpack.report(first).notes == fastpack.report(later).notes
+
+
+def test_a_wrapped_collator_and_two_packings(tmp_path: Path) -> None:
+    """KTO's KL runs mismatched completions with every keyword of the batch, a packing of others among them."""
+    found = []
+    for wrap in (lambda collator: collator, fastpack.with_packed_seq_lens):
+        trainer = fastpack.patch(kto(tmp_path, loss_type="kto", per_device_train_batch_size=4, max_steps=3))
+        trainer.data_collator = wrap(trainer.data_collator)
+        trainer.train()
+        found.append([(entry["loss"], entry["kl"]) for entry in trainer.state.log_history if "loss" in entry])
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
 
 
 def test_the_report_says_that_nothing_is_dropped(tmp_path: Path) -> None:
