@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,12 @@ class _WithPackedSeqLens:
 
     def __call__(self, examples: Any) -> Any:
         batch = self.collator(examples)
+        if not isinstance(batch, MutableMapping):
+            raise PackingError(
+                f"the collator made a {type(batch).__name__}, and with_packed_seq_lens takes those that make a dict of "
+                "tensors with input_ids or inputs_embeds. Leave GRPO's and RLOO's as it is: their batches are made by "
+                "generation, after it."
+            )
         if "KL_input_ids" in batch:  # KTO hands what it does not know on to a forward of those, too
             return batch
         source = source_of(batch)
@@ -58,7 +64,8 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
         ``packed_seq_lens`` that the batch has. Give it to a patched model: a stock one does not know the keyword.
 
     Raises:
-        PackingError: when called: what the batch carries contradicts itself, or it holds neither of the two.
+        PackingError: when called: what the batch carries contradicts itself, it holds neither of the two, or it is no
+            dict (GRPO's and RLOO's collator hands the examples on).
     """
     return _WithPackedSeqLens(collator)
 

@@ -71,6 +71,8 @@ def test_contradictions_are_found_in_the_collator() -> None:
         fastpack.with_packed_seq_lens(lambda examples: batch)(None)
     with pytest.raises(PackingError, match="chosen: no tensor of input_ids"):
         fastpack.with_packed_seq_lens(lambda examples: {"chosen": ids})(None)
+    with pytest.raises(PackingError, match=r"the collator made a list.*Leave GRPO's and RLOO's as it is"):
+        fastpack.with_packed_seq_lens(lambda examples: examples)([{"prompt": "a"}])
 
 
 def test_workers_can_be_handed_it() -> None:
