@@ -94,6 +94,8 @@ def _no_dpo(trainer: Any) -> str | None:
 
 
 def _whole_sft(trainer: Any) -> str | None:
+    if getattr(trainer, "padding_free", False) and getattr(trainer.args, "packing", False):
+        return "packing makes one row of a batch; leave it off, or leave same_steps out: full batches take packed rows"
     if getattr(trainer, "padding_free", False):
         return "padding_free makes one row of a batch; leave it off, a patched model runs without padding all the same"
     return _whole_experts(getattr(trainer, "aux_loss_enabled", False))

@@ -207,6 +207,8 @@ def test_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(PatchError, match="packing made rows of several examples"):
         fastpack.patch(packing, max_tokens=TokenBudget(30, too_long="truncate"))
+    with pytest.raises(PatchError, match="SFTTrainer: packing makes one row of a batch; leave it off, or leave same"):
+        fastpack.patch(packing, max_tokens=TokenBudget(80, same_steps=True))
     assert fastpack.patch(packing, max_tokens=80) is packing
 
 
