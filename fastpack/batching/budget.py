@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import index
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ COST = (1.0, 1 / (12 * 4096))
 2 H l**2 in causal attention over l tokens (two products of l x l, of which half is computed). Here for H = 4,096."""
 
 TooLong = Literal["error", "truncate"]
+TOO_LONG: tuple[str, ...] = get_args(TooLong)
 T = TypeVar("T")
 PerRank = tuple[tuple[T, ...], ...]
 
@@ -176,7 +177,7 @@ def check_settings(
             raise PackingError(f"{name}={value!r}; it has to be an int from 1 on.")
     if type(rank) is not int or not 0 <= rank < ranks:
         raise PackingError(f"rank={rank!r} of ranks={ranks}; it has to be an int from 0 to {ranks - 1}.")
-    if too_long not in ("error", "truncate"):
+    if too_long not in TOO_LONG:
         raise PackingError(f'too_long={too_long!r}; it has to be "error" or "truncate".')
     if len(cost) != 2 or not all(0 <= weight < math.inf for weight in cost) or not sum(cost):
         raise PackingError(f"cost={cost!r}; it has to be (a, b) of a * l + b * l**2, both from 0 on, and not both 0.")
@@ -193,7 +194,8 @@ def _refuse_long(longer: list[int], lengths: list[int], max_tokens: int) -> None
     more = f", and so have {len(longer) - 1} more: {others}" if len(longer) > 1 else ""
     raise PackingError(
         f"example {first} has {lengths[first]} tokens, more than max_tokens={max_tokens}{more}. Pass max_tokens of at "
-        f'least {longest}, take them out of the data set, or pass too_long="truncate" to have them cut.'
+        f"least {longest}, take them out of the data set, or have them cut: a trainer's max_length cuts sequences and "
+        'the sides of pairs, too_long="truncate" (--too_long truncate) examples of one sequence.'
     )
 
 

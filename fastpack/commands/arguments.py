@@ -15,6 +15,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from trl import ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
 
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.batching.budget import TOO_LONG
 from fastpack.commands import UsageError
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.options import OFFLOADS, PatchKeywords, TokenBudget
@@ -78,6 +79,14 @@ class OwnArguments:
             "are split."
         },
     )
+    too_long: str = field(
+        default="error",
+        metadata={
+            "help": "With --max_tokens: what becomes of a longer example; truncate keeps its first tokens, and "
+            "--max_length cuts the sides of a pair.",
+            "choices": list(TOO_LONG),
+        },
+    )
     metrics: bool = field(
         default=True,
         metadata={"help": "Log tokens, padding, MFU and where time goes, to whatever --report_to names."},
@@ -97,7 +106,10 @@ class OwnArguments:
 
     def trainer_keywords(self) -> PatchKeywords:
         """The same for a trainer."""
-        budget = None if self.max_tokens is None else TokenBudget(self.max_tokens, same_steps=self.same_steps)
+        if self.max_tokens is None:
+            return self.patch_keywords()
+        too_long: Any = self.too_long
+        budget = TokenBudget(self.max_tokens, same_steps=self.same_steps, too_long=too_long)
         return {**self.patch_keywords(), "max_tokens": budget}
 
 
@@ -162,8 +174,9 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
         raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
     if ours.max_tokens is not None and not ours.patch:
         raise UsageError("--max_tokens is fastpack's, and --no_patch asks for a stock run: pass one of them")
-    if ours.same_steps and ours.max_tokens is None:
-        raise UsageError("--same_steps says how --max_tokens is kept: pass that too")
+    for flag, given in (("--same_steps", ours.same_steps), ("--too_long", ours.too_long != "error")):
+        if given and ours.max_tokens is None:
+            raise UsageError(f"{flag} says how --max_tokens is kept: pass that too")
     if script.dataset_name is None:
         raise UsageError("pass --data (or --dataset_name): a .jsonl file, a folder or a hub id")
     training.resume_from_checkpoint = _checkpoint(training)

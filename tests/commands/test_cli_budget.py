@@ -24,6 +24,12 @@ def test_sft_in_full_steps(work: Path) -> None:
 
 
 @trains_on_cpu
+def test_sft_cuts_what_is_too_long(work: Path) -> None:
+    figures = run_sft(work, "--max_tokens", "40", "--too_long", "truncate")
+    assert [step["real_tokens"] for step in figures["steps"]] == [40] * 3
+
+
+@trains_on_cpu
 def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:
     whole = run_dpo(work, "--no_metrics")
     assert not any(name.startswith("fastpack/") for name in whole["steps"][0])
@@ -39,7 +45,9 @@ def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:
     [
         (("--max_tokens", "512", "--no_patch"), "asks for a stock run"),
         (("--same_steps",), "--same_steps says how --max_tokens is kept"),
+        (("--too_long", "truncate"), "--too_long says how --max_tokens is kept"),
         (("--max_tokens", "3"), "tokens, more than max_tokens=3"),
+        (("--max_tokens", "3"), "(--too_long truncate)"),
         (("--max_tokens", "512", "--same_steps", "--padding_free"), "padding_free makes one row"),
     ],
 )
