@@ -28,7 +28,8 @@ class TokenBudget:
         max_tokens: of a micro-batch on each rank, at most; a pair counts with both sides.
         same_steps: False fills micro-batches from the whole data set, whatever ``per_device_train_batch_size`` is, and
             an optimiser step has ``gradient_accumulation_steps`` of them. True leaves the trainer its own batches, so
-            that each optimiser step holds the examples that it would hold without a budget, and splits those over it.
+            that each optimiser step holds the examples that it would hold without a budget, and splits those over it;
+            so with a stream too, where nobody knows beforehand of an example that is over it, which then runs alone.
         too_long: what becomes of an example longer than ``max_tokens``: ``error``; or ``truncate``, which keeps its
             first tokens, for data sets of ``input_ids`` (``max_length`` of a trainer's config cuts pairs).
     """

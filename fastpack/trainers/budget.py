@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
@@ -76,11 +78,12 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
     if state is not None and state.budget == budget:
         return lambda: None
     kind = _checked_kind(target, budget)
-    # also where it is not used: it says what is wrong with the lengths, if anything is
-    sampler = loader.make_sampler(_lengths(target), budget, target.args) if kind.planned else None
-    splitting = budget.same_steps or not kind.planned
-    weighing = steps.Weighing(kind, budget.max_tokens if splitting else None)
     dataset = getattr(target, "train_dataset", None)
+    unknown = not kind.planned or (budget.same_steps and isinstance(dataset, torch.utils.data.IterableDataset))
+    # also where it is not used: it says what is wrong with the lengths, if anything is
+    sampler = None if unknown else loader.make_sampler(_lengths(target), budget, target.args)
+    splitting = budget.same_steps or not kind.planned
+    weighing = steps.Weighing(kind, budget.max_tokens if splitting else None, fits=not unknown)
     sampler = None if budget.same_steps else sampler
     drop_last = bool(target.args.dataloader_drop_last)
     return functools.partial(_set_up, target, BudgetState(budget, weighing, sampler, dataset, drop_last))

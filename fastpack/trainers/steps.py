@@ -32,6 +32,7 @@ class Weighing:
     Attributes:
         kind: of the trainer.
         split_at: tokens above which a micro-batch is split; None where it never is.
+        fits: each example was compared with the budget beforehand; of a stream or a generation none was.
         units: of the whole step on all ranks, 0-d; None where losses need no weight.
         chosen: trained tokens of chosen completions, of the whole step on all ranks; None where nothing needs them.
         micro_batches: of the step, on each rank.
@@ -40,6 +41,7 @@ class Weighing:
 
     kind: Kind
     split_at: int | None
+    fits: bool = False
     units: Tensor | None = None
     chosen: Tensor | None = None
     micro_batches: int = 1
@@ -98,7 +100,7 @@ def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[di
     if weighing.split_at is None:
         return [inputs]
     tokens = lengths(inputs, weighing.kind)
-    if weighing.kind.planned and len(tokens) == 1 and tokens[0] > weighing.split_at:  # no example has as many
+    if weighing.fits and len(tokens) == 1 and tokens[0] > weighing.split_at:  # no example has as many
         raise PackingError(
             f"the collator made one row of {tokens[0]} tokens, more than max_tokens={weighing.split_at}, and only rows "
             "can be split. Pass a collator that pads (a patched model runs without padding all the same), or leave "

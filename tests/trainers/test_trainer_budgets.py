@@ -125,6 +125,21 @@ def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path
     assert "pieces" in str(fastpack.report(trainer))
 
 
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_same_steps_of_a_stream(kind: str, tmp_path: Path) -> None:
+    """Nothing is planned from lengths, so none need be known; an example over the budget runs alone."""
+    further = {"per_device_train_batch_size": 6, "max_steps": 2}
+    stock = BUILD[kind](tmp_path, DATA[kind]().to_iterable_dataset(), **further)
+    trainer = BUILD[kind](tmp_path, DATA[kind]().to_iterable_dataset(), **further)
+    fastpack.patch(trainer, max_tokens=TokenBudget(20, same_steps=True))
+    theirs, ours = Gradients(stock), Gradients(trainer)
+    stock.train()
+    trainer.train()
+    for mine, its in zip(ours.steps, theirs.steps, strict=True):
+        assert furthest(mine, its) <= 3 * BOUND
+    assert "2 batches ran in" in str(fastpack.report(trainer))
+
+
 def test_a_piece_has_the_lengths_of_its_rows() -> None:
     mask = torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0], [0, 1, 1, 1], [1, 0, 0, 0]])
     batch = {"input_ids": mask + 5, "attention_mask": mask.clamp(max=1), "packed_seq_lens": [2, 1, 3, 1]}
