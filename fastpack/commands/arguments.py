@@ -12,7 +12,7 @@ import torch
 import trl
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
-from trl import ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
 
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.batching.budget import TOO_LONG
@@ -118,13 +118,15 @@ class Given:
     """Everything that was asked for.
 
     Attributes:
-        script, training, model: TRL's ``ScriptArguments``, the trainer's config and ``ModelConfig``.
+        script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
+            ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
         max_length: as asked for; ``training.max_length`` is None where the trainer refuses its own default.
     """
 
     script: Any
     training: Any
     model: Any
+    mixture: Any
     ours: OwnArguments
     max_length: int | None
 
@@ -144,7 +146,7 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
     Raises:
         UsageError: unknown flags, values out of range, or nothing to train.
     """
-    types: Any = (ScriptArguments, getattr(trl, command.config), ModelConfig, OwnArguments)
+    types: Any = (ScriptArguments, getattr(trl, command.config), ModelConfig, DatasetMixtureConfig, OwnArguments)
     parser = _Parser(
         types,
         prog=f"fastpack {command.name}",
@@ -167,8 +169,8 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
         # TRL's default is bfloat16, which it refuses on a CPU; and unless told, torchrun's processes each train alone
         parser.set_defaults(bf16=False, use_cpu=True)
     try:
-        script, training, model, ours = parser.parse_args_and_config(list(arguments))
-    except (OSError, ValueError, RuntimeError, ImportError) as error:  # what TRL's dataclasses check
+        script, training, model, mixture, ours = parser.parse_args_and_config(list(arguments))
+    except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:  # what TRL's dataclasses check
         raise UsageError(str(error)) from error
     if (ours.random_init is None) == (model.model_name_or_path is None):
         raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
@@ -177,13 +179,17 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
     for flag, given in (("--same_steps", ours.same_steps), ("--too_long", ours.too_long != "error")):
         if given and ours.max_tokens is None:
             raise UsageError(f"{flag} says how --max_tokens is kept: pass that too")
-    if script.dataset_name is None:
-        raise UsageError("pass --data (or --dataset_name): a .jsonl file, a folder or a hub id")
+    if script.dataset_name is None and not mixture.datasets:
+        raise UsageError(
+            "pass --data (or --dataset_name): a .jsonl file, a folder or a hub id; or a --config with `datasets`"
+        )
+    if script.dataset_name is not None and mixture.datasets:
+        raise UsageError(f"pass one of them: --data {script.dataset_name}, or the `datasets` of the --config")
     training.resume_from_checkpoint = _checkpoint(training)
     wanted = training.max_length
     if isinstance(wanted, _Unset):  # what the user did not ask for is no reason to refuse
         training.max_length = None if command.refuses_length(training) else int(wanted)
-    return Given(script, training, model, ours, None if wanted is None else int(wanted))
+    return Given(script, training, model, mixture, ours, None if wanted is None else int(wanted))
 
 
 def _checkpoint(training: Any) -> str | None:

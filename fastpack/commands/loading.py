@@ -36,25 +36,13 @@ def load_tokenizer(given: Given) -> Any:
 
 def load_dataset(command: Command, given: Given) -> tuple[Any, Any]:
     """The training split, and the evaluation split where the trainer is to evaluate (else None)."""
-    import datasets
     from datasets.exceptions import DatasetsError
+    from trl import get_dataset  # type: ignore[attr-defined]
 
     script, training = given.script, given.training
-    name = script.dataset_name
-    path = Path(name)
+    name = script.dataset_name or "the mixture of datasets"
     try:
-        if path.is_file():
-            if path.suffix not in READERS:
-                raise UsageError(f"{name}: a local data set is one of {', '.join(READERS)}, or a folder of them")
-            splits = datasets.load_dataset(
-                READERS[path.suffix], data_files={"train": name}, streaming=script.dataset_streaming
-            )
-        elif path.suffix in READERS:
-            raise UsageError(f"no such file: {name}")
-        elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            splits = datasets.load_from_disk(name)
-        else:
-            splits = datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+        splits = get_dataset(given.mixture) if given.mixture.datasets else _splits(script)
     except DatasetsError as error:
         cause = error.__cause__ or error
         raise UsageError(f"{name} can't be read as a data set: {cause}") from error
@@ -65,6 +53,25 @@ def load_dataset(command: Command, given: Given) -> tuple[Any, Any]:
     if training.eval_strategy == "no":
         return train, None
     return train, _split(splits, script.dataset_test_split, name)
+
+
+def _splits(script: Any) -> Any:
+    """The data set of ``--data``: its splits, or one alone."""
+    import datasets
+
+    name = script.dataset_name
+    path = Path(name)
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise UsageError(f"{name}: a local data set is one of {', '.join(READERS)}, or a folder of them")
+        return datasets.load_dataset(
+            READERS[path.suffix], data_files={"train": name}, streaming=script.dataset_streaming
+        )
+    if path.suffix in READERS:
+        raise UsageError(f"no such file: {name}")
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return datasets.load_from_disk(name)
+    return datasets.load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
 
 
 def _split(splits: Any, split: str, name: str) -> Any:

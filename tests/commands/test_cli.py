@@ -140,6 +140,26 @@ def test_no_checkpoints_and_the_trained_model(work: Path, tmp_path: Path) -> Non
 
 
 @trains_on_cpu
+def test_a_mixture_of_datasets(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As TRL's scripts take it, from a ``--config``."""
+    lines = (work / "rows.jsonl").read_text().splitlines(keepends=True)
+    parts = []
+    for name, some in (("a.jsonl", lines[:20]), ("b.jsonl", lines[20:])):
+        Path(name).write_text("".join(some))
+        parts.append(f"  - {{path: json, data_files: {name}, columns: [messages]}}\n")
+    Path("mix.yaml").write_text("datasets:\n" + "".join(parts) + "test_split_size: 0.25\n")
+    both = sft_flags(work, "--config", "mix.yaml")
+    assert_one_line(both, "pass one of them: --data", capsys)
+    at = both.index("--dataset_name")
+    del both[at : at + 2]
+    further = ["--max_steps", "-1", "--num_train_epochs", "1", "--eval_strategy", "epoch"]
+    assert main([*both, *further, "--json", "figures.json"]) == 0
+    steps = json.loads(Path("figures.json").read_text())["steps"]
+    assert len(lines) == 48
+    assert len(steps) == 5, "of at most 8: three quarters of both"
+
+
+@trains_on_cpu
 @pytest.mark.parametrize("asked", ["True", "checkpoint"])
 def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
     whole = run_sft(work, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "2")
