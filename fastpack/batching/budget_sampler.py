@@ -28,6 +28,11 @@ _MENDS = {
 }
 
 
+EVENED = 64
+"""Epochs that :meth:`TokenBudgetSampler.even_out` plans at most; a later one that needs more is shuffled otherwise."""
+_TRIES = 1000
+
+
 class TokenBudgetSampler(Sampler[list[int]]):
     """Lists of indices of whole examples, of at most ``max_tokens`` tokens together: one micro-batch each.
 
@@ -123,11 +128,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def even_out(self, epochs: int) -> None:
         """Give the first so many epochs as many micro-batches as the one of them that needs most.
 
-        Trainers count on it. All of these epochs are planned for it; call it before the first of them begins. One
-        epoch is left as it is.
+        Trainers count on it. These epochs are planned for it, or the first :data:`EVENED` of them, since runs of many
+        epochs would wait for it: one behind those is shuffled until as many micro-batches hold it. Call it before the
+        first of them begins. One epoch is left as it is.
         """
         if epochs > 1:
-            self._micro_batches = max(self._planned(epoch).micro_batches for epoch in range(epochs))
+            planned = range(min(epochs, EVENED))
+            self._micro_batches = max(self._planned(epoch).micro_batches for epoch in planned)
             self._plan = self._planned(self._epoch)
 
     def state_dict(self, done: int | None = None) -> dict[str, Any]:
@@ -192,6 +199,16 @@ class TokenBudgetSampler(Sampler[list[int]]):
         compare_ranks(found)
 
     def _planned(self, epoch: int) -> BatchPlan:
+        plan = self._shuffled(epoch)
+        if self._micro_batches == 1 or epoch < EVENED:  # planned as it comes, or counted
+            return plan
+        for further in range(1, _TRIES):
+            if plan.micro_batches <= self._micro_batches:
+                break
+            plan = self._shuffled(epoch + (further << 32))
+        return plan
+
+    def _shuffled(self, epoch: int) -> BatchPlan:
         return plan_batches(
             self.lengths,
             self.max_tokens,

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastpack.batching import budget_sampler
 from fastpack.batching.budget_sampler import TokenBudgetSampler, compare_ranks
 from fastpack.errors import PackingError
 
@@ -191,3 +192,29 @@ def test_epochs_of_equal_length() -> None:
             assert sorted(i for batch in batches for i in batch) == list(range(90))
     assert len(set(counts[0])) > 1, "or there is nothing to test"
     assert counts[1] == [max(counts[0])] * 6
+
+
+def test_of_many_epochs_only_the_first_are_planned_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later one that would need more micro-batches is shuffled until they hold it, the same on every rank."""
+    monkeypatch.setattr(budget_sampler, "EVENED", 3)
+    lengths = [i * 37 % 700 + 200 for i in range(90)]
+    single = TokenBudgetSampler(lengths, 1024, look_ahead=4, seed=1, rank=0, ranks=1)
+    counts = [single._planned(epoch).micro_batches for epoch in range(40)]
+    assert max(counts) > max(counts[:3]), "or there is nothing to test"
+    planned = []
+    real = budget_sampler.plan_batches
+    monkeypatch.setattr(
+        budget_sampler, "plan_batches", lambda *args, **kwargs: planned.append(kwargs["epoch"]) or real(*args, **kwargs)
+    )
+    single.even_out(10**6)
+    assert planned == [0, 1, 2, 0]
+    pair = [TokenBudgetSampler(lengths, 1024, look_ahead=4, seed=1, rank=rank, ranks=2) for rank in range(2)]
+    for ranks in ([single], pair):
+        for batches in ranks:
+            batches.even_out(10**6)
+        for epoch in range(40):
+            for batches in ranks:
+                batches.set_epoch(epoch)
+            assert {len(batches) for batches in ranks} == {ranks[0]._micro_batches}
+            assert ranks[0].plan == ranks[-1].plan
+            assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(90))
