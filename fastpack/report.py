@@ -28,7 +28,8 @@ class PatchReport:
         backends: for each backend, why it can't serve, or None.
         swapped: how many modules of each kind have another forward now.
         projections: how many linear layers of each kind there are.
-        as_modules: why projections are called as modules, where their weights can't be read and fused, and how many.
+        as_modules: why projections are called as modules, where their weights can't be read and fused, and how many;
+            those that would share a Function with one are called so too.
         skipped: what was left alone, and why.
         notes: what a user should know.
     """

@@ -12,7 +12,7 @@ from torch import nn
 from fastpack.families import RUNGS, Rung
 
 WORDS: dict[str, str] = {
-    "fast": "fastpack's own forwards: packed attention, norms and MLP",
+    "fast": "fastpack's own forwards: packed attention, the family's norms, gated MLPs",
     "varlen": "packed attention, and norms and MLPs that are known; the rest is the stock model, on real tokens only",
     "re-padded mixer": "what mixes tokens and knows no boundaries runs on one row a sequence; attention is packed, and "
     "the rest runs on real tokens only",
