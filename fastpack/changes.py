@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fastpack.layers.stock import call_stock
+from fastpack.layers.stock import call_stock, without_itself
 
 _ABSENT = "absent"
 _FORWARDS = ("forward", "_old_forward")
@@ -27,8 +27,8 @@ TakeBack = Callable[[], None]
 class Change(Protocol):
     """Something set on a module."""
 
-    def undo(self) -> None:
-        """For good."""
+    def undo(self) -> TakeBack:
+        """Take it off; what this returns puts it on again."""
 
     def sleep(self) -> TakeBack:
         """As if it were undone, until what this returns is called."""
@@ -54,21 +54,16 @@ class Attribute:
         setattr(module, name, change.ours)
         return change
 
-    def undo(self) -> None:
+    def undo(self) -> TakeBack:
         place = self._place()
         if place is not None:
+            found = self.module.__dict__[place]
             self._put_back(place)
-        elif isinstance(self.ours, functools.partial):
-            self._pass_through(self.ours)
+            return functools.partial(setattr, self.module, place, found)
+        return self._pass_through(self.ours) if isinstance(self.ours, functools.partial) else _nothing
 
     def sleep(self) -> TakeBack:
-        place = self._place()
-        if isinstance(self.ours, functools.partial):
-            return self._pass_through(self.ours)
-        if place is None:
-            return _nothing
-        self._put_back(place)
-        return functools.partial(setattr, self.module, place, self.ours)
+        return self._pass_through(self.ours) if isinstance(self.ours, functools.partial) else self.undo()
 
     def uncover(self) -> TakeBack:
         theirs = self.module.__dict__.get(self.name)
@@ -80,20 +75,23 @@ class Attribute:
     def _place(self) -> str | None:
         """Under which name ours is; None where somebody's is, which may call it."""
         names = _FORWARDS if self.name in _FORWARDS else (self.name,)
-        return next((name for name in names if self.module.__dict__.get(name) is self.ours), None)
+        for name in names:
+            found = self.module.__dict__.get(name)
+            # accelerate's unwrap_model() makes a method of what it finds beneath its own
+            if found is self.ours or (found is not None and getattr(found, "__func__", None) is self.ours):
+                return name
+        return None
 
     def _put_back(self, place: str) -> None:
         if not isinstance(self.previous, str):
             setattr(self.module, place, self.previous)
-        elif place == "_old_forward":  # a hook came since, and calls what is there
-            setattr(self.module, place, types.MethodType(type(self.module).forward, self.module))
         else:
-            del self.module.__dict__[place]
+            _take_off(self.module, place)
 
     def _pass_through(self, ours: functools.partial[Any]) -> TakeBack:
         previous = None if isinstance(self.previous, str) else self.previous
         if self.name in _FORWARDS:
-            return _become(ours, call_stock, self.module, previous)
+            return _become(ours, pass_through, self.module, previous)
         return _become(ours, previous or getattr(type(self.module), self.name), *(() if previous else (self.module,)))
 
 
@@ -101,6 +99,7 @@ class Attribute:
 class Hook:
     """A forward pre-hook, a ``functools.partial`` of its own."""
 
+    module: nn.Module
     hook: functools.partial[Any]
     handle: RemovableHandle
 
@@ -108,10 +107,14 @@ class Hook:
     def put(cls, module: nn.Module, hook: Callable[..., Any]) -> Hook:
         """Register it; it takes keywords too."""
         own = functools.partial(hook)
-        return cls(own, module.register_forward_pre_hook(own, with_kwargs=True))
+        return cls(module, own, module.register_forward_pre_hook(own, with_kwargs=True))
 
-    def undo(self) -> None:
+    def undo(self) -> TakeBack:
         self.handle.remove()
+        return self._redo
+
+    def _redo(self) -> None:
+        self.handle = self.module.register_forward_pre_hook(self.hook, with_kwargs=True)
 
     def sleep(self) -> TakeBack:
         return _become(self.hook, _nothing)
@@ -120,22 +123,42 @@ class Hook:
         return _nothing
 
 
-def take_off_strays(model: nn.Module) -> None:
-    """Take off what is ours on modules of which no patch knows any more.
+def pass_through(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is left of a forward of ours that somebody holds: a call of what was there before."""
+    return call_stock(module, stock, *without_itself(module, args), **kwargs)
 
-    Somebody copied them from patched ones, as PEFT does for ``modules_to_save``, or replaced the backbone under a head.
-    """
-    for module in model.modules():
-        for name in _FORWARDS:
-            if _is_ours(module.__dict__.get(name)):
-                del module.__dict__[name]
-        for key in [key for key, hook in module._forward_pre_hooks.items() if _is_ours(hook)]:
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+def take_off_copies(model: nn.Module) -> None:
+    """Take forwards of ours off the modules that PEFT copied from patched ones, for ``modules_to_save``."""
+    for wrapper in model.modules():
+        copies = getattr(wrapper, "modules_to_save", None)
+        if isinstance(copies, nn.ModuleDict):
+            for module in copies.modules():
+                for place in _FORWARDS:
+                    if _is_ours(module.__dict__.get(place)):
+                        _take_off(module, place)
+
+
+def take_off_head(head: nn.Module) -> None:
+    """Take off what is ours on a head whose backbone, and with it all that was known of the patch, was replaced."""
+    for place in _FORWARDS:
+        if _is_ours(head.__dict__.get(place)):
+            _take_off(head, place)
+    for key in [key for key, hook in head._forward_pre_hooks.items() if _is_ours(hook)]:
+        del head._forward_pre_hooks[key]
+        head._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _take_off(module: nn.Module, place: str) -> None:
+    if place == "_old_forward":  # accelerate's hook calls what is there
+        setattr(module, place, types.MethodType(type(module).forward, module))
+    else:
+        del module.__dict__[place]
 
 
 def _is_ours(found: Any) -> bool:
-    return isinstance(found, functools.partial) and found.func.__module__.startswith("fastpack.layers.")
+    function = found.func if isinstance(found, functools.partial) else None
+    return str(getattr(function, "__module__", None)).startswith("fastpack.layers.")
 
 
 def _become(partial: functools.partial[Any], function: Callable[..., Any], *args: Any) -> TakeBack:

@@ -8,6 +8,7 @@ model through ``copy.deepcopy``, pickling and PEFT.
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections
-from fastpack.changes import Attribute, Change, Hook, take_off_strays
+from fastpack.changes import Attribute, Change, Hook, TakeBack, take_off_copies, take_off_head
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
 from fastpack.layers.interface import interface_name, register_interface
@@ -235,18 +236,15 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
     A patch in force is taken off to look beneath it; where any plan fails, every such patch is put back.
     """
     plans: list[Plan] = []
-    taken_off: list[tuple[nn.Module, PatchOptions]] = []
-    complete = False
-    try:
+    with ExitStack() as put_back:
         for model in models:
             backbone = find_parts(model).backbone
             state = _state(backbone)
             if any(plan.backbone is backbone for plan in plans) or (state is not None and state.options == options):
                 continue
             refuse_wrapped(model)
-            _restore(model)
-            if state is not None:
-                taken_off.append((model, state.options))
+            for take_back in _restore(model):
+                put_back.callback(take_back)  # it calls the last one first
             plans.append(make_plan(model, options))
             if plans[-1].report.rung == "re-padded model":
                 warnings.warn(
@@ -255,11 +253,7 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
                     NoFasterWarning,
                     stacklevel=3,
                 )
-        complete = True
-    finally:
-        if not complete:
-            for model, before in taken_off:
-                _apply(make_plan(model, before), before)
+        put_back.pop_all()
     return plans
 
 
@@ -280,14 +274,19 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
     plan.backbone.__dict__[STATE] = state
 
 
-def _restore(model: nn.Module) -> None:
-    backbone = find_parts(model).backbone
-    state = _state(backbone)
-    if state is not None:
-        for change in reversed(state.changes):
-            change.undo()
-        del backbone.__dict__[STATE]
-    take_off_strays(model)
+def _restore(model: nn.Module) -> list[TakeBack]:
+    """Undo a patch; what puts it back again, to be called from the last to the first."""
+    parts = find_parts(model)
+    state = _state(parts.backbone)
+    if state is None:
+        if parts.head is not None:
+            take_off_head(parts.head)
+        return []
+    take_backs: list[TakeBack] = [functools.partial(setattr, parts.backbone, STATE, state)]
+    del parts.backbone.__dict__[STATE]
+    take_backs += [change.undo() for change in reversed(state.changes)]
+    take_off_copies(model)
+    return take_backs
 
 
 @contextmanager

@@ -57,7 +57,7 @@ def find_parts(model: nn.Module) -> Parts:
         backbone = _innermost(inner.model)  # Llama 4 and Mllama name it wrongly
     if backbone is inner:
         return Parts(None, inner)
-    decoder = getattr(backbone, "decoder", None)
+    decoder = _innermost(getattr(backbone, "decoder", None))
     if isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder") and family_of(decoder) is not None:
         backbone = decoder  # which is what such heads call
     return Parts(inner, backbone)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -47,16 +47,21 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
         seed: of the tokens.
 
     Returns:
-        Every figure, with a bound of 1e-4 in float32 and 5e-2 in half precision.
+        Every figure, with a bound of 1e-4 in float32 and 5e-2 in half precision, or under an autocast to it.
 
     Raises:
         ContaminationError: a check failed. It holds the :class:`~fastpack.verification.Verification`.
-        PatchError: the model is not patched, has too small a vocabulary for so many different tokens, embeds them in
-            several tables, or others beside them.
+        PatchError: the model is not patched, classifies whole sequences, has too small a vocabulary for so many
+            different tokens, embeds them in several tables, or others beside them.
     """
     model = models_of(target)[0]
     refuse_wrapped(model)
     parts = find_parts(model)
+    if type(parts.head).__name__.endswith("ForSequenceClassification"):
+        raise PatchError(
+            f"verify compares the logits of every token, and {type(parts.head).__name__} gives one result a row. "
+            "Verify the causal LM of the same family."
+        )
     if not is_patched(model):
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
     probe = _Probe.of(model, parts.backbone, lengths, seed)
@@ -70,7 +75,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
             alone = [probe.run(_alone(parts.head or model, ids), at) for ids, at in probe.places(sequences)]
     found = _checks(probe, packed, padded, moved, control, _joined(alone))
     device = str(next(model.parameters()).device)
-    result = Verification(type(model).__name__, str(probe.dtype).removeprefix("torch."), device, tuple(found))
+    result = Verification(type(model).__name__, str(probe.computed).removeprefix("torch."), device, tuple(found))
     if not result.passed:
         raise ContaminationError(result)
     return result
@@ -90,6 +95,7 @@ class _Probe:
 
     Attributes:
         ids: ``[2 T]``: the first half is run, the second takes its place where tokens are to be others.
+        cast: the dtypes of autocasts that the model was found in.
     """
 
     model: nn.Module
@@ -99,6 +105,7 @@ class _Probe:
     vocabulary: int
     seed: int
     dtype: torch.dtype
+    cast: set[torch.dtype] = field(default_factory=set)
 
     @classmethod
     def of(cls, model: nn.Module, backbone: Any, lengths: Sequence[int], seed: int) -> _Probe:
@@ -124,8 +131,13 @@ class _Probe:
 
     @property
     def bound(self) -> float:
-        """What the model's precision allows."""
-        return BOUNDS.get(self.dtype, HALF_BOUND)
+        """What the precision allows in which it computes."""
+        return BOUNDS.get(self.computed, HALF_BOUND)
+
+    @property
+    def computed(self) -> torch.dtype:
+        """The model's dtype, or that of the autocast which it was found in."""
+        return next(iter(self.cast), self.dtype)
 
     def sequences(self, other: int | None = None) -> list[Tensor]:
         """The ids of each sequence; those of the ``other``-th are others."""
@@ -146,6 +158,9 @@ class _Probe:
         seen: list[tuple[Tensor, Tensor]] = []
 
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            device = output.device.type
+            if torch.is_autocast_enabled(device) and self.dtype == torch.float32:
+                self.cast.add(torch.get_autocast_dtype(device))
             leaf = output if output.requires_grad else output.detach().requires_grad_()
             seen.append((args[0] if args else kwargs["input"], leaf))
             return leaf if leaf is output else leaf.clone()  # which the model may scale in place

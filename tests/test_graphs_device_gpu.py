@@ -210,6 +210,18 @@ def test_a_tensor_that_stays_where_replays_write() -> None:
     assert all(torch.equal(tensor, torch.arange(2**18, device="cuda")) for tensor in kept.values())
 
 
+def test_ctrl_c_in_the_pass_before_a_recording_is_not_swallowed() -> None:
+    def interrupt(x: Tensor) -> None:
+        if torch.cuda.get_sync_debug_mode() > 0 and x.shape[-2] > Bucket.of(SMALL).tokens:
+            raise KeyboardInterrupt
+
+    _, model = both()
+    model.model.norm = Meddling(model.model.norm, interrupt)
+    step(model, SMALL)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, LARGE)
+
+
 @pytest.mark.parametrize("how", ["item", "nonzero", "synchronize"])
 def test_what_waits_for_the_device_runs_eagerly(how: str) -> None:
     """``synchronize`` slips through the warm-up: its capture fails, and random numbers can be drawn all the same."""

@@ -158,3 +158,13 @@ def test_numbers_that_modules_hold(module: str, name: str) -> None:
         check(step(model, SMALL), step(plain, SMALL))
         assert runner(model).stats.recordings == recordings
     assert runner(model).stats.replays == 3
+
+
+def test_numbers_that_nothing_computes_with() -> None:
+    model = graphed(tiny_model("llama"))
+    norm = model.model.layers[0].input_layernorm
+    norm.last_seen = 0.0
+    for value in (0.5, 1.5):
+        step(model, SMALL)
+        norm.last_seen = value
+    assert runner(model).stats.recordings == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from test_exact import Calls
 from test_trainers import check_equal, config, losses, rows, tokenizer
 from tiny import VOCAB, tiny_model
 from torch import nn
-from transformers import TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 from trl import SFTTrainer
 
 import fastpack
@@ -217,3 +218,110 @@ def test_another_backbone_is_not_taken_for_the_patched_one() -> None:
     fastpack.unpatch(model)
     assert not ours_in(model)
     assert compare(run_batch(model, make_sequences(VOCAB), "padded right"), alone).worst <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mamba", "bloom", "rwkv", "gpt2"])
+def test_a_model_that_shares_layers_with_a_patched_one(model_type: str) -> None:
+    """Neither unpatching it, which was never patched, nor trying to patch it takes anything off the other."""
+    policy, reference = fastpack.patch(tiny_model(model_type)), tiny_model(model_type, seed=1)
+    want = run_batch(policy, make_sequences(VOCAB), "TRL's keywords")
+    for name, child in policy.base_model.named_children():
+        if isinstance(child, nn.ModuleList):
+            setattr(reference.base_model, name, child)
+    for act in (fastpack.unpatch, fastpack.patch):
+        refused = model_type == "llama" and act is fastpack.patch
+        with pytest.raises(PatchError, match="already replaced") if refused else contextlib.nullcontext():
+            act(reference)
+        assert compare(run_batch(policy, make_sequences(VOCAB), "TRL's keywords"), want).worst == 0
+
+
+@pytest.mark.parametrize("order", ["stay patched", "unpatch and unwrap", "unwrap and unpatch"])
+def test_accelerates_unwrap_model(order: str) -> None:
+    """It makes a method of our forward, which knows its module already."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model = tiny_model("llama")
+    alone = run_alone(model, make_sequences(VOCAB))
+    prepared = accelerator.prepare_model(fastpack.patch(model))
+    if order == "unpatch and unwrap":
+        fastpack.unpatch(prepared)
+    unwrapped = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    if order == "unwrap and unpatch":
+        fastpack.unpatch(unwrapped)
+    ids = make_sequences(VOCAB)[3][None]
+    assert torch.equal(unwrapped(ids).logits, unwrapped(input_ids=ids).logits)
+    check_exact(fastpack.patch(unwrapped), alone)
+    assert compare(run_alone(fastpack.unpatch(unwrapped), make_sequences(VOCAB)), alone).worst == 0
+
+
+def test_verify_knows_autocast_from_float32() -> None:
+    """Ours over accelerate's autocast, and inside the user's own."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(tiny_model("llama"))
+    found = fastpack.verify(fastpack.patch(prepared), lengths=SHORT)
+    assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("bfloat16", {5e-2})
+    model = fastpack.patch(tiny_model("llama"))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fastpack.verify(model, lengths=SHORT).dtype == "bfloat16"
+    found = fastpack.verify(model, lengths=SHORT)
+    assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("float32", {1e-4})
+
+
+def test_verify_refuses_what_gives_one_result_a_row() -> None:
+    model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=2))
+    with pytest.raises(PatchError, match="LlamaForSequenceClassification gives one result a row"):
+        fastpack.verify(model)
+
+
+def test_a_patch_that_can_t_be_changed_stays() -> None:
+    model = fastpack.patch(tiny_model("llama"), kernels="torch")
+    alone = run_alone(tiny_model("llama"), make_sequences(VOCAB))
+    attention = model.model.layers[0].self_attn
+    under = attention.forward
+    attention.forward = lambda *args, **kwargs: under(*args, **kwargs)
+    for _ in range(2):
+        with pytest.raises(PatchError, match="already replaced"):
+            fastpack.patch(model, loss="fused")
+        found = options_of(model)
+        assert found == PatchOptions(kernels="torch")
+        check_exact(model, alone)
+    fastpack.unpatch(model)
+    assert not ours_in(model)
+    assert compare(run_alone(model, make_sequences(VOCAB)), alone).worst == 0
+
+
+@pytest.mark.parametrize("first", ["patch", "hooks"])
+def test_copies_under_accelerates_hooks(first: str) -> None:
+    from accelerate import dispatch_model
+    from peft import LoraConfig, get_peft_model
+
+    model: Any = tiny_model("llama")
+    alone = run_alone(model, make_sequences(VOCAB))
+    if first == "patch":
+        fastpack.patch(model)
+    model = dispatch_model(model, {"": "cpu"}, force_hooks=True)
+    fastpack.patch(model)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["down_proj"], modules_to_save=["norm", "self_attn"])
+    wrapped: Any = get_peft_model(model, config)
+    fastpack.unpatch(wrapped)
+    out = wrapped(**padded(make_sequences(VOCAB), "right"))
+    assert (out.loss - alone.loss).abs() <= 0.1 * alone.loss
+
+
+def test_a_compiled_decoder_is_the_patched_one() -> None:
+    model, plain = fastpack.patch(tiny_model("opt").eval()), tiny_model("opt").eval()
+    batch = padded(make_sequences(VOCAB), "right")
+    model.model.decoder = torch.compile(model.model.decoder, backend="eager")  # without dropout: in evaluation
+    assert torch.allclose(model(**batch).loss, plain(**batch).loss, rtol=1e-5)
+
+
+def test_a_hook_of_a_c_function_is_nobody_s() -> None:
+    model = tiny_model("llama")
+    model.register_forward_pre_hook(functools.partial([].count))
+    fastpack.unpatch(fastpack.patch(model))

@@ -21,6 +21,7 @@ from torch import Tensor
 FIRST_WARM_UPS, WARM_UPS = 3, 1
 """Passes before a recording: the first one of a recorder meets libraries that have not chosen their kernels yet."""
 
+KEEPS = "it keeps a tensor from one batch for the next ones"
 CAPTURE_ERRORS = range(900, 909)
 """cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""
 
@@ -264,13 +265,22 @@ def _drawing_from(pool: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:
         traceback.clear_frames(error.__traceback__)  # they hold what the pass was about to use
-        raise
-    finally:
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
-        _free_unused()
+        _end_drawing_from(pool, device)
         if _held_of(pool) > before:
-            raise SpoiltError("it keeps a tensor from one batch for the next ones")
+            raise SpoiltError(KEEPS) from error
+        raise
+    except BaseException:  # Ctrl-C, or a user's own: nobody replays behind it
+        _end_drawing_from(pool, device)
+        raise
+    _end_drawing_from(pool, device)
+    if _held_of(pool) > before:
+        raise SpoiltError(KEEPS)
+
+
+def _end_drawing_from(pool: Any, device: int) -> None:
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
+    _free_unused()
 
 
 def _held_of(pool: Any) -> int:

@@ -24,6 +24,8 @@ from fastpack.hooks import has_hooks
 from fastpack.layers.find import decoder_layers
 
 _HELD = ("_modules", "_parameters", "_buffers")
+_NUMBERS = ("dropout", "eps", "scal", "multiplier")
+"""In the names of numbers that modules compute with, and that may be changed; and ``p``, dropout's."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -53,12 +55,11 @@ class Stack:
         self._forwards = list(map(dict.get, self._own, repeat("forward")))
         self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
         self._adapters = [m for m in inner if hasattr(m, "active_adapter") and hasattr(m, "disable_adapters")]
-        # dropout's probabilities, whatever they are called, epsilons, scales; a probability may be an int
         numbers = [
             (held, name)
             for held in self._own
             for name, value in held.items()
-            if isinstance(value, float) or (isinstance(value, int) and (name == "p" or "dropout" in name))
+            if isinstance(value, (float, int)) and (name == "p" or any(map(name.__contains__, _NUMBERS)))
         ]
         self._with_numbers = [held for held, _ in numbers]
         self._numbers = [name for _, name in numbers]

@@ -24,11 +24,11 @@ from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import refuse_media, refuse_packed_stock, refuse_replica, takes_stock_path
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, mask_stand_in
+from fastpack.layers.stock import Forward, call_stock, mask_stand_in, without_itself
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.sharding import stock_class
-from fastpack.targets import refuse_strange_backbone
+from fastpack.targets import find_parts, refuse_strange_backbone
 
 if TYPE_CHECKING:
     from fastpack.offload import CheckpointOffload
@@ -136,7 +136,7 @@ def head_forward(
     """
     graphs = None if torch.compiler.is_compiling() else runner_of(head.base_model)
     with nullcontext() if graphs is None else graphs.looking_ahead(head.base_model):
-        return _run_head(head, kind, loss, scope, prefixes, stock, args, kwargs)
+        return _run_head(head, kind, loss, scope, prefixes, stock, without_itself(head, args), kwargs)
 
 
 def _run_head(
@@ -196,7 +196,7 @@ def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[st
     if packed.indices is None or arguments.get("shift_labels") is not None or arguments.get("logits_to_keep"):
         return False
     own_head = stock_class(head).__module__.startswith("transformers.models.")
-    return own_head and not _adds_noise(head.base_model, packed)
+    return own_head and not _adds_noise(find_parts(head).backbone, packed)
 
 
 def head_pre_hook(

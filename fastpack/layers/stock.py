@@ -23,6 +23,11 @@ def call_stock(module: nn.Module, stock: Forward | None, /, *args: Any, **kwargs
     return type(module).forward(module, *args, **kwargs)
 
 
+def without_itself(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a forward that knows its module already: accelerate's ``unwrap_model`` makes a method of it."""
+    return args[1:] if args and args[0] is module else args
+
+
 def bound_with(module: nn.Module, kind: type[T]) -> T | None:
     """What of this kind a swapped forward was bound with; None where there is none."""
     for name in ("forward", "_old_forward"):  # accelerate's hooks keep ours under the second
