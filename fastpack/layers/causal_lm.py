@@ -17,7 +17,7 @@ from fastpack.errors import PackingError
 from fastpack.families.spec import Family, HeadSpec
 from fastpack.graphs import GraphRunner, runner_of
 from fastpack.layers.arguments import accepted, bind, parameters, shape_of, source_of, wants_tuple
-from fastpack.layers.first_labels import without_first_labels
+from fastpack.layers.first_labels import shifts_labels, without_first_labels
 from fastpack.layers.loss import fused_head, fused_loss_serves
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
@@ -151,7 +151,7 @@ def _run_head(
 ) -> Any:
     if reads_packing(head, kind, scope, args, kwargs):
         args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
-    if kind == "causal_lm":
+    if kind == "causal_lm" and shifts_labels(head):
         kwargs = without_first_labels(kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
@@ -227,7 +227,7 @@ def head_pre_hook(
             graphs.believe(seen, packed)
         if scope is not None:
             scope.offer(source_of(kwargs), packed)
-    return args, without_first_labels(kwargs) if kind == "causal_lm" else kwargs
+    return args, without_first_labels(kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
 
 
 def _leaves_modules_alone(head: Any, forward: Any) -> bool:

@@ -7,6 +7,27 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
+from fastpack.sharding import stock_class
+
+UNSHIFTED = {
+    "BartForCausalLM",
+    "BigBirdPegasusForCausalLM",
+    "BlenderbotForCausalLM",
+    "BlenderbotSmallForCausalLM",
+    "MBartForCausalLM",
+    "MarianForCausalLM",
+    "MvpForCausalLM",
+    "PLBartForCausalLM",
+    "PegasusForCausalLM",
+    "TrOCRForCausalLM",
+    "WhisperForCausalLM",
+}
+"""Decoders of encoder-decoders, whose own loss compares each token's logits with the label in the same place."""
+
+
+def shifts_labels(head: Any) -> bool:
+    """True where a head's own loss compares logits with the next label, so that nothing predicts a first one."""
+    return stock_class(head).__name__ not in UNSHIFTED
 
 
 def without_first_labels(arguments: dict[str, Any]) -> dict[str, Any]:

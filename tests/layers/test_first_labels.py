@@ -198,3 +198,15 @@ def test_nothing_waits_for_the_gpu() -> None:
     kept, share = (each["num_items_in_batch"] for each in found)
     assert kept == TRAINED
     assert relative(share, 500 * kept / count) <= FLOAT32_BOUND
+
+
+def test_a_head_that_does_not_shift_labels() -> None:
+    """TrOCR's own loss compares each token's logits with the label in the same place: the first one counts."""
+    plain, model = tiny_model("trocr").eval(), fastpack.patch(tiny_model("trocr").eval())
+    alone = [plain(input_ids=ids[None], labels=ids[None]).loss * len(ids) for ids in SEQUENCES]
+    want = torch.stack(alone).sum() / sum(map(len, SEQUENCES))
+    ids = torch.cat(SEQUENCES)[None]
+    packed = {"input_ids": ids, "labels": ids, "packed_seq_lens": list(LENGTHS)}
+    for batch in (padded(SEQUENCES, "right"), padded(SEQUENCES, "left"), packed):
+        assert relative(model(**batch).loss, want) <= FLOAT32_BOUND
+        assert relative(plain(**padded(SEQUENCES, "right")).loss, want) <= FLOAT32_BOUND
