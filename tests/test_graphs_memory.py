@@ -14,9 +14,10 @@ from tiny import tiny_model
 from torch import Tensor
 
 import fastpack
+from fastpack.graphs import recorder as recorder_module
 from fastpack.graphs import recordings as recordings_module
 from fastpack.graphs import step as step_module
-from fastpack.graphs.recorder import NoMemoryError, Tape
+from fastpack.graphs.recorder import NoMemoryError, SpoiltError, Tape
 from fastpack.graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
 from fastpack.packing import Bucket
 
@@ -226,3 +227,42 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(step_module, "_find_reached", lambda *a, **k: (*found(*a, **k)[:2], True))
     wrong = compare(step(graphed(models[2])), step(plain)).worst
     assert not wrong <= FLOAT32_BOUND, "negative control"
+
+
+@pytest.mark.parametrize(
+    ("raised", "left", "found"),
+    [
+        (None, 0, None),
+        (None, 512, SpoiltError),
+        (RuntimeError, 0, RuntimeError),
+        (RuntimeError, 512, SpoiltError),
+        (KeyboardInterrupt, 512, KeyboardInterrupt),
+        (SystemExit, 512, SystemExit),
+        (ValueError, 512, ValueError),
+    ],
+)
+def test_what_comes_out_of_a_pass_that_draws_from_the_pool(
+    raised: type[BaseException] | None,
+    left: int,
+    found: type[BaseException] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it leaves behind ends recording; what is not about memory goes its way. (The pool is a stand-in.)"""
+    held = iter([0, left])
+    ended: list[object] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(recorder_module, "_end_drawing_from", lambda *pool: ended.append(pool))
+    monkeypatch.setattr(recorder_module, "_held_of", lambda _: next(held))
+
+    def run() -> None:
+        with recorder_module._drawing_from("pool"):
+            if raised is not None:
+                raise raised
+
+    if found is None:
+        run()
+    else:
+        with pytest.raises(found):
+            run()
+    assert ended == [("pool", 0)]
