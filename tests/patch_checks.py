@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.hooks import ModelHook
 from oracle import FLOAT32_BOUND, compare, make_sequences, run_batch
 from tiny import VOCAB
 from torch import nn
@@ -24,3 +25,14 @@ def check_exact(model: nn.Module, alone: Any) -> None:
     for kind in ("padded left", "TRL's keywords"):
         error = compare(run_batch(model, make_sequences(VOCAB), kind), alone)
         assert error.worst <= FLOAT32_BOUND, error
+
+
+class CountingHook(ModelHook):
+    """Counts how often accelerate calls it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return args, kwargs

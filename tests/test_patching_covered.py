@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare, make_sequences, padded, run_alone, run_batch
-from patch_checks import check_exact, fingerprint
+from patch_checks import CountingHook, check_exact, fingerprint
 from test_exact import Calls
 from test_trainers import check_equal, config, losses, rows, tokenizer
 from tiny import VOCAB, tiny_model
@@ -141,21 +141,13 @@ def test_a_users_own_wrapper(beneath: bool, calls: Calls) -> None:
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 @pytest.mark.parametrize("unhooked", ["before", "after"])
 def test_accelerates_hooks_and_unpatch(order: str, unhooked: str) -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-    class Count(ModelHook):
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return args, kwargs
+    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
     if order == "patch first":
         fastpack.patch(model)
-    hooks = {m: Count() for m in model.modules() if not isinstance(m, nn.ModuleList)}
+    hooks = {m: CountingHook() for m in model.modules() if not isinstance(m, nn.ModuleList)}
     for module, hook in hooks.items():
         add_hook_to_module(module, hook)
     if order == "hooks first":

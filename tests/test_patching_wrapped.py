@@ -19,7 +19,7 @@ from oracle import (
     run_batch,
     split_logits,
 )
-from patch_checks import check_exact
+from patch_checks import CountingHook, check_exact
 from tiny import VOCAB, tiny_model
 from torch import nn
 
@@ -27,22 +27,14 @@ import fastpack
 
 
 def test_accelerate_hooks_before_and_after() -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-
-    class Count(ModelHook):
-        def __init__(self) -> None:
-            self.calls = 0
-
-        def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            return args, kwargs
+    from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 
     for order in ("hooks first", "patch first"):
         model = tiny_model("llama")
         alone = run_alone(model, make_sequences(VOCAB))
         if order == "patch first":
             fastpack.patch(model)
-        hooks = {module: Count() for module in model.modules() if module is not model}
+        hooks = {module: CountingHook() for module in model.modules() if module is not model}
         for module, hook in hooks.items():
             add_hook_to_module(module, hook)
         if order == "hooks first":
