@@ -15,11 +15,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fastpack.layers.stock import call_stock, without_itself
-
-_ABSENT = "absent"
-_FORWARDS = ("forward", "_old_forward")
-"""Where a forward may be: accelerate's hooks keep the one they wrap under the second."""
+from fastpack.layers.stock import FORWARDS, call_stock, without_itself
 
 TakeBack = Callable[[], None]
 
@@ -39,18 +35,18 @@ class Change(Protocol):
 
 @dataclass(eq=False)
 class Attribute:
-    """An attribute of a module that was set to ``ours``."""
+    """An attribute of a module that was set to ``ours``; ``previous`` is what the instance had there, or None."""
 
     module: nn.Module
     name: str
     ours: Any
-    previous: Any = _ABSENT
+    previous: Any
 
     @classmethod
     def put(cls, module: nn.Module, name: str, make: Callable[[Any], Any]) -> Attribute:
-        """Set it to what ``make`` makes of what the instance had there, or of None."""
-        previous = module.__dict__.get(name, _ABSENT)
-        change = cls(module, name, make(None if isinstance(previous, str) else previous), previous)
+        """Set it to what ``make`` makes of the previous one."""
+        previous = module.__dict__.get(name)
+        change = cls(module, name, make(previous), previous)
         setattr(module, name, change.ours)
         return change
 
@@ -67,14 +63,14 @@ class Attribute:
 
     def uncover(self) -> TakeBack:
         theirs = self.module.__dict__.get(self.name)
-        if self.name not in _FORWARDS or theirs is None or self._place() is not None:
+        if self.name not in FORWARDS or theirs is None or self._place() is not None:
             return _nothing
         setattr(self.module, self.name, self.ours)
         return functools.partial(setattr, self.module, self.name, theirs)
 
     def _place(self) -> str | None:
         """Under which name ours is; None where somebody's is, which may call it."""
-        names = _FORWARDS if self.name in _FORWARDS else (self.name,)
+        names = FORWARDS if self.name in FORWARDS else (self.name,)
         for name in names:
             found = self.module.__dict__.get(name)
             # accelerate's unwrap_model() makes a method of what it finds beneath its own
@@ -83,16 +79,17 @@ class Attribute:
         return None
 
     def _put_back(self, place: str) -> None:
-        if not isinstance(self.previous, str):
+        if self.previous is not None:
             setattr(self.module, place, self.previous)
         else:
             _take_off(self.module, place)
 
     def _pass_through(self, ours: functools.partial[Any]) -> TakeBack:
-        previous = None if isinstance(self.previous, str) else self.previous
-        if self.name in _FORWARDS:
-            return _become(ours, pass_through, self.module, previous)
-        return _become(ours, previous or getattr(type(self.module), self.name), *(() if previous else (self.module,)))
+        if self.name in FORWARDS:
+            return _become(ours, pass_through, self.module, self.previous)
+        if self.previous is not None:
+            return _become(ours, self.previous)
+        return _become(ours, getattr(type(self.module), self.name), self.module)
 
 
 @dataclass(eq=False)
@@ -134,19 +131,21 @@ def take_off_copies(model: nn.Module) -> None:
         copies = getattr(wrapper, "modules_to_save", None)
         if isinstance(copies, nn.ModuleDict):
             for module in copies.modules():
-                for place in _FORWARDS:
-                    if _is_ours(module.__dict__.get(place)):
-                        _take_off(module, place)
+                _take_off_forwards(module)
 
 
 def take_off_head(head: nn.Module) -> None:
     """Take off what is ours on a head whose backbone, and with it all that was known of the patch, was replaced."""
-    for place in _FORWARDS:
-        if _is_ours(head.__dict__.get(place)):
-            _take_off(head, place)
+    _take_off_forwards(head)
     for key in [key for key, hook in head._forward_pre_hooks.items() if _is_ours(hook)]:
         del head._forward_pre_hooks[key]
         head._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _take_off_forwards(module: nn.Module) -> None:
+    for place in FORWARDS:
+        if _is_ours(module.__dict__.get(place)):
+            _take_off(module, place)
 
 
 def _take_off(module: nn.Module, place: str) -> None:

@@ -60,6 +60,16 @@ def compile_anew() -> Iterator[None]:
 
 
 @pytest.fixture
+def accelerate_afresh() -> Iterator[None]:
+    """accelerate keeps the precision of the first trainer, or accelerator, of a process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often each fused Function of the layers ran."""
     from fastpack.layers import mlp, projections

@@ -227,13 +227,12 @@ def test_a_model_that_shares_layers_with_a_patched_one(model_type: str) -> None:
         assert compare(run_batch(policy, make_sequences(VOCAB), "TRL's keywords"), want).worst == 0
 
 
+@pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("order", ["stay patched", "unpatch and unwrap", "unwrap and unpatch"])
 def test_accelerates_unwrap_model(order: str) -> None:
     """It makes a method of our forward, which knows its module already."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(mixed_precision="bf16", cpu=True)
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
@@ -249,12 +248,11 @@ def test_accelerates_unwrap_model(order: str) -> None:
     assert compare(run_alone(fastpack.unpatch(unwrapped), make_sequences(VOCAB)), alone).worst == 0
 
 
+@pytest.mark.usefixtures("accelerate_afresh")
 def test_verify_knows_autocast_from_float32() -> None:
     """Ours over accelerate's autocast, and inside the user's own."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(tiny_model("llama"))
     found = fastpack.verify(fastpack.patch(prepared), lengths=SHORT)
     assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("bfloat16", {5e-2})

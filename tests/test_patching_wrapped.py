@@ -78,11 +78,10 @@ def test_accelerate_offload(disk: bool, patch_first: bool, loss: Any, tmp_path: 
         assert relative(out.loss, alone.loss) <= FLOAT32_BOUND
 
 
+@pytest.mark.usefixtures("accelerate_afresh")
 def test_accelerate_bf16_wrapper() -> None:
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)  # a trainer of another test leaves its precision behind
     model = fastpack.patch(tiny_model("llama"))
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
     out = prepared(**padded(make_sequences(VOCAB), "right"))

@@ -52,9 +52,19 @@ def tokenizer() -> Any:
     )
 
 
+def given(folder: Path, **further: Any) -> dict[str, Any]:
+    return base_settings(
+        folder, **{"per_device_train_batch_size": ROWS, "max_steps": STEPS, "learning_rate": 1e-2, **further}
+    )
+
+
 def config(folder: Path, **further: Any) -> SFTConfig:
-    given = {"per_device_train_batch_size": ROWS, "max_steps": STEPS, "learning_rate": 1e-2, **further}
-    return cast(SFTConfig, alone(SFTConfig(**base_settings(folder, **given))))
+    return cast(SFTConfig, alone(SFTConfig(**given(folder, **further))))
+
+
+def plain_config(folder: Path, **further: Any) -> TrainingArguments:
+    """Of transformers' own Trainer."""
+    return cast(TrainingArguments, alone(TrainingArguments(**given(folder, **further))))
 
 
 def losses(trainer: Any) -> list[float]:
@@ -175,17 +185,7 @@ def test_plain_trainer_keeps_its_columns(tmp_path: Path) -> None:
         mask = (ids != 0).long()
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=ROWS,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-    )
+    arguments = plain_config(tmp_path)
     results = []
     for patched in (False, True):
         model = tiny_model("llama", attn_implementation="sdpa")

@@ -21,7 +21,6 @@ from torch import Tensor
 FIRST_WARM_UPS, WARM_UPS = 3, 1
 """Passes before a recording: the first one of a recorder meets libraries that have not chosen their kernels yet."""
 
-KEEPS = "it keeps a tensor from one batch for the next ones"
 CAPTURE_ERRORS = range(900, 909)
 """cudaErrorStreamCaptureUnsupported to cudaErrorStreamCaptureWrongThread."""
 
@@ -199,8 +198,8 @@ class CudaRecorder:
                         backward(forward())
         finally:
             current.wait_stream(stream)
-        _free_unused()
         if pool is None:
+            _free_unused()
             pool = torch.cuda.graph_pool_handle()
         captured_forward, output = self._capture(forward, stream, pool)
         captured_backward, gradients = self._capture(lambda: backward(output), stream, pool)
@@ -261,20 +260,18 @@ def _drawing_from(pool: Any) -> Iterator[None]:
     before = _held_of(pool)
     # as torch.cuda.use_mem_pool does, which wants a pool that nobody holds by the end of its life
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    failure: RuntimeError | None = None
     try:
         yield
     except RuntimeError as error:
         traceback.clear_frames(error.__traceback__)  # they hold what the pass was about to use
+        failure = error
+    finally:  # nobody replays behind Ctrl-C or another error of the user's, which go their way
         _end_drawing_from(pool, device)
-        if _held_of(pool) > before:
-            raise SpoiltError(KEEPS) from error
-        raise
-    except BaseException:  # Ctrl-C, or a user's own: nobody replays behind it
-        _end_drawing_from(pool, device)
-        raise
-    _end_drawing_from(pool, device)
     if _held_of(pool) > before:
-        raise SpoiltError(KEEPS)
+        raise SpoiltError("it keeps a tensor from one batch for the next ones") from failure
+    if failure is not None:
+        raise failure
 
 
 def _end_drawing_from(pool: Any, device: int) -> None:

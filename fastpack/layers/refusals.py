@@ -27,12 +27,16 @@ MEDIA = (
 
 def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
     """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were."""
-    if any(arguments.get(name) is not None for name in CACHES):
+    if _has_cache(arguments):
         return True
     wants_attentions = arguments.get("output_attentions")
     if wants_attentions is None:
         wants_attentions = getattr(module.config, "output_attentions", False)
     return bool(arguments.get("use_cache")) or bool(wants_attentions)
+
+
+def _has_cache(arguments: Mapping[str, Any]) -> bool:
+    return any(arguments.get(name) is not None for name in CACHES)
 
 
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
@@ -45,7 +49,7 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     if packing:
         raise PackingError(f"{', '.join(packing)} came together with {why}. {mend}")
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if any(arguments.get(name) is not None for name in CACHES):
+    if _has_cache(arguments):
         return
     if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return

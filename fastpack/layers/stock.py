@@ -14,6 +14,8 @@ from fastpack.packing import PackedSeqLens
 
 Forward = Callable[..., Any]
 T = TypeVar("T")
+FORWARDS = ("forward", "_old_forward")
+"""Where a module's forward may be: accelerate's hooks keep the one that they wrap under the second."""
 
 
 def call_stock(module: nn.Module, stock: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +32,7 @@ def without_itself(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def bound_with(module: nn.Module, kind: type[T]) -> T | None:
     """What of this kind a swapped forward was bound with; None where there is none."""
-    for name in ("forward", "_old_forward"):  # accelerate's hooks keep ours under the second
+    for name in FORWARDS:
         bound = module.__dict__.get(name)
         if isinstance(bound, functools.partial):
             return next((found for found in bound.args if isinstance(found, kind)), None)

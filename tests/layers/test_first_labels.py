@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from oracle import (
     FLOAT32_BOUND,
     INPUT_KINDS,
@@ -21,11 +20,11 @@ from oracle import (
     run_alone,
     trained_tokens,
 )
-from test_trainers import ROWS, STEPS, check_equal, losses, rows
+from test_trainers import check_equal, losses, plain_config, rows
 from tiny import VOCAB, tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import fastpack
 from fastpack import PackedSeqLens
@@ -139,12 +138,6 @@ def test_compiled_as_one_graph(loss: Any) -> None:
         assert compiler.frame_count == (1 if step < 2 else 2)
 
 
-@pytest.fixture
-def accelerate_afresh() -> Any:
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
     found = padded([torch.tensor(e["input_ids"]) for e in examples], side)
     return {name: values[:-1] for name, values in found.items()}  # without the row of padding
@@ -156,17 +149,7 @@ def test_transformers_trainer_padded_left_trains_as_padded_right(
     loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the side, patched losses are those of the stock model padded right, whose numbers are right."""
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=ROWS,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-    )
+    arguments = plain_config(tmp_path)
 
     def trained(side: str, patched: bool) -> list[float]:
         model = tiny_model("llama", attn_implementation="sdpa")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from loss_cases import Calls
 from oracle import FLOAT32_BOUND, LENGTHS, make_sequences, padded, relative, run_batch
 from test_adapters import with_lora
-from test_trainers import check_equal, config, losses, rows, tokenizer
+from test_trainers import check_equal, config, losses, plain_config, rows, tokenizer
 from tiny import VOCAB, tiny_model
 from torch import Tensor
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 from trl import SFTTrainer
 
 import fastpack
@@ -127,13 +126,6 @@ def test_a_head_that_changed_since_warns(change: Callable[[Any], Any], op_calls:
 # --- trainers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def accelerate_afresh() -> Iterator[None]:
-    """A trainer leaves its precision in a state that the next one, or the next test, would find."""
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     width = max(len(e["input_ids"]) for e in examples)
     ids = torch.tensor([e["input_ids"] + [0] * (width - len(e["input_ids"])) for e in examples])
@@ -146,18 +138,7 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
 def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls: Calls) -> None:
     """Loss by loss, with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
     steps = 8 // settings.get("gradient_accumulation_steps", 1)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        max_steps=steps,
-        learning_rate=1e-2,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        **settings,
-    )
+    arguments = plain_config(tmp_path, max_steps=steps, **settings)
     found, evaluated = [], []
     for fused in (None, "fused"):
         model = tiny_model("llama", attn_implementation="sdpa")
