@@ -243,6 +243,10 @@ def test_what_waits_for_the_device_runs_eagerly(how: str) -> None:
     assert all("waits for the device" in why or "can't be captured" in why for why in stats.eager), stats
     assert torch.randn(8, device="cuda").isfinite().all()
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    before = reserved()
+    torch.empty(2**28, device="cuda", dtype=torch.uint8)
+    assert torch.cuda.memory_reserved() >= before + 2**28
+    assert reserved() == before, "the allocator still takes the capture for under way"
     close(step(other), step(fastpack.patch(build("llama", torch.float32))))
     model.model.norm = model.model.norm.norm
     assert (hidden(model) - want).abs().max() <= 1e-4 * want.abs().max()

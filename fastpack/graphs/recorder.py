@@ -101,7 +101,8 @@ class _Capture:
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         self.failed.append(graph)
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        with _leaving(self.pool):
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         self._begun = True
 
     def cut(self) -> None:
@@ -113,7 +114,8 @@ class _Capture:
         """Nothing, after a beginning or an end that raised."""
         if self._begun:
             self._begun = False
-            self.failed[-1].capture_end()
+            with _leaving(self.pool):
+                self.failed[-1].capture_end()
             self.pieces.append(self.failed.pop())
 
 
@@ -250,6 +252,21 @@ def _free_unused() -> None:
 
 
 @contextlib.contextmanager
+def _leaving(pool: Any) -> Iterator[None]:
+    """A capture that does not begin or end well leaves its pool all the same.
+
+    Otherwise the allocator takes it for under way for good: it waits for its end to take back what another stream used,
+    and ``torch.cuda.empty_cache`` frees nothing any more.
+    """
+    try:
+        yield
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):  # it was left, or never entered
+            _leave(pool, torch.cuda.current_device())
+        raise
+
+
+@contextlib.contextmanager
 def _drawing_from(pool: Any) -> Iterator[None]:
     """What this thread allocates on the current device comes from a pool that graphs hold, whose memory replays use.
 
@@ -267,17 +284,17 @@ def _drawing_from(pool: Any) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # they hold what the pass was about to use
         failure = error
     finally:  # nobody replays behind Ctrl-C or another error of the user's, which go their way
-        _end_drawing_from(pool, device)
+        _leave(pool, device)
+        _free_unused()
     if _held_of(pool) > before:
         raise SpoiltError("it keeps a tensor from one batch for the next ones") from failure
     if failure is not None:
         raise failure
 
 
-def _end_drawing_from(pool: Any, device: int) -> None:
+def _leave(pool: Any, device: int) -> None:
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)
-    _free_unused()
 
 
 def _held_of(pool: Any) -> int:
