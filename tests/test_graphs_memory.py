@@ -252,7 +252,8 @@ def test_what_comes_out_of_a_pass_that_draws_from_the_pool(
     ended: list[object] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
-    monkeypatch.setattr(recorder_module, "_end_drawing_from", lambda *pool: ended.append(pool))
+    monkeypatch.setattr(recorder_module, "_leave", lambda *pool: ended.append(pool))
+    monkeypatch.setattr(recorder_module, "_free_unused", lambda: None)
     monkeypatch.setattr(recorder_module, "_held_of", lambda _: next(held))
 
     def run() -> None:

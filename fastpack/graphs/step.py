@@ -195,16 +195,19 @@ class RecordedStep:
         self._tape.replay_forward()
         return self._tape.output[:, : packed.total_tokens].clone()
 
-    def run_backward(self, grad_1TH: Tensor) -> list[Tensor | None]:
-        """Gradients of the embeddings ``[1, T, H]`` (None where they have none) and of the parameters.
-
-        Each is a tensor of its own: a parameter without a gradient takes the one it is given as its ``.grad``, which
-        the next replay must not overwrite.
-        """
+    def start_backward(self, grad_1TH: Tensor) -> None:
+        """Of the last :meth:`run_forward`, from the gradient of its output."""
         tokens = grad_1TH.shape[1]
         self._grad[:, :tokens].copy_(grad_1TH)
         self._grad[:, tokens:].zero_()
         self._tape.replay_backward()
+
+    def take_gradients(self, tokens: int) -> list[Tensor | None]:
+        """Those of the embeddings ``[1, tokens, H]`` (None where they have none) and of the parameters, when started.
+
+        Each is a tensor of its own: a parameter without a gradient takes the one it is given as its ``.grad``, which
+        the next replay must not overwrite.
+        """
         fresh: list[Tensor | None] = [None if g is None else torch.empty_like(g) for g in self._tape.gradients]
         for group in self._groups:
             torch._foreach_copy_([fresh[i] for i in group], [self._tape.gradients[i] for i in group])  # type: ignore[misc]
@@ -221,8 +224,9 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: Any, step: RecordedStep, packed: PackedSeqLens, ticket: Ticket, embeddings: Tensor, *parameters: Tensor
     ) -> Tensor:
-        ctx.step, ctx.ticket, ctx.versions = step, ticket, _versions(parameters)
-        return step.run_forward(embeddings, packed)
+        out = step.run_forward(embeddings, packed)
+        ctx.step, ctx.ticket, ctx.versions = step, ticket, _versions(parameters)  # while the device works
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -234,12 +238,13 @@ class _Replay(torch.autograd.Function):
             )
         ctx.ticket.done = True
         step, ctx.step = ctx.step, None  # who still holds the loss does not hold the recording
-        if _versions(step.parameters) != ctx.versions:
+        step.start_backward(grad)
+        if _versions(step.parameters) != ctx.versions:  # asked while the device works
             raise PatchError(
                 "a parameter was changed in place between the forward, which was replayed from a CUDA graph, and its "
                 "backward, which would read the new values. Step the optimizer after the backward."
             )
-        return (None, None, None, *step.run_backward(grad))
+        return (None, None, None, *step.take_gradients(grad.shape[1]))
 
 
 @contextmanager

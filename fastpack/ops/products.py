@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ TERMS = 4
 NARROWEST = 3584
 """Columns, and terms of a sum, from which on a chip works at its limit of power, where the kernel is as fast as a
 library's products. Below it, these are up to twice as fast: they have tiles of more shapes."""
+MOST_PROGRAMS = 1024
+"""As many as no device has processors."""
 FEWEST_TILES = 2
 """Tiles for each processor, of an output as wide as the narrower of the two, below which the same is so."""
 
@@ -42,11 +44,16 @@ class RowCount:
         rows: int32 ``[1]``, which may change from replay to replay of whatever was recorded with it.
         products: how many sums of products have read it.
         work: floating-point operations that they left out for each row that does not count.
+        flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
     """
 
     rows: Tensor
     products: int = 0
     work: int = 0
+    flags: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.rows.device)
 
 
 def rows_of(count: RowCount | None) -> Tensor | None:
@@ -108,7 +115,7 @@ def sum_of_products(
         out = x.new_empty(len(x), m.shape[1])
     count.products += 1
     count.work += sum(2 * m.numel() for _, m in terms)
-    sum_products(terms, count.rows, base, bias, out)
+    sum_products(terms, count.rows, count.flags, base, bias, out)
     return out
 
 

@@ -50,18 +50,18 @@ def sum_of_products(count: int, dtype: str, rank: int) -> int:
     blocks = [products.BLOCK_K] * (count - 1) + [products._block(rank)] * (products.TERMS + 1 - count)
     constants: dict[str, Any] = {"NUMBER": count, "BASE": True, "BIAS": True, "EARLY": True, "PROGRAMS": 132}
     constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
+    constants["LEAST_SAVED"] = products.LEAST_SAVED
     types = {"base": (products.BLOCK_T, products.BLOCK_N // 2), "out": (products.BLOCK_T, products.BLOCK_N // 2)}
     for i, block in enumerate(blocks):
         constants |= {f"BLOCK{i}": block, f"T{i}": i == 0}
         types |= {f"x{i}": (products.BLOCK_T, block)}
-        for name, width in ((f"m{i}", products.BLOCK_N), (f"half{i}", products.BLOCK_N // 2)):
-            types[name] = (width, block) if i == 0 else (block, width)
+        types[f"m{i}"] = (products.BLOCK_N, block) if i == 0 else (block, products.BLOCK_N)
     signature: dict[str, str] = {}
     for name in products._products_kernel.arg_names:
         if name in types:
             signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
         else:
-            pointers = {"count": "*i32", "bias": f"*{dtype}"}
+            pointers = {"count": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
             signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
     kernel: Any = products._products_kernel
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

@@ -74,12 +74,30 @@ def test_kernel_is_the_definition(
     assert relative(lost[:rows], truth[:rows]) > 0.1, "the check can fail"
 
 
-@pytest.mark.parametrize("rows", [0, 1, 200, T])
-@pytest.mark.parametrize("programs", [1, 4, 5, 12, 132])
+@pytest.mark.parametrize(
+    ("programs", "rows", "least", "parts"),
+    [
+        (4, T, 1, 2),  # two of six tiles are left, each for two programs
+        (4, 1, 1, 2),
+        (5, T, 1, 1),
+        (12, T, 1, 6),
+        (132, T, 1, 6),
+        (9, T, 1, 6),  # six for three teams of three
+        (8, T, 1, 6),  # six for two of four
+        (5, 200, 1, 4),  # four for one of five
+        (4, T, 4, 0),  # whole, since a half of six steps is not worth it
+        (7, T, 1, 0),  # and since seven programs are no team for six
+        (2, T, 1, 0),  # nothing is left
+        (12, 0, 1, 0),
+    ],
+)
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_share_of_the_last_round(device: str, programs: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that don't go round, of six: whole, in halves with some left over, and all of them in halves."""
+def test_a_last_round_is_shared(
+    device: str, programs: int, rows: int, least: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs of which each that does not end a tile leaves its part of it to another."""
     monkeypatch.setattr(kernels, "processors", lambda _: programs)
+    monkeypatch.setattr(kernels, "LEAST_SAVED", least)
     torch.manual_seed(0)
     given = make_terms(2, torch.float16, device)
     total = torch.randn(T, N, device=device).to(torch.float16)
@@ -87,10 +105,21 @@ def test_every_share_of_the_last_round(device: str, programs: int, rows: int, mo
     plain = given[0][0] @ given[0][1] + given[1][0] @ given[1][1] + total
     last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
     behind = total[last:].clone()
-    out = sum_of_products(given, counted(rows, device), base=total, out=total)
+    count = counted(rows, device)
+    made: list[Tensor] = []
+    empty = torch.empty
+
+    def kept(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(empty(*args, **kwargs).fill_(float("nan")))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", kept)
+    out = sum_of_products(given, count, base=total, out=total)
+    assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
     if rows:
         assert_no_worse(out[:last], plain[:last], truth[:last])
     assert torch.equal(out[last:], behind), "once each"
+    assert not count.flags.any(), "as they were found"
 
 
 @pytest.mark.gpu

@@ -3,7 +3,9 @@
 
 One program for each processor walks over tiles of the output. The terms of a tile are summed in registers, what they
 are added to is read at its end, and a tile behind the last row that counts has no terms. How many tiles there are, only
-the device knows: those of a last round that half of the programs or fewer would share are taken in halves. Tiles come
+the device knows: those of a last round in which many programs would have none are shared, by teams of one program more
+than they have tiles, each of which takes as many steps of their sums as the next (Osama et al., "Stream-K",
+arXiv:2301.03598, section 4, where all programs are one team; teams read the same operands at the same time). Tiles come
 into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where a tile sticks out.
 
 Shape suffixes: T rows, K summed over, N columns.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,13 +27,15 @@ from fastpack.ops.products import TERMS
 BLOCK_T, BLOCK_N, BLOCK_K = 128, 256, 64
 GROUP = 32
 """Tiles below each other that are made at the same time: they share what they read of the second factors."""
+LEAST_SAVED = 20
+"""Steps of a sum, of which a program has to be spared so many for its part to be written, read and added up."""
 STAGES, WARPS = 3, 8
 """All measured on an H200, with the shapes of an 8B model and 2,944 tokens."""
 
 
 @triton.jit
-def _add_term(sums, x, m, length, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
-    for at in range(0, length, BLOCK):
+def _add_term(sums, x, m, begin, end, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    for at in range(begin, end, BLOCK):
         left = x.load([row, at])
         if TRANSPOSED:
             right = m.load([column, at]).T
@@ -41,30 +46,27 @@ def _add_term(sums, x, m, length, row, column, BLOCK: tl.constexpr, TRANSPOSED: 
 
 
 @triton.jit
-def _store(sums, base, out, bias, row, column, columns, WIDTH: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr):
+def _add_steps(sums, x, m, begin, end, before, steps, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Those of a term that are among steps ``begin`` to ``end`` of the sum, of which ``before`` are other terms'."""
+    first, last = tl.maximum(begin - before, 0), tl.minimum(end - before, steps)
+    return _add_term(sums, x, m, first * BLOCK, last * BLOCK, row, column, BLOCK, TRANSPOSED)
+
+
+@triton.jit
+def _halves(sums, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Left and right: what is done with all at once takes the shared memory of a stage, or too many registers."""
+    return tl.split(tl.permute(tl.reshape(sums, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_half(sums, base, out, bias, row, column, columns, WIDTH: tl.constexpr, BASE: tl.constexpr,
+                BIAS: tl.constexpr):  # fmt: skip
     if BIAS:
         places = column + tl.arange(0, WIDTH)
         sums += tl.load(bias + places, mask=places < columns, other=0.0).to(tl.float32)[None, :]
     if BASE:
         sums += base.load([row, column]).to(tl.float32)
     out.store([row, column], sums.to(out.dtype))
-
-
-@triton.jit
-def _sum_terms(
-    x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, row, column,
-    NUMBER: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    sums = tl.zeros((HEIGHT, WIDTH), dtype=tl.float32)
-    sums = _add_term(sums, x0, m0, length0, row, column, BLOCK0, T0)
-    if NUMBER > 1:
-        sums = _add_term(sums, x1, m1, length1, row, column, BLOCK1, T1)
-    if NUMBER > 2:
-        sums = _add_term(sums, x2, m2, length2, row, column, BLOCK2, T2)
-    if NUMBER > 3:
-        sums = _add_term(sums, x3, m3, length3, row, column, BLOCK3, T3)
-    return sums
 
 
 @triton.jit
@@ -75,13 +77,33 @@ def _place(tile, down, across, GROUP: tl.constexpr):
     return first + tile % (GROUP * across) % together, tile % (GROUP * across) // together
 
 
+@triton.jit
+def _tiles_of_a_team(left, PROGRAMS: tl.constexpr):
+    """The fewest with which so many tiles leave a program more for each team; 0 if five programs for four are too many.
+
+    Fewer than two programs for a tile save more than they cost, more than two do not.
+    """
+    team = 0
+    for tiles in tl.static_range(4, 0, -1):
+        team = tl.where(tl.cdiv(left, tiles) * (tiles + 1) <= PROGRAMS, tiles, team)
+    return team
+
+
+@triton.jit
+def _places_of_half(program, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the left half of what a program has of a tile's sums lies among the parts."""
+    rows, columns = tl.arange(0, HEIGHT), tl.arange(0, WIDTH // 2)
+    return program * HEIGHT * WIDTH + rows[:, None] * WIDTH + columns[None, :]
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
-    count, tokens, columns,
-    x0, m0, half0, length0, x1, m1, half1, length1, x2, m2, half2, length2, x3, m3, half3, length3, base, bias, out,
+    count, tokens, columns, parts, flags,
+    x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, base, bias, out,
     NUMBER: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
     T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LEAST_SAVED: tl.constexpr,
+    PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
@@ -89,34 +111,77 @@ def _products_kernel(
     across = tl.cdiv(columns, BLOCK_N)
     HALF: tl.constexpr = BLOCK_N // 2
 
-    # what does not go round: in halves, if there is a program for each
+    steps0, steps1 = tl.cdiv(length0, BLOCK0), tl.cdiv(length1, BLOCK1) if NUMBER > 1 else 0
+    steps2, steps3 = tl.cdiv(length2, BLOCK2) if NUMBER > 2 else 0, tl.cdiv(length3, BLOCK3) if NUMBER > 3 else 0
+    steps = steps0 + steps1 + steps2 + steps3
+
     left = down * across % PROGRAMS
-    left = tl.where(2 * left <= PROGRAMS, left, 0)
+    team = _tiles_of_a_team(left, PROGRAMS)
+    # without teams that are small enough, or steps to spare, each is a program's own
+    left = tl.where((team > 0) & (steps // (team + 1) >= LEAST_SAVED), left, 0)
     whole = down * across - left
-    for tile in range(program, whole, PROGRAMS):
+    # flattened, the next tile is on its way while this one is stored; a compiler does so with a single loop inside
+    for tile in tl.range(program, whole, PROGRAMS, flatten=NUMBER == 1):
         below, beside = _place(tile, down, across, GROUP)
         row, column = below * BLOCK_T, beside * BLOCK_N
-        sums = _sum_terms(
-            x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, row, column,
-            NUMBER, BLOCK0, BLOCK1, BLOCK2, BLOCK3, T0, T1, T2, T3, BLOCK_T, BLOCK_N,
-        )  # fmt: skip
-        # in halves here too: all at once takes the shared memory of a stage
-        low, high = tl.split(tl.permute(tl.reshape(sums, (BLOCK_T, 2, HALF)), (0, 2, 1)))
-        _store(low, base, out, bias, row, column, columns, HALF, BASE, BIAS)
-        _store(high, base, out, bias, row, column + HALF, columns, HALF, BASE, BIAS)
-    for half in range(program, 2 * left, PROGRAMS):
-        below, beside = _place(whole + half // 2, down, across, GROUP)
-        row, column = below * BLOCK_T, beside * BLOCK_N + half % 2 * HALF
-        sums = _sum_terms(
-            x0, half0, length0, x1, half1, length1, x2, half2, length2, x3, half3, length3, row, column,
-            NUMBER, BLOCK0, BLOCK1, BLOCK2, BLOCK3, T0, T1, T2, T3, BLOCK_T, HALF,
-        )  # fmt: skip
-        _store(sums, base, out, bias, row, column, columns, HALF, BASE, BIAS)
+        sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        sums = _add_term(sums, x0, m0, 0, length0, row, column, BLOCK0, T0)
+        if NUMBER > 1:
+            sums = _add_term(sums, x1, m1, 0, length1, row, column, BLOCK1, T1)
+        if NUMBER > 2:
+            sums = _add_term(sums, x2, m2, 0, length2, row, column, BLOCK2, T2)
+        if NUMBER > 3:
+            sums = _add_term(sums, x3, m3, 0, length3, row, column, BLOCK3, T3)
+        low, high = _halves(sums, BLOCK_T, BLOCK_N)
+        _store_half(low, base, out, bias, row, column, columns, HALF, BASE, BIAS)
+        _store_half(high, base, out, bias, row, column + HALF, columns, HALF, BASE, BIAS)
+
+    members = team + 1
+    member, before_team = program % members, program // members * team
+    shared = tl.minimum(team, left - before_team)
+    if shared > 0:
+        work = shared * steps
+        begin, end = work * member // members, work * (member + 1) // members
+        earlier, later = begin // steps, (end - 1) // steps
+        # what somebody may wait for first; the programs that somebody waits for have lower numbers, and begin before
+        for turn in range(0, later - earlier + 1):
+            tile = later - turn
+            first, last = tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps)
+            below, beside = _place(whole + before_team + tile, down, across, GROUP)
+            row, column = below * BLOCK_T, beside * BLOCK_N
+            sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+            sums = _add_steps(sums, x0, m0, first, last, 0, steps0, row, column, BLOCK0, T0)
+            if NUMBER > 1:
+                before = steps0
+                sums = _add_steps(sums, x1, m1, first, last, before, steps1, row, column, BLOCK1, T1)
+            if NUMBER > 2:
+                before = steps0 + steps1
+                sums = _add_steps(sums, x2, m2, first, last, before, steps2, row, column, BLOCK2, T2)
+            if NUMBER > 3:
+                before = steps0 + steps1 + steps2
+                sums = _add_steps(sums, x3, m3, first, last, before, steps3, row, column, BLOCK3, T3)
+            low, high = _halves(sums, BLOCK_T, BLOCK_N)
+            if last < steps:
+                places = parts + _places_of_half(program, BLOCK_T, BLOCK_N)
+                tl.store(places, low)
+                tl.store(places + HALF, high)
+                tl.debug_barrier()
+                tl.atomic_xchg(flags + program, 1, sem="release")
+            else:
+                for other in range(program - member + ((tile * steps + 1) * members - 1) // work, program):
+                    while tl.atomic_cas(flags + other, 1, 0, sem="acquire") == 0:
+                        pass
+                    tl.debug_barrier()
+                    places = parts + _places_of_half(other, BLOCK_T, BLOCK_N)
+                    low += tl.load(places, cache_modifier=".cg")
+                    high += tl.load(places + HALF, cache_modifier=".cg")
+                _store_half(low, base, out, bias, row, column, columns, HALF, BASE, BIAS)
+                _store_half(high, base, out, bias, row, column + HALF, columns, HALF, BASE, BIAS)
 
     nothing = tl.zeros((BLOCK_T, HALF), dtype=tl.float32)
     for half in range(program, 2 * (tl.cdiv(tokens, BLOCK_T) - down) * across, PROGRAMS):
         row, column = (down + half // (2 * across)) * BLOCK_T, half % (2 * across) * HALF
-        _store(nothing, base, out, bias, row, column, columns, HALF, BASE, BIAS)
+        _store_half(nothing, base, out, bias, row, column, columns, HALF, BASE, BIAS)
 
 
 def _block(length: int) -> int:
@@ -124,36 +189,42 @@ def _block(length: int) -> int:
 
 
 def sum_products(
-    terms: Sequence[tuple[Tensor, Tensor]], rows: Tensor, base: Tensor | None, bias: Tensor | None, out: Tensor
+    terms: Sequence[tuple[Tensor, Tensor]],
+    rows: Tensor,
+    flags: Tensor,
+    base: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
 ) -> None:
     """``sum of x_i [T, K_i] @ m_i [K_i, N]`` with ``base [T, N]`` and ``bias [N]`` into ``out [T, N]``.
 
     Args:
         terms: one to :data:`TERMS`; rows of each x, and rows or columns of each m, have stride 1.
         rows: int32 ``[1]``: how many rows count. Tiles behind them hold the base and the bias alone.
+        flags: int32 zeros, one for each processor, which nobody else uses at the same time; zeros again at the end.
         base: may be ``out``.
     """
     arguments: list[object] = []
     blocks: dict[str, int | bool] = {}
-    half = BLOCK_N // 2
     for place in range(TERMS):
         x, m = terms[min(place, len(terms) - 1)]
         transposed, block = m.stride(1) != 1, _block(x.shape[1])
+        tile = [BLOCK_N, block] if transposed else [block, BLOCK_N]
         arguments.append(TensorDescriptor.from_tensor(x, [BLOCK_T, block]))
-        for width in (BLOCK_N, half):
-            tile = [width, block] if transposed else [block, width]
-            arguments.append(TensorDescriptor.from_tensor(m.t() if transposed else m, tile))
+        arguments.append(TensorDescriptor.from_tensor(m.t() if transposed else m, tile))
         arguments.append(x.shape[1])
         blocks |= {f"BLOCK{place}": block, f"T{place}": transposed}
     tokens, columns = out.shape
-    target = TensorDescriptor.from_tensor(out, [BLOCK_T, half])
-    source = target if base is None or base is out else TensorDescriptor.from_tensor(base, [BLOCK_T, half])
+    target = TensorDescriptor.from_tensor(out, [BLOCK_T, BLOCK_N // 2])
+    source = target if base is None or base is out else TensorDescriptor.from_tensor(base, [BLOCK_T, BLOCK_N // 2])
     programs = min(processors(out.device), 2 * tiles(tokens, columns))
+    parts = torch.empty(programs, BLOCK_T, BLOCK_N, dtype=torch.float32, device=out.device)
     with on_device(out):
         _products_kernel[(programs,)](
-            rows, tokens, columns, *arguments, source, rows if bias is None else bias.contiguous(), target,
-            NUMBER=len(terms), **blocks, BASE=base is not None, BIAS=bias is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N,
-            GROUP=GROUP, PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS, **early(out),
+            rows, tokens, columns, parts, flags, *arguments, source, rows if bias is None else bias.contiguous(),
+            target, NUMBER=len(terms), **blocks, BASE=base is not None, BIAS=bias is not None, BLOCK_T=BLOCK_T,
+            BLOCK_N=BLOCK_N, GROUP=GROUP, LEAST_SAVED=LEAST_SAVED, PROGRAMS=programs, num_stages=STAGES,
+            num_warps=WARPS, **early(out),
         )  # fmt: skip
 
 
