@@ -15,7 +15,7 @@ from torch import nn
 from fastpack.adapters import count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.coverage import covered_family
-from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
+from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
     FORMS,
     AnyAttentionSpec,
@@ -362,16 +362,22 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
     )
 
 
+HALVES = (torch.bfloat16, torch.float16)
+"""What autocast may bring float32 tensors to."""
+
+
 def _serving_backend(shape: AttentionShape, attention: str, notes: list[str]) -> str:
     if shape.device.type == "meta":
         return attention  # sharded loading: asked again at the first batch
-    if attention == "auto" or explain(shape)[attention] is None:
-        return choose(shape, attention)
-    # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in half precision
-    for dtype in (torch.bfloat16, torch.float16):
-        under_autocast = AttentionShape(**{**shape.__dict__, "dtype": dtype})
-        if shape.dtype == torch.float32 and explain(under_autocast)[attention] is None:
-            notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
-            return attention
-    choose(shape, attention)
-    raise BackendUnavailableError(f"attention={attention!r} can't serve {shape.describe()}")  # pragma: no cover
+    # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in another dtype
+    halves = [replace(shape, dtype=dtype) for dtype in HALVES if shape.dtype == torch.float32]
+    if attention == "auto":
+        chosen = choose(shape)
+        for half in halves:
+            if (other := choose(half)) != chosen:
+                notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
+        return chosen
+    if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
+        notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
+        return attention
+    return choose(shape, attention)

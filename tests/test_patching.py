@@ -27,6 +27,7 @@ from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClas
 from transformers import AutoModelForTokenClassification as AutoTokenClassifier
 
 import fastpack
+from fastpack.backends import torch_varlen
 from fastpack.families import FAST_FAMILIES
 from fastpack.layers import refusals
 from fastpack.smoke.tiny import build_tiny
@@ -352,6 +353,20 @@ def test_a_model_that_gets_no_faster_warns() -> None:
 def test_what_checkpointing_would_lose_is_said(model_type: str, said: bool) -> None:
     notes = fastpack.report(fastpack.patch(build_tiny(model_type))).notes
     assert any("reentrant checkpointing loses gradients" in note for note in notes) == said
+
+
+def test_what_autocast_will_bring_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over float32 weights a kernel that wants half precision serves as soon as there is autocast."""
+    monkeypatch.setattr(torch_varlen, "rejects", lambda s: None if s.dtype == torch.bfloat16 else f"not {s.dtype}")
+    report = fastpack.report(fastpack.patch(tiny_model("llama")))
+    assert (report.backend, report.notes) == ("segments", ("attention: torch_varlen under autocast to bfloat16",))
+    report = fastpack.report(fastpack.patch(tiny_model("llama"), attention="torch_varlen"))
+    assert report.backend == "torch_varlen"
+    assert "torch_varlen needs autocast" in report.notes[0]
+    report = fastpack.report(fastpack.patch(tiny_model("llama").bfloat16()))
+    assert (report.backend, report.notes) == ("torch_varlen", ())
+    with pytest.raises(fastpack.BackendUnavailableError, match=r"not torch\.float64"):
+        fastpack.patch(tiny_model("llama").double(), attention="torch_varlen")
 
 
 def test_report_says_what_was_done() -> None:
