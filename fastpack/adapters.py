@@ -159,7 +159,11 @@ def _read_lora(module: Any, at_rest: bool) -> Projection | str:
 def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
     """The one low-rank update in force, None where there is none, or why it is PEFT's own to compute."""
     if module.merged:
-        return "an adapter is merged into it" if module.disable_adapters else None
+        if not module.disable_adapters:
+            return None
+        if at_rest:
+            return "an adapter is merged into it"
+        module.unmerge()  # as its own forward does: checkpointing, which runs it again, must meet the same both times
     if module.disable_adapters:
         return None
     parts = module._modules  # looked up for each projection in each step: nn.Module's own lookup is slow

@@ -1,11 +1,16 @@
-"""Whether calling a module does more than its class's forward: then it has to be called, and can't be read."""
+"""Whether calling a module does more than its class's forward: then it has to be called, and can't be read.
+
+And how one is checkpointed.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Literal
 
 from torch import nn
 from torch.nn.modules import module as _module
+from torch.utils.checkpoint import checkpoint
 
 _CAPTURING = "transformers.utils.output_capturing"
 """Where transformers' hooks come from that it leaves behind for good once outputs were captured."""
@@ -27,16 +32,30 @@ def has_hooks(module: nn.Module) -> bool:
 
     Those that capture outputs for transformers don't count: while they do, the stock path runs.
     """
-    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or _for_every_module():
+    if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or hooks_for_every_module():
         return True
     hooks = module._forward_hooks
     return bool(hooks) and any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
 
 
-def _for_every_module() -> bool:
+def hooks_for_every_module() -> bool:
+    """True where torch runs hooks whenever any module is called."""
     return bool(
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
         or _module._global_backward_hooks
         or _module._global_backward_pre_hooks
     )
+
+
+def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]:
+    """How transformers checkpoints a module: torch's checkpointing or its reentrant kind, or ``own`` for a function
+    that we don't know; empty for one that was never given any."""
+    function = module.__dict__.get("_gradient_checkpointing_func")
+    if function is None:
+        return ""
+    if not isinstance(function, functools.partial) or function.func is not checkpoint or function.args:
+        return "own"
+    if not function.keywords.keys() <= {"use_reentrant", "preserve_rng_state"}:
+        return "own"
+    return "reentrant" if function.keywords.get("use_reentrant", True) else "plain"

@@ -197,8 +197,9 @@ def report(target: Any) -> PatchReport:
     # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
     as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
     found = replace(state.report, **state.mixing.refreshed(state.report))
-    notes = tuple(note for note in found.notes if not note.startswith(("graphs:", PREFIXES)))
     offload, graphs, sharing = offload_of(backbone), runner_of(backbone), sharing_of(backbone)
+    outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
+    notes = tuple(note for note in found.notes if not note.startswith(outdated))
     if offload is not None:
         notes += (offload.describe(backbone),)
     if sharing is not None:

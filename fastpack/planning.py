@@ -211,7 +211,7 @@ def _plan_backbone(
     backbone, head = parts.backbone, parts.head
     graphs = GraphRunner() if options.graphs == "auto" and plan.scope is None else None
     if options.graphs == "auto" and graphs is None:
-        notes.append(f"graphs: off, the {family.rung} rung plans each batch on the host")
+        notes.append("graphs: off, some of its layers look each batch up on the host, which a recording can't")
     if graphs is not None:
         notes.append(graphs.describe(next(backbone.parameters()).device))
     offload = None if options.offload is None else CheckpointOffload(products=options.offload == "activations")

@@ -331,3 +331,23 @@ def test_an_adapter_for_each_row_is_refused() -> None:
     ids = torch.stack(make_sequences(VOCAB, [19, 19]))
     with pytest.raises(fastpack.PatchError, match="adapter_names can't run on a patched model"):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), adapter_names=["default", "__base__"])
+
+
+def test_merged_and_disabled_under_checkpointing() -> None:
+    """Who runs the layer first unmerges it; what runs it again has to do what was done then."""
+    ids = torch.cat(make_sequences(VOCAB))[None]
+    losses = []
+    for patched in (False, True):
+        model = with_lora(tiny_model("llama"))
+        model.base_model.model.model.norm.weight.requires_grad_()
+        model.base_model.model.model.layers[0].input_layernorm.weight.requires_grad_()
+        if patched:
+            fastpack.patch(model)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.merge_adapter()
+        model.base_model.disable_adapter_layers()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append((loss.detach(), model.base_model.model.model.norm.weight.grad))
+    for stock, ours in zip(*losses, strict=True):
+        assert relative(ours, stock) <= FLOAT32_BOUND

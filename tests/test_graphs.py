@@ -26,6 +26,7 @@ from fastpack.graphs import runner_of
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
+from fastpack.smoke.tiny import build_tiny
 
 pytestmark = pytest.mark.usefixtures("varlen")
 
@@ -388,6 +389,8 @@ def test_the_report_says_so() -> None:
     notes = fastpack.report(fastpack.patch(tiny_model("llama"), graphs="auto")).notes
     assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in notes)
     assert not any("graphs" in note for note in fastpack.report(fastpack.patch(tiny_model("llama"))).notes)
+    notes = fastpack.report(fastpack.patch(build_tiny("gemma4_text"), graphs="auto")).notes
+    assert any(note.startswith("graphs: off, some of its layers look each batch up") for note in notes)
     model = graphed(tiny_model("llama"))
     for _ in range(3):
         step(model)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from recording import LARGE, SMALL, FakeRecorder, check, graphed, runner, step
 from tiny import tiny_model
+from torch.nn.modules.module import register_module_forward_hook
 
 import fastpack
 from fastpack.graphs import GraphSettings
@@ -146,13 +147,18 @@ def test_recordings_of_another_state(error: type[CaptureRefusedError], left: int
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("model.layers.1.input_layernorm", "variance_epsilon"), ("model.layers.0.self_attn", "scaling")],
+    [
+        ("model.layers.1.input_layernorm", "eps"),
+        ("model.layers.0.self_attn", "scaling"),
+        ("model.layers.0.self_attn", "sliding_window"),
+        ("model.layers.0.self_attn", "attn_logit_softcapping"),
+    ],
 )
 def test_numbers_that_modules_hold(module: str, name: str) -> None:
     """A recording has those in it that were there when it was made."""
-    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    plain, model = fastpack.patch(tiny_model("gemma2")), graphed(tiny_model("gemma2"))
     before = getattr(model.get_submodule(module), name)
-    for value, recordings in ((before, 1), (0.5, 2), (before, 2)):
+    for value, recordings in ((before, 1), (3 if type(before) is int else 0.5, 2), (before, 2)):
         for m in (plain, model):
             setattr(m.get_submodule(module), name, value)
         check(step(model, SMALL), step(plain, SMALL))
@@ -168,3 +174,20 @@ def test_numbers_that_nothing_computes_with() -> None:
         step(model, SMALL)
         norm.last_seen = value
     assert runner(model).stats.recordings == 1
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_for_every_module(first: bool) -> None:
+    """While there is one nothing is replayed; whether it came before a recording or after."""
+
+    def halve(module: Any, args: Any, out: Any) -> Any:
+        return out / 2 if type(module).__name__ == "LlamaMLP" else None
+
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
+    for turn in range(3):
+        handle = register_module_forward_hook(halve) if turn == (0 if first else 1) else None
+        check(step(model, SMALL), step(plain, SMALL))
+        if handle is not None:
+            handle.remove()
+    stats = runner(model).stats
+    assert (stats.recordings, stats.replays, sum(stats.eager.values())) == (1, 2, 1)

@@ -11,6 +11,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import cuda_capability, needs_cuda
 from fastpack.compiling import known_once
 from fastpack.ops.implementation import triton_installed
+from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import rows_of
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class _TritonPacked(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         from fastpack.ops.kernels import attention, attention_backward
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.hooks import has_hooks
+from fastpack.hooks import checkpointing, has_hooks, hooks_for_every_module
 from fastpack.layers.find import decoder_layers
 
 _HELD = ("_modules", "_parameters", "_buffers")
-_NUMBERS = ("dropout", "eps", "scal", "multiplier")
+_NUMBERS = ("dropout", "eps", "scal", "multiplier", "window", "softcap", "top_k", "jitter")
 """In the names of numbers that modules compute with, and that may be changed; and ``p``, dropout's."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -83,9 +83,10 @@ class Stack:
             any(map(_tensor_hooks, self.parameters)),
             tuple(map(len, self._hooks)) if any(self._hooks) else (),
             any(map(contains, self._own, repeat("_hf_hook"))),
+            hooks_for_every_module(),
             tuple(map(_adapter_state, self._adapters)),
             tuple(map(dict.get, self._with_numbers, self._numbers)),
-            tuple((m.gradient_checkpointing, _checkpointing(m)) for m in self._checkpointed),
+            tuple((m.gradient_checkpointing, checkpointing(m)) for m in self._checkpointed),
         )
 
     def refusal(self) -> str | None:
@@ -107,7 +108,7 @@ class Stack:
         odd = next((p for p in trained if type(p) is not nn.Parameter), None)
         if odd is not None:
             return f"it trains a {type(odd).__name__}"
-        kinds = {_checkpointing(m) for m in self._checkpointed if m.gradient_checkpointing and m.training}
+        kinds = {checkpointing(m) for m in self._checkpointed if m.gradient_checkpointing and m.training}
         if "own" in kinds:
             return "its gradient checkpointing is not plain torch.utils.checkpoint"
         return None
@@ -120,7 +121,7 @@ class Stack:
     @property
     def checkpoints_reentrantly(self) -> bool:
         """True where the reentrant kind of checkpointing is in force."""
-        return any(m.gradient_checkpointing and _checkpointing(m) == "reentrant" for m in self._checkpointed)
+        return any(m.gradient_checkpointing and checkpointing(m) == "reentrant" for m in self._checkpointed)
 
     def work(self, backbone: Any) -> float:
         """Floating-point operations of a token's forward and backward in an average layer.
@@ -202,15 +203,3 @@ def _adapter_state(module: Any) -> Hashable:
         tuple(getattr(module, "merged_adapters", ())),
         tuple(scaling.items()) if isinstance(scaling, dict) else None,
     )
-
-
-def _checkpointing(module: Any) -> str:
-    """``plain``, ``reentrant``, or ``own`` for a function that we can't stand in for; empty for none."""
-    function = module.__dict__.get("_gradient_checkpointing_func")
-    if function is None:
-        return ""
-    if not isinstance(function, functools.partial) or function.func is not checkpoint or function.args:
-        return "own"
-    if not function.keywords.keys() <= {"use_reentrant", "preserve_rng_state"}:
-        return "own"
-    return "reentrant" if function.keywords.get("use_reentrant", True) else "plain"

@@ -18,6 +18,7 @@ from fastpack.errors import PatchError
 from fastpack.graphs.pieces import cut_between
 from fastpack.graphs.recorder import CaptureRefusedError, Recorder, Tape
 from fastpack.graphs.stack import Stack
+from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import RowCount
 from fastpack.packing import Bucket, PackedSeqLens
 
@@ -229,7 +230,7 @@ class _Replay(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.ticket.done:
             raise PatchError(

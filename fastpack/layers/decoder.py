@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import DecoderSpec
-from fastpack.hooks import carries_hooks, has_hooks
+from fastpack.hooks import carries_hooks, checkpointing, has_hooks
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
@@ -70,10 +70,12 @@ def _checkpoints_in_forward(cls: type) -> bool:
 def _is_run_again(layer: Any) -> bool:
     """True where torch's checkpointing runs this very layer again for its backward, which never reads the result.
 
-    The innermost saved-tensor hooks are then those of the recomputation; they are another kind's in a first forward,
-    also in one inside the recomputation of something larger.
+    The innermost saved-tensor hooks are then those of the recomputation. In a first forward inside the recomputation of
+    something larger, they are those of the layer's own checkpointing, if that is torch's, and not the reentrant kind.
     """
     if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
+        return False
+    if checkpointing(layer) != "plain":
         return False
     if has_hooks(layer) and not _checkpoints_in_forward(type(layer)):
         return False  # they run again too, and read the result

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from fastpack.ops.once import differentiable_once
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +82,7 @@ class _Spread(torch.autograd.Function):
         return x.index_select(0, copies.source)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         copies: Copies = ctx.copies
         if ctx.only_first:
@@ -96,7 +97,7 @@ class _FirstCopies(torch.autograd.Function):
         return y.index_select(0, copies.first)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         copies: Copies = ctx.copies
         zeros = grad.new_zeros(len(copies.source), *grad.shape[1:])

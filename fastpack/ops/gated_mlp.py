@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.implementation import Implementation
+from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.projections import (
@@ -130,7 +131,7 @@ class _GatedMlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         kept = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         inner, down = ctx.settings

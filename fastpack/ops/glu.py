@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from fastpack.hooks import carries_hooks
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.once import differentiable_once
 
 Activation = Callable[[Tensor], Tensor]
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
@@ -151,7 +152,7 @@ class _Gated(torch.autograd.Function):
         return gated_forward(gate, up, kind, implementation="triton")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
         dgate, dup, _ = gated_backward(grad, gate, up, ctx.kind, implementation="triton")
@@ -169,7 +170,7 @@ class _GatedHalves(torch.autograd.Function):
         return gated_forward(gate, up, kind, implementation="triton")
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fastpack.ops.cross_entropy import cross_entropy_
 from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.once import differentiable_once
 from fastpack.packing import IGNORE_INDEX
 
 Reduction = Literal["sum", "mean", "none"]
@@ -205,7 +206,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total if factor is None else total * factor
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
         grads: Sequence[Tensor | None]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.ops.once import differentiable_once
 from fastpack.ops.projection_parts import Lora, Settings
 from fastpack.ops.projections import backward_to_weights, needs_input_again
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward
@@ -50,7 +51,7 @@ class _AddUpdates(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         kept = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         settings: Settings = ctx.settings

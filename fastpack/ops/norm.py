@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import RowCount, rows_of
 
 Rounding = Literal["before", "after"]
@@ -252,7 +253,7 @@ class _Norm(torch.autograd.Function):
         return normed if residual is None else (normed, summed)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x_needed, residual_needed, weight_needed, bias_needed = ctx.needs_input_grad[:4]
         dweight = dbias = None

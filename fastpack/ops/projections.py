@@ -26,6 +26,7 @@ from torch import Tensor
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
+from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import TERMS, RowCount, serves, sum_of_products
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward, update_gradients
@@ -85,7 +86,7 @@ class _Project(torch.autograd.Function):
         return (*outputs, x.view_as(x))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         kept = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         needs = ctx.needs_input_grad

@@ -26,6 +26,7 @@ from torch.autograd.graph import increment_version
 
 from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.norm import Rounding, rms_norm
+from fastpack.ops.once import differentiable_once
 
 Layout = Literal["half", "interleaved"]
 
@@ -233,7 +234,7 @@ class _NormRope(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
         from fastpack.ops.kernels import norm_rope as kernels
 

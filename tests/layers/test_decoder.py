@@ -11,6 +11,7 @@ from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative, run
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack.layers import decoder, mlp
@@ -115,8 +116,9 @@ def test_checkpointing_around_checkpointing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_check_knows_torch_s_checkpointing() -> None:
     """If torch renames what it looks for, nothing breaks but the saving is lost: this test notices."""
-    layer = tiny_model("llama").model.layers[0]
-    layer.gradient_checkpointing = True
+    model = tiny_model("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layer = model.model.layers[0]
     found: list[bool] = []
 
     def function(x: Tensor) -> Tensor:
@@ -239,3 +241,29 @@ def test_hooks_for_every_module_are_called() -> None:
     finally:
         handle.remove()
     assert relative(model(input_ids=ids, packed_seq_lens=[37]).logits, want) > 1e-2
+
+
+@pytest.mark.parametrize("inside", ["none", "reentrant", "not reentrant", "half of the layers", "somebody's own"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_checkpointing(reentrant: bool, inside: str) -> None:
+    """A layer's first forward inside the recomputation of the model has to give its result."""
+    ids = torch.randint(3, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+
+    def gradients(model: Any, around: bool) -> Tensor:
+        def loss(zero: Tensor) -> Any:
+            return model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss + zero
+
+        zero = torch.zeros((), requires_grad=True)
+        (checkpoint(loss, zero, use_reentrant=reentrant) if around else loss(zero)).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    want = gradients(tiny_model("llama"), around=False)
+    model = fastpack.patch(tiny_model("llama"))
+    if inside != "none":
+        model.gradient_checkpointing_enable({"use_reentrant": inside == "reentrant"})
+    if inside == "half of the layers":
+        model.model.layers[1]._gradient_checkpointing_func = lambda run, *args, **kwargs: run(*args, **kwargs)
+    if inside == "somebody's own":
+        for layer in model.model.layers:
+            layer._gradient_checkpointing_func = lambda run, *args: checkpoint(run, *args, use_reentrant=False)
+    assert relative(gradients(model, around=True), want) <= FLOAT32_BOUND

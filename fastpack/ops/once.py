@@ -1,0 +1,39 @@
+"""What is differentiated once: backwards that have no backward of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of an autograd Function: who differentiates its results is told that this can't be done.
+
+    torch's ``once_differentiable`` tells it only where an incoming gradient has a graph. Behind a loss it has none, and
+    a penalty on a weight's gradient would silently have none either.
+
+    Raises:
+        RuntimeError: in the second differentiation, from the results that it returns under ``create_graph=True``.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return found
+        results = found if isinstance(found, tuple) else (found,)
+        refuse: Any = torch._C._functions.DelayedError(
+            b"trying to differentiate twice through a model that is patched with fastpack, whose fast forwards are "
+            b"differentiable once. Take the patch off for that: fastpack.unpatch(model).",
+            len(results),
+        )
+        with_graph = [None if result is None else result.detach().requires_grad_() for result in results]
+        refused = refuse(*with_graph)
+        return refused if isinstance(found, tuple) else refused[0] if isinstance(refused, tuple) else refused
+
+    return wrapper

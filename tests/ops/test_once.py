@@ -1,0 +1,69 @@
+"""Gradients of gradients: refused, not silently left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, relative
+from tiny import VOCAB, tiny_config, tiny_model
+from torch import Tensor
+from transformers import LlamaForSequenceClassification
+
+import fastpack
+from fastpack.ops.once import differentiable_once
+
+IDS = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * 2, None
+
+
+def test_results_of_a_backward() -> None:
+    x, y = torch.ones(3, requires_grad=True), torch.ones(3)
+    (plain,) = torch.autograd.grad(Twice.apply(x, y).sum(), x)
+    assert not plain.requires_grad
+    (kept,) = torch.autograd.grad(Twice.apply(x, y).sum(), x, create_graph=True)
+    assert torch.equal(kept, plain)
+    with pytest.raises(RuntimeError, match=r"fastpack\.unpatch"):
+        kept.sum().backward()
+
+
+def head_of_a_language_model(patched: bool) -> tuple[Any, Any]:
+    model = tiny_model("llama")
+    if patched:
+        fastpack.patch(model, loss="fused")
+    return model(input_ids=IDS, labels=IDS).loss, model.lm_head.weight
+
+
+def last_mlp_of_a_reward_model(patched: bool) -> tuple[Any, Any]:
+    config = tiny_config("llama")
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config).train()
+    model.score.requires_grad_(False)
+    if patched:
+        fastpack.patch(model)
+    loss = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), use_cache=False).logits.sum()
+    return loss, model.model.layers[-1].mlp.down_proj.weight
+
+
+@pytest.mark.parametrize("case", [head_of_a_language_model, last_mlp_of_a_reward_model])
+def test_a_penalty_on_gradients_behind_the_last_attention(case: Any) -> None:
+    """There torch's own mark says nothing, since the incoming gradients are constants."""
+    (stock, weight), (ours, our_weight) = case(False), case(True)
+    (want,) = torch.autograd.grad(stock, weight, create_graph=True)
+    want.square().sum().backward()  # the check can fail: it is there to be had
+    (found,) = torch.autograd.grad(ours, our_weight, create_graph=True)
+    assert relative(found.detach(), want.detach()) <= FLOAT32_BOUND
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        found.square().sum().backward()
