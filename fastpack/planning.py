@@ -45,14 +45,14 @@ from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
-from fastpack.layers.refusals import replica_pre_hook
+from fastpack.layers.refusals import learns_prompts, prompts_pre_hook, replica_pre_hook
 from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
-from fastpack.targets import Parts, find_parts, refuse_wrapped
+from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +90,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     attention = options.attention
     refuse_wrapped(model)
     parts = find_parts(model)
+    refuse_kept_forward(model, parts.head)
     family = covered_family(parts)
     backbone = parts.backbone
     refuse_rows((parts.head or backbone).modules())
@@ -115,6 +116,9 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
 
     plan = Plan(backbone, PatchReport.stock(backbone), scope=PackingScope() if family.needs_scope else None)
     _plan_backbone(plan, parts, options, family, skipped, notes)
+    for wrapper in filter(learns_prompts, way_in(model)):
+        plan.pre_hooks.append((wrapper, prompts_pre_hook))
+        notes.append("PEFT's prompts: for batches padded on the right; with prefix tuning, all run the stock forward")
     attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
     wanted = (*family.attention, *family.mixers)
     if not any(type(m).__name__ in wanted and _own(m, family) for m in backbone.modules()) and not family.repadded:

@@ -90,6 +90,22 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def refuse_kept_forward(model: nn.Module, head: Any) -> None:
+    """Raise where a wrapper calls the head's forward as it was when it wrapped it (PEFT's adaption prompts).
+
+    Raises:
+        PatchError: it would go on doing so.
+    """
+    for module in model.modules():
+        if module is head:
+            return
+        if getattr(module.__dict__.get("forward"), "__self__", None) is head:
+            raise PatchError(
+                f"{type(module).__name__} keeps the forward of the {type(head).__name__} inside it, and would go on "
+                "calling the one from before the patch. Patch the plain model first, then wrap it."
+            )
+
+
 _WRAPPERS = {
     "OptimizedModule": ("compiled (torch.compile)", "_orig_mod"),
     "DataParallel": ("wrapped by nn.DataParallel", "module"),

@@ -7,8 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FLOAT32_BOUND, GPU_FLOAT32_BOUND, compare, make_sequences, relative, run_alone, run_batch
-from peft import IA3Config, LoraConfig, get_peft_model
+from oracle import (
+    FLOAT32_BOUND,
+    GPU_FLOAT32_BOUND,
+    compare,
+    make_sequences,
+    padded,
+    positions,
+    relative,
+    run_alone,
+    run_batch,
+)
+from peft import (
+    AdaptionPromptConfig,
+    IA3Config,
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from tiny import VOCAB, tiny_model
 from torch import nn
 
@@ -235,3 +253,52 @@ def test_nf4_with_lora_on_a_gpu(tmp_path: Path) -> None:
         return with_lora(model.train())
 
     check(fastpack.patch(build(), strict=True), run_alone(build(), make_sequences(VOCAB)), GPU_FLOAT32_BOUND)
+
+
+PROMPTS = {
+    "prompt tuning": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "P-tuning": lambda: PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, encoder_hidden_size=16),
+    "prefix tuning": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_virtual_tokens_before_each_row(kind: str) -> None:
+    """Exact padded right; what has no row of its own for each sequence is refused, and goes on without them."""
+    sequences = make_sequences(VOCAB, (7, 5, 9))
+    model = get_peft_model(tiny_model("llama"), PROMPTS[kind]())
+    right, left = (padded(sequences, side) for side in ("right", "left"))
+    want = model(**right).loss
+    fastpack.patch(model)
+    assert relative(model(**right).loss, want) <= FLOAT32_BOUND
+    assert any("PEFT's prompts" in note for note in fastpack.report(model).notes)
+    ids = torch.cat(sequences)[None]
+    numbers = torch.cat([torch.full_like(s, i + 1) for i, s in enumerate(sequences)])[None]
+    packings = ({"position_ids": positions(sequences)}, {"attention_mask": numbers}, {"packed_seq_lens": [7, 5, 9]})
+    for packing in packings:
+        with pytest.raises(fastpack.PackingError, match="virtual tokens before each row"):
+            model(input_ids=ids, labels=ids, **packing)
+    if kind == "prefix tuning":
+        model(**left)
+    else:
+        with pytest.raises(fastpack.PackingError, match="padded on the left"):
+            model(**left)
+    with model.disable_adapter():
+        alone = model(**right).loss
+        for packing in packings:
+            assert relative(model(input_ids=ids, labels=ids, **packing).loss, alone) <= FLOAT32_BOUND
+    fastpack.unpatch(model)
+    model(input_ids=ids, labels=ids, position_ids=positions(sequences))
+
+
+def test_a_wrapper_that_keeps_the_stock_forward() -> None:
+    """Adaption prompts would call it for good: first labels would be trained on."""
+    config = AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1)
+    with pytest.raises(fastpack.PatchError, match=r"Patch the plain model first, then wrap it"):
+        fastpack.patch(get_peft_model(tiny_model("llama"), config))
+    sequences = make_sequences(VOCAB, (7, 5, 9))
+    stock = get_peft_model(tiny_model("llama"), config)
+    model = get_peft_model(fastpack.patch(tiny_model("llama")), config)
+    ids = torch.cat(sequences)[None]
+    want = stock(**padded(sequences, "right")).loss
+    assert relative(model(input_ids=ids, labels=ids, packed_seq_lens=[7, 5, 9]).loss, want) <= FLOAT32_BOUND

@@ -198,4 +198,7 @@ def _print_summary(
         table.add_row("peak memory", f"{memory / 2**30:.2f} GiB ({summary.memory_kind})")
     table.add_row("attention backend", report.backend or "stock")
     table.add_row("rung", report.rung if given.ours.patch else "stock (--no_patch)")
+    for note in report.notes:
+        if note.startswith(("graphs: ", "offload: ")):
+            table.add_row(*note.split(": ", 1))
     Console().print(table)

@@ -152,7 +152,7 @@ def _run_head(
     if reads_packing(head, kind, scope, args, kwargs):
         args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
     if kind == "causal_lm" and shifts_labels(head):
-        kwargs = without_first_labels(kwargs)
+        kwargs = without_first_labels(head, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(head, scope, stock, *args, **kwargs)
@@ -227,7 +227,7 @@ def head_pre_hook(
             graphs.believe(seen, packed)
         if scope is not None:
             scope.offer(source_of(kwargs), packed)
-    return args, without_first_labels(kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
+    return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
 
 
 def _leaves_modules_alone(head: Any, forward: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor
@@ -30,23 +31,40 @@ def shifts_labels(head: Any) -> bool:
     return stock_class(head).__name__ not in UNSHIFTED
 
 
-def without_first_labels(arguments: dict[str, Any]) -> dict[str, Any]:
+def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """With the first label of each sequence ignored, on a copy, where the packing was read.
 
     The ``num_items_in_batch`` of transformers' ``Trainer`` counts every label but those in column 0, and so the first
     ones of sequences that begin further right: padded left, or packed. It is scaled by the share of this batch's
     counted labels that is kept. Where a step is one micro-batch on one rank, that makes it the number of labels kept;
     where it is several, each is corrected by its own share. A number below what the ``Trainer`` would count in this
-    batch alone is somebody's own, and divides as it came.
+    batch alone is somebody's own, and divides as it came. Of heads whose loss the ``Trainer`` doesn't know (GPT-2's) it
+    counts column 0 too: all first labels, wherever sequences begin, and that stays as it is.
     """
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
     masked = packed.mask_first_labels(labels)
     num_items = arguments.get("num_items_in_batch")
-    if num_items is None or arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty:
+    as_it_is = arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty
+    if num_items is None or as_it_is or _column_0_counts(head):
         return {**arguments, "labels": masked}
     return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked)}
+
+
+def _column_0_counts(head: Any) -> bool:
+    """True where transformers' ``Trainer`` counts every label of this head's batches."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    known: Any = LOSS_MAPPING
+    return _asks_for_the_loss() and known.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
+
+
+def _asks_for_the_loss() -> bool:
+    """Older ones leave column 0 out whatever the loss."""
+    from transformers import Trainer
+
+    return "_loss_shifts_labels" in inspect.unwrap(Trainer.__init__).__code__.co_names
 
 
 def _kept_of(num_items: int | Tensor, labels: Tensor, masked: Tensor) -> Tensor:

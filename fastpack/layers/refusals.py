@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.layers.arguments import shape_of
-from fastpack.packing_inputs import numbers_segments, pack_inputs
+from fastpack.packing_inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
 """The names under which a cache object is passed."""
@@ -104,3 +104,46 @@ def refuse_replica(module: nn.Module) -> None:
 def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a bare backbone: refuse ``nn.DataParallel``."""
     refuse_replica(module)
+
+
+def learns_prompts(module: Any) -> bool:
+    """True for a wrapper of PEFT's with an adapter that puts virtual tokens before each row."""
+    configs = getattr(module, "peft_config", None)
+    return isinstance(configs, dict) and any(getattr(each, "is_prompt_learning", False) for each in configs.values())
+
+
+def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a wrapper that learns prompts: refuse what its virtual tokens, before each row, make something else of.
+
+    Raises:
+        PackingError: a packed batch, of which only the first sequence of a row would see them, and whose
+            ``position_ids`` PEFT drops; or one padded on the left, where they would end up before the padding.
+    """
+    config = module.peft_config[module.active_adapter]
+    forward = module.__dict__.get("forward")
+    disabled = forward is not None and getattr(forward, "__self__", None) is not module  # PEFT puts the model's there
+    if disabled or not getattr(config, "is_prompt_learning", False):
+        return
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    arguments = {**dict(zip(("input_ids", "attention_mask", "inputs_embeds"), args, strict=False)), **kwargs}
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
+    flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    packed = any(arguments.get(name) is not None for name in PACKING_KEYWORDS)
+    packed = packed or (flat is not None and _numbers_segments(flat))
+    if not packed and positions is not None and flat is mask:
+        shape = shape_of(arguments)
+        found = pack_inputs(shape, positions.device, attention_mask=flat, position_ids=positions)
+        packed = found.num_sequences > shape[0]
+    if packed:
+        raise PackingError(
+            f"a packed batch came to {kind}: PEFT puts its virtual tokens before each row, so that only the first "
+            "sequence of a row would see them. Send a padded batch, or train with LoRA."
+        )
+    if flat is not None and kind not in _PROMPTS_IN_A_CACHE and bool((flat[:, 0] < flat.amax(1)).any()):
+        raise PackingError(
+            f"a batch padded on the left came to {kind}: PEFT puts its virtual tokens before the padding. Pad on the "
+            "right (tokenizer.padding_side = 'right')."
+        )
+
+
+_PROMPTS_IN_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")

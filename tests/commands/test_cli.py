@@ -60,9 +60,10 @@ def test_counts_are_those_of_the_collator(work: Path) -> None:
 
 
 @trains_on_cpu
-def test_what_patch_is_told(work: Path) -> None:
+def test_what_patch_is_told(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_sft(work, "--graphs", "auto", "--kernels", "torch", "--max_steps", "2")
     assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in figures["report"]["notes"])
+    assert "off, CUDA graphs need a CUDA device" in " ".join(capsys.readouterr().out.split())
     assert losses(figures) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
 
 
