@@ -99,7 +99,7 @@ def refuse_kept_forward(model: nn.Module, head: Any) -> None:
     for module in model.modules():
         if module is head:
             return
-        if getattr(module.__dict__.get("forward"), "__self__", None) is head:
+        if head is not None and getattr(module.__dict__.get("forward"), "__self__", None) is head:
             raise PatchError(
                 f"{type(module).__name__} keeps the forward of the {type(head).__name__} inside it, and would go on "
                 "calling the one from before the patch. Patch the plain model first, then wrap it."
