@@ -61,10 +61,16 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
             raise PackingError(
                 f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
             )
-    elif pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions).num_sequences > shape[0]:
+    elif _restart(positions, mask, shape):
         raise PackingError(
             f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
         )
+
+
+def _restart(positions: Tensor, mask: Tensor | None, shape: tuple[int, int]) -> bool:
+    """Whether ``position_ids`` of a batch ``[B, S]`` begin anew inside a row."""
+    found = pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions)
+    return found.num_sequences > shape[0]
 
 
 def _numbers_segments(mask: Tensor) -> bool:
@@ -131,9 +137,7 @@ def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     packed = any(arguments.get(name) is not None for name in PACKING_KEYWORDS)
     packed = packed or (flat is not None and _numbers_segments(flat))
     if not packed and positions is not None and flat is mask:
-        shape = shape_of(arguments)
-        found = pack_inputs(shape, positions.device, attention_mask=flat, position_ids=positions)
-        packed = found.num_sequences > shape[0]
+        packed = _restart(positions, flat, shape_of(arguments))
     if packed:
         raise PackingError(
             f"a packed batch came to {kind}: PEFT puts its virtual tokens before each row, so that only the first "

@@ -33,7 +33,6 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
             len(results),
         )
         with_graph = [None if result is None else result.detach().requires_grad_() for result in results]
-        refused = refuse(*with_graph)
-        return refused if isinstance(found, tuple) else refused[0] if isinstance(refused, tuple) else refused
+        return refuse(*with_graph)
 
     return wrapper
