@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.once import differentiable_once
+from fastpack.ops.once import differentiable_once, is_last_pass
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.projections import (
@@ -151,7 +151,7 @@ class _GatedMlp(torch.autograd.Function):
             inside: list[Tensor] = []
             if dh is not None:
                 # a retained graph may come back for what was saved; otherwise the gradients take its place
-                inside = made if _is_last_pass() else [torch.empty_like(tensor) for tensor in made]
+                inside = made if is_last_pass() else [torch.empty_like(tensor) for tensor in made]
                 h = updated_backward(
                     dh,
                     gate,
@@ -183,11 +183,6 @@ class _GatedMlp(torch.autograd.Function):
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
         return (None,) * 5 + (dx, dnorm, *inner_weights, *down_weights)
-
-
-def _is_last_pass() -> bool:
-    """True in a backward after which nobody can read what was saved for it."""
-    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _two(made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

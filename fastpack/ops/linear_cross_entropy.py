@@ -11,8 +11,10 @@ gradients of the head's inputs, in the forward; the backward scales those (the i
 Kernel", arXiv:2410.10989). Where each token's loss is returned, each has a factor of its own, and the backward computes
 the logits anew.
 
-The gradients are rounded once, as the definition's are: ``1 / count`` of a mean is m 2^e, of which m goes into the
-gradient of the logits, and 2^e, which rounds nothing, into the backward's factor.
+The gradients are rounded once, as the definition's are: ``1 / count`` of a mean goes into the gradient of the logits.
+In float16 it would be too small there: it is m 2^e, of which m goes there, and 2^e, which rounds nothing, into the
+backward's factor. Where that factor turns out to be 1, as under a trainer's loss, the backward leaves the gradients as
+they are.
 
 Shape suffixes: T tokens, K tokens whose label is not ignored, C tokens in a chunk, H hidden, V vocabulary, R rank of
 LoRA.
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from fastpack.ops.cross_entropy import cross_entropy_
 from fastpack.ops.implementation import Implementation, use_triton
-from fastpack.ops.once import differentiable_once
+from fastpack.ops.once import differentiable_once, is_last_pass
 from fastpack.packing import IGNORE_INDEX
 
 Reduction = Literal["sum", "mean", "none"]
@@ -189,18 +191,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = tuple(needed and settings.differentiate for needed in ctx.needs_input_grad[1:6])
         ctx.settings, ctx.autocast, ctx.dtypes = settings, autocast, [x if x is None else x.dtype for x in inputs]
         if settings.each:
-            losses, _ = _by_chunks(settings, autocast, inputs, labels, order, None, (False,) * 5)
+            losses, *_ = _by_chunks(settings, autocast, inputs, labels, order, None, (False,) * 5)
             ctx.save_for_backward(*inputs, labels, order)
             if order is None:
                 return losses
             return losses.new_zeros(len(labels)).index_copy_(0, order, losses)
-        mantissa, power = None, None
-        if factor is not None and any(needs):
-            # without a label there is nothing to divide: the gradient is zero, the loss NaN, as the definition's are
-            finite = factor.masked_fill(factor.isinf(), 1.0)
-            mantissa = torch.frexp(finite).mantissa
-            power = finite / mantissa
-        losses, grads = _by_chunks(settings, autocast, inputs, labels, order, mantissa, needs)
+        # without a label there is nothing to divide: the gradient is zero, the loss NaN, as the definition's are
+        scale = factor.masked_fill(factor.isinf(), 1.0) if factor is not None and any(needs) else None
+        losses, grads, power = _by_chunks(settings, autocast, inputs, labels, order, scale, needs)
         ctx.save_for_backward(*grads, power)
         total = losses.sum()
         return total if factor is None else total * factor
@@ -214,21 +212,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
             *inputs, labels, order = ctx.saved_tensors
             scale = grad if order is None else grad.index_select(0, order)
             needs = ctx.needs_input_grad[1:6]
-            _, grads = _by_chunks(settings, ctx.autocast, inputs, labels, order, scale.contiguous(), needs)
+            _, grads, _ = _by_chunks(settings, ctx.autocast, inputs, labels, order, scale.contiguous(), needs)
             made = [x if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
         else:
             *grads, power = ctx.saved_tensors
             scale = grad if power is None else grad * power
-            made = [x if x is None else _times(x, scale, dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
+            made = [
+                x if x is None else _times(x, scale, dtype, settings)
+                for x, dtype in zip(grads, ctx.dtypes, strict=True)
+            ]
         return None, *made, None, None, None
 
 
-def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in float32, rounded once; a 0-d factor would be rounded to x's dtype first."""
-    wide = scale.reshape((1,) * x.ndim)
+def _times(x: Tensor, scale: Tensor, dtype: torch.dtype, settings: _Settings) -> Tensor:
+    """``x * scale`` in float32, rounded once, in place of x where nobody can read it again."""
     if torch.compiler.is_compiling():
-        return (x * wide).to(dtype)
-    return torch.mul(x, wide, out=torch.empty_like(x, dtype=dtype))
+        return (x * scale.reshape((1,) * x.ndim)).to(dtype)  # a 0-d factor would be rounded to x's dtype first
+    out = x if x.dtype == dtype and is_last_pass() else torch.empty_like(x, dtype=dtype)
+    if settings.triton:
+        from fastpack.ops.kernels.times import times
+
+        times(x, scale, out)
+        return out
+    return torch.mul(x, scale.reshape((1,) * x.ndim), out=out)
 
 
 def _by_chunks(
@@ -239,8 +245,9 @@ def _by_chunks(
     order: Tensor | None,
     scale: Tensor | None,
     needs: Sequence[bool],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """The loss of each row ``[K]``, and the gradients of the inputs that need one, times ``scale`` (0-d or ``[K]``).
+) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    """The loss of each row ``[K]``, and the gradients of the inputs that need one, times ``scale`` (0-d or ``[K]``) but
+    for the third result, a factor that is left for later.
 
     The gradients of hidden and of a weight that takes one chunk are in the dtype of the products, the others in
     float32.
@@ -253,6 +260,10 @@ def _by_chunks(
         dtype = autocast or dense.dtype
         wide = torch.promote_types(dtype, torch.float32)
         dense = dense.to(dtype)
+        power: Tensor | None = None
+        if scale is not None and scale.ndim == 0 and dtype == torch.float16:
+            mantissa = torch.frexp(scale).mantissa
+            scale, power = mantissa, scale / mantissa
         if bias is not None:
             bias = bias.to(dtype)
         if a is not None and b is not None:
@@ -314,7 +325,7 @@ def _by_chunks(
                 torch.zeros_like(x) if needed and x is not None else None
                 for x, needed in zip(inputs, needs, strict=True)
             ]
-    return losses, found
+    return losses, found, power
 
 
 def _write_input(

@@ -1,4 +1,4 @@
-"""What is differentiated once: backwards that have no backward of their own."""
+"""Backwards of our own: which have no backward themselves, and may run several times over what was saved."""
 
 from __future__ import annotations
 
@@ -36,3 +36,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
         return refuse(*with_graph)
 
     return wrapper
+
+
+def is_last_pass() -> bool:
+    """True in a backward after which nobody can read what was saved for it, so that its results may take its place."""
+    return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import Timing, time_calls
 from fastpack.bench.ops import runner
-from fastpack.bench.ops.case import LLAMA_8B, PLAIN, SMALL, Case, Maker
+from fastpack.bench.ops.case import LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.gate import check
 from fastpack.bench.ops.runner import OpsOutcome, all_cases, run_case
 from fastpack.cli import main
@@ -36,11 +37,22 @@ def test_every_implementation_is_exact(name: str, tokens: int) -> None:
     assert all(share <= 1 for share in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["rope", "rms_norm", "add_rms_norm", "swiglu", "geglu"])
+@pytest.mark.parametrize("name", ["rope", "rms_norm", "add_rms_norm", "add_rms_norm_trained", "swiglu", "geglu"])
 def test_in_half_precision_against_torchs_own_error(name: str) -> None:
     found = check(CASES[name], maker(7, torch.bfloat16))
     assert found[PLAIN] == pytest.approx(1 / 1.5)
     assert all(share <= 1 for share in found.values()), found
+
+
+@pytest.mark.parametrize("name", ["lora_qkv", "lora_mlp"])
+def test_lora_in_half_precision_against_pefts_under_autocast(name: str) -> None:
+    """A and B are float32: without autocast PEFT multiplies them in it, and has next to no error in their gradients."""
+    case, make = CASES[name], functools.partial(maker, 63, torch.bfloat16)
+    assert max(check(replace(case, plain_in_half=None), make()).values()) > 1
+    assert all(share <= 1 for share in check(case, make()).values())
+    inputs = case.inputs(make())
+    wrong = {OURS: lambda x, *flat: case.runs(inputs)[OURS](x, *(t * 1.03 for t in flat))}
+    assert check(replace(case, runs=lambda inputs: case.runs(inputs) | wrong), make())[OURS] > 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

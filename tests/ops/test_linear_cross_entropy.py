@@ -104,8 +104,10 @@ def test_half_precision(implementation: Implementation, dtype: torch.dtype, redu
             mine[key] = max(mine.get(key, 0.0), relative(found[key], value))
             plain[key] = max(plain.get(key, 0.0), relative(stock[key], value))
     assert mine["hidden"] > 1e-4, "it was computed in half precision"
+    cut = torch.finfo(dtype).eps if implementation == "triton" and dtype == torch.bfloat16 else 0.0
     for key in mine:
-        assert mine[key] <= max(HALF_BOUND * plain[key], luck(key, dtype, reduction)), key
+        bound = max(HALF_BOUND * plain[key], luck(key, dtype, reduction))
+        assert mine[key] <= bound + cut, f"{key}; Triton's interpreter truncates to bfloat16"
 
 
 def test_a_sum_in_half_precision_would_be_seen() -> None:
@@ -127,6 +129,16 @@ def test_a_mean_rounds_its_gradients_once() -> None:
     found = run(computed, inputs, labels, reduction="mean", factor=1.0)
     for key in ("hidden", "weight"):
         assert relative(found[key], truth[key]) <= 1.1 * relative(stock[key], truth[key])
+
+
+def test_a_mean_over_many_tokens_in_float16() -> None:
+    """A share of one in a million is nothing in float16, until the loss's scale comes in the backward."""
+    inputs, labels = draw(Case(), torch.float16)
+    items, factor = 2**20 + 1, float(2**18)
+    truth = run(defined, inputs, labels, dtype=torch.float64, factor=factor / items)
+    found = run(computed, inputs, labels, reduction="mean", num_items=items, factor=factor)
+    for key in ("hidden", "weight"):
+        assert relative(found[key], truth[key]) <= 5e-3
 
 
 def test_gradcheck() -> None:

@@ -129,6 +129,28 @@ def test_a_retained_graph(reduction: Reduction) -> None:
         assert torch.equal(a, 2 * c)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gradients_stay_in_their_place(implementation: Implementation, reduction: Reduction) -> None:
+    """They are ready after the forward, with a mean's share in them: a loss that nothing follows changes no bit."""
+    inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)))
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.data_ptr()] = x.clone()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        out = computed(leaves, labels, reduction=reduction, implementation=implementation)
+    elsewhere = torch.autograd.grad(out, list(leaves.values()), retain_graph=True)
+    found = torch.autograd.grad(out, list(leaves.values()))
+    for a, b in zip(elsewhere, found, strict=True):
+        assert a.data_ptr() not in kept, "a retained graph needs them again"
+        assert torch.equal(a, kept[b.data_ptr()])
+        assert torch.equal(b, a)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_under_checkpointing(use_reentrant: bool, reduction: Reduction) -> None:

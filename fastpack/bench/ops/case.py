@@ -69,6 +69,7 @@ class Case:
         runs: the implementations by name for such inputs, plain torch first; all but it and Liger's are ours.
         forward, backward: what a pass has to do, for T tokens; an op whose inputs have no gradient has no backward.
         reference: computes the same from the inputs in a wider dtype; None for the plain one.
+        plain_in_half: where plain torch computes partly in float32, the same under autocast, whose errors are allowed.
         avoided: bytes of what the op is there not to hold, for comparison with the memory that it takes.
     """
 
@@ -79,6 +80,7 @@ class Case:
     forward: Callable[[Maker], Work]
     backward: Callable[[Maker], Work]
     reference: Run | None = None
+    plain_in_half: Run | None = None
     avoided: Callable[[Maker], int] | None = None
 
 

@@ -245,6 +245,14 @@ CASES = [
         _rows(4),
     ),
     Case(
+        "add_rms_norm_trained",
+        "the same of a sum with the residual stream, the weight trains",
+        functools.partial(_norm_inputs, tensors=2, grad=True),
+        _add_norm_runs,
+        _rows(4),
+        _rows(4),
+    ),
+    Case(
         "swiglu",
         "silu(gate) * up",
         _gated_inputs,

@@ -134,6 +134,16 @@ def _our_group(x: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
     return project(x, _projections(x, flat))[0]
 
 
+def _under_autocast(run: Run) -> Run:
+    """A trainer's bf16: LoRA's products in half precision too."""
+
+    def inside(x: Tensor, *flat: Tensor) -> Any:
+        with torch.autocast(x.device.type, dtype=x.dtype):
+            return run(x, *flat)
+
+    return inside
+
+
 def _plain_mlp(x: Tensor, *flat: Tensor) -> Tensor:
     gate, up, down = _threes(flat)
     return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
@@ -186,6 +196,7 @@ CASES = [
         lambda inputs: {PLAIN: _plain_group, OURS: _our_group},
         lambda make: _lora_work(make, _qkv_shapes(make), backward=False),
         lambda make: _lora_work(make, _qkv_shapes(make), backward=True),
+        plain_in_half=_under_autocast(_plain_group),
     ),
     Case(
         "lora_mlp",
@@ -194,5 +205,6 @@ CASES = [
         lambda inputs: {PLAIN: _plain_mlp, OURS: _our_mlp},
         lambda make: _lora_work(make, _mlp_shapes(make), backward=False),
         lambda make: _lora_work(make, _mlp_shapes(make), backward=True),
+        plain_in_half=_under_autocast(_plain_mlp),
     ),
 ]
