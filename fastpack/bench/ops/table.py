@@ -21,8 +21,8 @@ def print_ops(outcome: OpsOutcome, cases: Mapping[str, Case], console: Console |
         console.print(_table(cases[op], [row for row in outcome.figures if row.op == op]))
     ceiling = outcome.ceiling
     console.print(
-        f"forward, backward: us on the device, inputs not in the cache, the graph retained, so that a loss's gradients are "
-        f"copied, which in training stay in their place; share: of the measured copy bandwidth, "
+        "forward, backward: us on the device, inputs not in the cache, the graph retained, so that a loss's gradients "
+        "are copied, which in training stay in their place; share: of the measured copy bandwidth, "
         f"{ceiling.bandwidth / 1e12:.3g} TB/s, or of {ceiling.flops / 1e12:,.3g} TFLOP/s of matrix products "
         f"({ceiling.product}), for what the op can't do without; host: us until a forward is launched; "
         "MiB: peak of forward and backward beyond inputs and gradients (of a loss: in times the logits); x torch: "
