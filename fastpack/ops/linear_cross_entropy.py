@@ -228,11 +228,13 @@ def _times(x: Tensor, scale: Tensor, dtype: torch.dtype, settings: _Settings) ->
     """``x * scale`` in float32, rounded once, in place of x where nobody can read it again."""
     if torch.compiler.is_compiling():
         return (x * scale.reshape((1,) * x.ndim)).to(dtype)  # a 0-d factor would be rounded to x's dtype first
+    x = x.contiguous()  # whatever hooks made of what was saved
     out = x if x.dtype == dtype and is_last_pass() else torch.empty_like(x, dtype=dtype)
     if settings.triton:
         from fastpack.ops.kernels.times import times
 
         times(x, scale, out)
+        torch.autograd.graph.increment_version(out)  # a backward that failed can't be tried again, and is told so
         return out
     return torch.mul(x, scale.reshape((1,) * x.ndim), out=out)
 
@@ -261,7 +263,7 @@ def _by_chunks(
         wide = torch.promote_types(dtype, torch.float32)
         dense = dense.to(dtype)
         power: Tensor | None = None
-        if scale is not None and scale.ndim == 0 and dtype == torch.float16:
+        if scale is not None and scale.ndim == 0 and torch.float16 in (dtype, hidden.dtype):
             mantissa = torch.frexp(scale).mantissa
             scale, power = mantissa, scale / mantissa
         if bias is not None:

@@ -151,6 +151,41 @@ def test_gradients_stay_in_their_place(implementation: Implementation, reduction
         assert torch.equal(b, a)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_hooks_may_hand_back_other_strides(implementation: Implementation) -> None:
+    inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)))
+    truth = run(defined, inputs, labels)
+
+    def function(leaves: dict[str, Tensor], labels: Tensor) -> Tensor:
+        padded = torch.autograd.graph.saved_tensors_hooks(lambda x: F.pad(x, (0, 8)), lambda x: x[..., :-8])
+        with padded:
+            return computed(leaves, labels, implementation=implementation)
+
+    found = run(function, inputs, labels)
+    for key, value in truth.items():
+        assert relative(found[key], value) <= FLOAT32_BOUND, key
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_backward_that_failed_is_not_tried_again(
+    implementation: Implementation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for the last gradient the first is multiplied already: twice would be wrong."""
+    inputs, labels = draw(Case(shape=(50, 40, 130)), torch.float16)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    loss, half = computed(leaves, labels, implementation=implementation), torch.tensor(0.5)
+
+    def no_memory(*args: Any, **kwargs: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "empty_like", no_memory)  # which the weight's sum over chunks is rounded into
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward(half)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward(half)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_under_checkpointing(use_reentrant: bool, reduction: Reduction) -> None:
