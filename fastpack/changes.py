@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastpack.layers.interface import STOCK_CONFIG
 from fastpack.layers.stock import FORWARDS, call_stock, without_itself
 
 TakeBack = Callable[[], None]
@@ -22,6 +23,8 @@ TakeBack = Callable[[], None]
 
 class Change(Protocol):
     """Something set on a module."""
+
+    module: nn.Module
 
     def undo(self) -> TakeBack:
         """Take it off; what this returns puts it on again."""
@@ -125,13 +128,28 @@ def pass_through(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> An
     return call_stock(module, stock, *without_itself(module, args), **kwargs)
 
 
-def take_off_copies(model: nn.Module) -> None:
-    """Take forwards of ours off the modules that PEFT copied from patched ones, for ``modules_to_save``."""
-    for wrapper in model.modules():
-        copies = getattr(wrapper, "modules_to_save", None)
-        if isinstance(copies, nn.ModuleDict):
-            for module in copies.modules():
-                _take_off_forwards(module)
+def take_off_copies(model: nn.Module, changed: Iterable[nn.Module]) -> None:
+    """Take what is ours off the modules that PEFT copied from patched ones (``modules_to_save``, replicated layers).
+
+    Args:
+        changed: those that the patch itself changed, from which it was taken already.
+    """
+    known = {id(module) for module in changed}
+    for module in model.modules():
+        if id(module) not in known and carries_ours(module):
+            _take_off_forwards(module)
+            stock = _stock_config(module)
+            if stock is not None:
+                module.config = stock
+
+
+def carries_ours(module: nn.Module) -> bool:
+    """True where a module has a forward of ours, or attends through our interface."""
+    return any(_is_ours(module.__dict__.get(place)) for place in FORWARDS) or _stock_config(module) is not None
+
+
+def _stock_config(module: nn.Module) -> Any:
+    return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
 def take_off_head(head: nn.Module) -> None:

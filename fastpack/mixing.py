@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fastpack.changes import carries_ours
 from fastpack.families import RUNGS, Rung
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_notes, mixer_rung
@@ -23,17 +24,25 @@ class Mixing:
 
     Attributes:
         modules: each with its rung, or with what decides it: the kernels that serve where its weights are.
+        others: those of the same classes that were left alone.
     """
 
     backbone: nn.Module
     modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...] = field(default=())
+    others: tuple[nn.Module, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known = {id(module) for module, _ in self.modules}
+        classes = {type(module) for module, _ in self.modules}
+        others = (m for m in self.backbone.modules() if type(m) in classes and id(m) not in known)
+        object.__setattr__(self, "others", tuple(others))
 
     def describe(self) -> dict[str, Any]:
         """What :class:`fastpack.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
-        rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self.modules]
+        rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self._now()]
         layers = layer_rungs(self.backbone, rungs)
         on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]
-        lowest = next(rung for rung in reversed(RUNGS) if rung in layers)
+        lowest = next((rung for rung in reversed(RUNGS) if rung in layers), "stock")
         return {"rung": lowest, "layers": layers, "unpadded": unpadded_share(self.backbone, on_rows)}
 
     def kinds(self) -> dict[str, int]:
@@ -45,6 +54,18 @@ class Mixing:
         """Which kernels run them, or why none do."""
         return tuple(dict.fromkeys(note for module, how in self._mixers() for note in mixer_notes(module, how)))
 
+    def strangers(self) -> tuple[tuple[str, str], ...]:
+        """Modules of these classes that were put into the model since and are stock: names and what that means."""
+        known = {id(module) for module in (*self.others, *(module for module, _ in self._now()))}
+        classes = {type(module) for module, _ in self.modules}
+        found = Counter(
+            type(module).__name__
+            for module in self.backbone.modules()
+            if type(module) in classes and id(module) not in known
+        )
+        why = "put into the model after the patch: stock, which packed batches can't run through; patch once more"
+        return tuple((name, f"{count} {why}") for name, count in found.items())
+
     def refreshed(self, report: PatchReport) -> dict[str, Any]:
         """All of this, with what else the report counts and notes."""
         others = {kind: count for kind, count in report.swapped.items() if kind not in _KINDS.values()}
@@ -52,7 +73,17 @@ class Mixing:
         return {**self.describe(), "swapped": {**others, **self.kinds()}, "notes": (*notes, *self.notes())}
 
     def _mixers(self) -> list[tuple[nn.Module, MixerSpec]]:
-        return [(module, how) for module, how in self.modules if isinstance(how, MixerSpec)]
+        return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]
+
+    def _now(self) -> list[tuple[nn.Module, Rung | MixerSpec]]:
+        """Those that are there still, and copies that were made of them since (PEFT's replicated layers)."""
+        known = {id(module): how for module, how in self.modules}
+        by_class = {type(module): how for module, how in self.modules}
+        return [
+            (module, known.get(id(module), by_class[type(module)]))
+            for module in self.backbone.modules()
+            if id(module) in known or (type(module) in by_class and carries_ours(module))
+        ]
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}

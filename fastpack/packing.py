@@ -316,7 +316,7 @@ class PackedSeqLens:
         slots = self.indices[: len(x_T)]
         return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy_(0, slots, x_T)
 
-    def mask_first_labels(self, labels_BS: Tensor) -> Tensor:
+    def mask_first_labels(self, labels_BS: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """A copy of ``labels`` in which the first label of each sequence is ignored.
 
         The loss shifts labels by one, so that label would be predicted from the last token of the sequence before.
@@ -335,7 +335,7 @@ class PackedSeqLens:
             starts = torch.where(starts < self.total_tokens, starts, 0)
         if self.indices is not None:
             starts = self.indices[starts]
-        return labels_BS.reshape(-1).index_fill(0, starts, IGNORE_INDEX).reshape(labels_BS.shape)
+        return labels_BS.reshape(-1).index_fill(0, starts, ignore_index).reshape(labels_BS.shape)
 
 
 def sent(made: Tensor, device: torch.device) -> Tensor:

@@ -21,7 +21,8 @@ from fastpack.adapters import count_opaque, count_projections
 from fastpack.changes import Attribute, Change, Hook, TakeBack, take_off_copies, take_off_head
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
-from fastpack.layers.interface import interface_name, register_interface
+from fastpack.layers.interface import STOCK_CONFIG, interface_name, register_interface
+from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
 from fastpack.layers.scope import PackingScope
@@ -190,7 +191,8 @@ def report(target: Any) -> PatchReport:
 
     For a trainer, the report of the model that it trains.
     """
-    backbone = find_parts(models_of(target)[0]).backbone
+    parts = find_parts(models_of(target)[0])
+    backbone, head = parts.backbone, parts.head
     state = _state(backbone)
     if state is None:
         return PatchReport.stock(backbone)
@@ -209,7 +211,12 @@ def report(target: Any) -> PatchReport:
     budget = getattr(target, "__dict__", {}).get(BUDGET)
     if budget is not None:
         notes += (budget.describe(),)
-    return replace(found, projections=count_projections(backbone), as_modules=as_modules, notes=notes)
+    skipped = (*found.skipped, *state.mixing.strangers())
+    if head is not None and state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
+        reason = fused_loss_fails(head)
+        skipped += () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
+    projections = count_projections(backbone)
+    return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
 
 
 def _plan_budget(target: Any, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
@@ -286,7 +293,7 @@ def _restore(model: nn.Module) -> list[TakeBack]:
     take_backs: list[TakeBack] = [functools.partial(setattr, parts.backbone, STATE, state)]
     del parts.backbone.__dict__[STATE]
     take_backs += [change.undo() for change in reversed(state.changes)]
-    take_off_copies(model)
+    take_off_copies(model, [change.module for change in state.changes])
     return take_backs
 
 
@@ -321,7 +328,7 @@ def asleep(state: PatchState) -> Iterator[None]:
 def _private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
     """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
-    private._fastpack_stock_config = config  # set_attn_implementation() names another attention there
+    setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
     private._fastpack_scope = scope
     private._attn_implementation_internal = interface_name(attention)
     return private

@@ -40,7 +40,7 @@ from fastpack.layers.causal_lm import (
     head_pre_hook,
 )
 from fastpack.layers.decoder import decoder_forward
-from fastpack.layers.loss import fused_loss_rejects
+from fastpack.layers.loss import FusedLoss, fused_loss_rejects
 from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
@@ -234,8 +234,8 @@ def _plan_backbone(
 
 def _head_loss(
     head: Any, kind: HeadKind, options: PatchOptions, family: Family, skipped: list[tuple[str, str]]
-) -> HeadSpec | None:
-    """What the head computes, where its loss is to be fused and can be."""
+) -> FusedLoss | None:
+    """What the head computes and what does it, where its loss is to be fused and can be."""
     if options.loss is None:
         return None
     cls: Any = type(head)
@@ -246,7 +246,8 @@ def _head_loss(
     if reason is not None:
         skipped.append(("loss", f"{reason}: the stock loss runs"))
         return None
-    return found
+    assert found is not None
+    return FusedLoss(found, options.kernels)
 
 
 def _head_kind(head: nn.Module) -> HeadKind:

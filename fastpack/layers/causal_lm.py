@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError
-from fastpack.families.spec import Family, HeadSpec
+from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
 from fastpack.layers.arguments import accepted, bind, parameters, shape_of, source_of, wants_tuple
 from fastpack.layers.first_labels import shifts_labels, without_first_labels
-from fastpack.layers.loss import fused_head, fused_loss_serves
+from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import refuse_media, refuse_packed_stock, refuse_replica, takes_stock_path
@@ -121,7 +121,7 @@ def _from_head(scope: PackingScope, arguments: Mapping[str, Any]) -> dict[str, A
 def head_forward(
     head: Any,
     kind: HeadKind,
-    loss: HeadSpec | None,
+    loss: FusedLoss | None,
     scope: PackingScope | None,
     prefixes: bool,
     stock: Forward | None,
@@ -131,7 +131,7 @@ def head_forward(
     """A head's forward, its labels seen to (:func:`prepare_head`).
 
     Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. With
-    ``loss``, the head's declaration, its own loss is computed without logits in training. With ``prefixes``, those that
+    ``loss`` its own loss is computed without logits in training. With ``prefixes``, those that
     sequences share are found where the lengths are read.
     """
     graphs = None if torch.compiler.is_compiling() else runner_of(head.base_model)
@@ -142,7 +142,7 @@ def head_forward(
 def _run_head(
     head: Any,
     kind: HeadKind,
-    loss: HeadSpec | None,
+    loss: FusedLoss | None,
     scope: PackingScope | None,
     prefixes: bool,
     stock: Forward | None,

@@ -44,12 +44,13 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
-    masked = packed.mask_first_labels(labels)
+    ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+    masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
     as_it_is = arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty
     if num_items is None or as_it_is or _column_0_counts(head):
         return {**arguments, "labels": masked}
-    return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked)}
+    return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked, ignore_index)}
 
 
 def _column_0_counts(head: Any) -> bool:
@@ -67,10 +68,10 @@ def _asks_for_the_loss() -> bool:
     return "_loss_shifts_labels" in inspect.unwrap(Trainer.__init__).__code__.co_names
 
 
-def _kept_of(num_items: int | Tensor, labels: Tensor, masked: Tensor) -> Tensor:
+def _kept_of(num_items: int | Tensor, labels: Tensor, masked: Tensor, ignore_index: int) -> Tensor:
     """``num_items`` times the share of this batch's labels that are kept, on their device, for which nobody waits."""
     if isinstance(num_items, Tensor):
         num_items = num_items.to(labels.device)
-    counted, kept = ((each[..., 1:] != IGNORE_INDEX).sum() for each in (labels, masked))
+    counted, kept = ((each[..., 1:] != ignore_index).sum() for each in (labels, masked))
     share = kept.float() / counted.clamp(min=1)
     return num_items * share.masked_fill((counted > num_items) | (kept == 0), 1.0)

@@ -17,6 +17,8 @@ from fastpack.sharding import stock_class
 
 INTERFACE_PREFIX = "fastpack_"
 """Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
+STOCK_CONFIG = "_fastpack_stock_config"
+"""What the private config of a module that attends through our interface holds: the one that it stands for."""
 
 
 def packed_interface(
@@ -85,7 +87,7 @@ def stock_interface(module: Any) -> Forward:
     """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
     from transformers import AttentionInterface
 
-    name = module.config._fastpack_stock_config._attn_implementation
+    name = getattr(module.config, STOCK_CONFIG)._attn_implementation
     eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")

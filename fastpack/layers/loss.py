@@ -23,7 +23,9 @@ from fastpack.adapters import read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
+from fastpack.layers.stock import FORWARDS
 from fastpack.ops.dequantize import dequantize
+from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
@@ -49,6 +51,24 @@ def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | Non
     if next(head.lm_head.parameters()).device.type == "meta":
         return None  # sharded loading: read again at the first batch
     return _why_not_now(head)
+
+
+@dataclass(frozen=True)
+class FusedLoss:
+    """What a head's swapped forward is bound with: what the head computes, and what computes its loss."""
+
+    spec: HeadSpec
+    implementation: Implementation
+
+
+def fused_loss_fails(head: Any) -> str | None:
+    """Why the loss that a head's forward was swapped for does not run now: of what came after the patch."""
+    # accelerate keeps what it wraps under the last of these names
+    found = [head.__dict__.get(name) for name in (*FORWARDS, "_original_forward")]
+    bound = [getattr(getattr(forward, "__func__", forward), "args", ()) for forward in found]
+    if not any(isinstance(argument, FusedLoss) for arguments in bound for argument in arguments):
+        return f"the forward of {type(head).__name__} was replaced after the patch (trainers that bring a loss do this)"
+    return None if next(head.lm_head.parameters()).device.type == "meta" else _why_not_now(head)
 
 
 def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:
@@ -130,7 +150,7 @@ def read_head(head: Any, spec: HeadSpec) -> HeadProduct | str:
     )
 
 
-def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: PackedSeqLens, **arguments: Any) -> Any:
+def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: PackedSeqLens, **arguments: Any) -> Any:
     """The head's forward on a batch whose packing was read and whose first labels are ignored.
 
     Args:
@@ -143,7 +163,7 @@ def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: Pa
     """
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-    packed = packed_seq_lens
+    packed, spec = packed_seq_lens, fused.spec
     arguments.pop("logits_to_keep", None)
     arguments.pop("return_dict", None)
     if spec.experts == "balanced" and arguments.get("output_router_logits") is None:
@@ -176,6 +196,7 @@ def fused_head(head: Any, spec: HeadSpec, *, labels: Tensor, packed_seq_lens: Pa
         num_items=arguments.get("num_items_in_batch"),
         num_kept=count(),
         shift=shift_labels is None,
+        implementation=fused.implementation,
     )
     if spec.experts is None:
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 from typing import Literal, get_args
 
 import torch
@@ -29,13 +30,18 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
 
     Raises:
         ValueError: ``triton`` in such a region: torch 2.11 traces Functions with wrong gradients (that of a
-            normalisation's weight is zero).
+            normalisation's weight is zero); or on a CPU without Triton's interpreter.
     """
     compiling = torch.compiler.is_compiling()
     if implementation == "auto":
         return not compiling and x.is_cuda and triton_installed()
     if implementation == "triton" and compiling:
         raise ValueError("kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'.")
+    if implementation == "triton" and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            "kernels='triton' was asked for and the tensors are on the CPU, for which Triton compiles nothing. Move "
+            "the model to a GPU, pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
+        )
     return implementation == "triton"
 
 

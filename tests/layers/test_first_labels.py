@@ -50,7 +50,7 @@ def run(model: Any, batch: dict[str, Any], num_items: int | Tensor, alone: Resul
     return Result(alone.logits, loss.detach(), grads)
 
 
-def as_it_came(num_items: Any, labels: Tensor, masked: Tensor) -> Any:
+def as_it_came(num_items: Any, labels: Tensor, masked: Tensor, ignore_index: int) -> Any:
     """Negative control: nothing is scaled."""
     return num_items
 

@@ -72,8 +72,9 @@ def test_what_a_head_does_beside_its_product_shows(model_type: str, monkeypatch:
     alone = run_alone(model, sequences)
     original = module.fused_head
 
-    def plain(head: Any, spec: Any, **kwargs: Any) -> Any:
-        return original(head, dataclasses.replace(spec, scale=None, divisor=None, softcap=None), **kwargs)
+    def plain(head: Any, fused: Any, **kwargs: Any) -> Any:
+        spec = dataclasses.replace(fused.spec, scale=None, divisor=None, softcap=None)
+        return original(head, dataclasses.replace(fused, spec=spec), **kwargs)
 
     monkeypatch.setattr("fastpack.layers.causal_lm.fused_head", plain)
     fastpack.patch(model, loss="fused")
@@ -90,7 +91,7 @@ def test_negative_control(kind: str, what: str, monkeypatch: pytest.MonkeyPatch)
         original = module.linear_cross_entropy
         monkeypatch.setattr(module, "linear_cross_entropy", lambda *a, **k: original(*a, **{**k, "shift": False}))
     else:
-        monkeypatch.setattr(PackedSeqLens, "mask_first_labels", lambda self, labels: labels)
+        monkeypatch.setattr(PackedSeqLens, "mask_first_labels", lambda self, labels, *_: labels)
     fastpack.patch(model, loss="fused")
     error = compare(run_fused(model, sequences, kind, alone), alone)
     assert min(error.loss, error.grads) > NAIVE_BOUND

@@ -1,0 +1,141 @@
+"""What ``report`` says of what came after the patch: layers copied, cut or put in, and a loss that no longer runs."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from oracle import FLOAT32_BOUND, INPUT_KINDS, make_sequences, relative
+from peft import LoraConfig, get_peft_model
+from test_patching_covered import ours_in
+from tiny import VOCAB, tiny_model
+from torch import nn
+from trainer_cases import plain, sft
+
+import fastpack
+from fastpack.errors import FastpackWarning
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    found: nn.ModuleList = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
+    return found
+
+
+def loss_of(model: Any) -> float:
+    batch = INPUT_KINDS["padded right"](make_sequences(VOCAB))
+    return float(model(**batch, use_cache=False).loss)
+
+
+@pytest.mark.parametrize(("model_type", "rung"), [("llama", "fast"), ("gpt_neox", "varlen")])
+def test_copied_layers(model_type: str, rung: str) -> None:
+    """They are patched as what they are copies of, and taken back with the patch."""
+    stock = tiny_model(model_type)
+    model = fastpack.patch(copy.deepcopy(stock))
+    before = fastpack.report(model)
+    assert before.rung == rung
+    for each in (stock, model):
+        layers_of(each).append(copy.deepcopy(layers_of(each)[0]))
+    found = fastpack.report(model)
+    assert found.rung == rung
+    assert len(found.layers[rung]) == len(before.layers[rung]) + 1
+    assert not found.skipped
+    fastpack.unpatch(model)
+    assert not ours_in(model)
+    assert not any("fastpack" in str(getattr(m, "config", None)) for m in model.modules())
+    assert loss_of(model) == loss_of(stock)
+    fastpack.patch(model)
+    assert len(fastpack.report(model).layers[rung]) == len(found.layers[rung])
+    assert abs(loss_of(model) - loss_of(stock)) < FLOAT32_BOUND * 10
+
+
+def test_layers_that_peft_replicates() -> None:
+    replicated = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)])
+    model = get_peft_model(fastpack.patch(tiny_model("llama")), replicated)
+    assert len(fastpack.report(model).layers["fast"]) == 3
+    fastpack.unpatch(model)
+    assert not ours_in(model)
+
+
+def test_layers_cut_and_put_in() -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    model.model.layers = model.model.layers[:1]
+    assert fastpack.report(model).layers == {"fast": ("layers.0.self_attn",)}
+    assert not fastpack.report(model).skipped
+    model.model.layers.append(tiny_model("llama").model.layers[0])
+    found = fastpack.report(model)
+    assert found.layers == {"fast": ("layers.0.self_attn",)}
+    assert [(name, why[:2]) for name, why in found.skipped] == [("LlamaAttention", "1 ")]
+    assert "patch once more" in str(found)
+    fastpack.patch(fastpack.unpatch(model))
+    assert len(fastpack.report(model).layers["fast"]) == 2
+
+
+def skipped_loss(target: Any) -> list[str]:
+    return [why for what, why in fastpack.report(target).skipped if what == "loss"]
+
+
+def test_a_trainer_that_brings_a_loss(tmp_path: Path) -> None:
+    trainer = sft(tmp_path)
+    model = fastpack.patch(tiny_model("llama"), loss="fused")
+    assert not skipped_loss(model)
+    model.forward = trainer.model.forward  # what its constructor does
+    (why,) = skipped_loss(model)
+    assert "replaced after the patch" in why
+    trainer = plain(tmp_path)
+    fastpack.patch(trainer.model, loss="fused")
+    assert not skipped_loss(trainer)
+    trainer.model = Accelerator().prepare(trainer.model)
+    assert not skipped_loss(trainer), "accelerate's wrapper calls ours"
+
+
+def test_an_adapter_of_the_head() -> None:
+    model = fastpack.patch(tiny_model("llama", tie_word_embeddings=False), loss="fused")
+    settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "lm_head"]}
+    model = get_peft_model(model, LoraConfig(lora_dropout=0.1, **settings)).train()
+    (why,) = skipped_loss(model)
+    assert "dropout before the LoRA of lm_head" in why
+    with pytest.warns(FastpackWarning, match="dropout before the LoRA of lm_head"):
+        loss_of(model)
+    assert not skipped_loss(fastpack.patch(tiny_model("llama"), loss="fused"))
+
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch", pytest.param("triton", marks=INTERPRETED)])
+def test_kernels_are_those_of_the_loss_too(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack.layers import loss
+
+    asked = []
+    original = loss.linear_cross_entropy
+
+    def recorded(*args: Any, **kwargs: Any) -> torch.Tensor:
+        asked.append(kwargs["implementation"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(loss, "linear_cross_entropy", recorded)
+    loss_of(fastpack.patch(tiny_model("llama"), loss="fused", kernels=kernels))
+    assert asked == [kernels]
+
+
+@pytest.mark.parametrize("fused", [None, "fused"])
+@pytest.mark.parametrize("kind", ["padded left", "packed_seq_lens"])
+def test_labels_that_another_number_marks(kind: str, fused: Any) -> None:
+    model = tiny_model("llama").train()
+    batch = INPUT_KINDS[kind](make_sequences(VOCAB))
+    want = fastpack.patch(model, loss=fused)(**batch).loss
+    labels = batch["labels"].masked_fill(batch["labels"] == -100, 0)
+    assert relative(model(**{**batch, "labels": labels}, ignore_index=0).loss, want) <= FLOAT32_BOUND
+    assert not (batch["labels"] == 0).any(), "a label of its own would be ignored too"
+
+
+def test_triton_without_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may move after the patch, so that it is told when a kernel is wanted."""
+    model = fastpack.patch(tiny_model("llama"), kernels="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match=r"on the CPU.*kernels='auto'"):
+        loss_of(model)
