@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fastpack.layers.interface import STOCK_CONFIG
-from fastpack.layers.stock import FORWARDS, call_stock, without_itself
+from fastpack.layers.scope import PackingScope
+from fastpack.layers.stock import FORWARDS, bound_with, call_stock, without_itself
 
 TakeBack = Callable[[], None]
 
@@ -128,24 +129,54 @@ def pass_through(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> An
     return call_stock(module, stock, *without_itself(module, args), **kwargs)
 
 
-def take_off_copies(model: nn.Module, changed: Iterable[nn.Module]) -> None:
-    """Take what is ours off the modules that PEFT copied from patched ones (``modules_to_save``, replicated layers).
+def take_off_copies(model: nn.Module, changed: Iterable[nn.Module]) -> list[TakeBack]:
+    """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, replicated layers.
+
+    Others that carry something of ours are somebody's: another model's, whose patch is in force.
 
     Args:
         changed: those that the patch itself changed, from which it was taken already.
+
+    Returns:
+        What puts it on again.
     """
-    known = {id(module) for module in changed}
-    for module in model.modules():
-        if id(module) not in known and carries_ours(module):
-            _take_off_forwards(module)
-            stock = _stock_config(module)
-            if stock is not None:
-                module.config = stock
+    changed = list(changed)
+    known, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
+    saved = (
+        found
+        for module in model.modules()
+        if isinstance(found := getattr(module, "modules_to_save", None), nn.ModuleDict)
+    )
+    copies = {id(module): module for each in saved for module in each.modules()}
+    copies |= {id(module): module for module in model.modules() if _weights(module) in weights}
+    take_backs: list[TakeBack] = []
+    for module in copies.values():
+        if id(module) in known or not carries_ours(module):
+            continue
+        for place in (*FORWARDS, "config"):
+            if place in module.__dict__:
+                take_backs.append(functools.partial(setattr, module, place, module.__dict__[place]))
+        _take_off_forwards(module)
+        stock = _stock_config(module)
+        if stock is not None:
+            module.config = stock
+    return take_backs
+
+
+def _weights(module: nn.Module) -> tuple[type, int] | None:
+    """What copies that share their weights with a module have in common with it."""
+    first = next(module.parameters(), None)
+    return None if first is None or first.device.type == "meta" else (type(module), first.data_ptr())
 
 
 def carries_ours(module: nn.Module) -> bool:
     """True where a module has a forward of ours, or attends through our interface."""
     return any(_is_ours(module.__dict__.get(place)) for place in FORWARDS) or _stock_config(module) is not None
+
+
+def scopes_of(module: nn.Module) -> tuple[PackingScope | None, PackingScope | None]:
+    """What tells a module of the packing where no keyword does: its forward, its attention."""
+    return bound_with(module, PackingScope), getattr(module.__dict__.get("config"), "_fastpack_scope", None)
 
 
 def _stock_config(module: nn.Module) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.changes import carries_ours
+from fastpack.changes import carries_ours, scopes_of
 from fastpack.families import RUNGS, Rung
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_notes, mixer_rung
@@ -55,7 +55,7 @@ class Mixing:
         return tuple(dict.fromkeys(note for module, how in self._mixers() for note in mixer_notes(module, how)))
 
     def strangers(self) -> tuple[tuple[str, str], ...]:
-        """Modules of these classes that were put into the model since and are stock: names and what that means."""
+        """Modules of these classes that were put into the model since and are no part of the patch."""
         known = {id(module) for module in (*self.others, *(module for module, _ in self._now()))}
         classes = {type(module) for module, _ in self.modules}
         found = Counter(
@@ -63,7 +63,7 @@ class Mixing:
             for module in self.backbone.modules()
             if type(module) in classes and id(module) not in known
         )
-        why = "put into the model after the patch: stock, which packed batches can't run through; patch once more"
+        why = "put into the model after the patch, where packed batches are not right: patch(unpatch(model))"
         return tuple((name, f"{count} {why}") for name, count in found.items())
 
     def refreshed(self, report: PatchReport) -> dict[str, Any]:
@@ -82,8 +82,12 @@ class Mixing:
         return [
             (module, known.get(id(module), by_class[type(module)]))
             for module in self.backbone.modules()
-            if id(module) in known or (type(module) in by_class and carries_ours(module))
+            if id(module) in known or (type(module) in by_class and self._is_copy(module))
         ]
+
+    def _is_copy(self, module: nn.Module) -> bool:
+        """It runs as what it is a copy of: where no scope of its own, which nobody sets, has to tell it the packing."""
+        return carries_ours(module) and all(scope is None for scope in scopes_of(module))
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}

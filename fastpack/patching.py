@@ -213,7 +213,8 @@ def report(target: Any) -> PatchReport:
         notes += (budget.describe(),)
     skipped = (*found.skipped, *state.mixing.strangers())
     if head is not None and state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
-        reason = fused_loss_fails(head)
+        ours = any(change.module is head for change in state.changes)
+        reason = fused_loss_fails(head) if ours else f"this {type(head).__name__} came after the patch"
         skipped += () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
     projections = count_projections(backbone)
     return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
@@ -293,8 +294,7 @@ def _restore(model: nn.Module) -> list[TakeBack]:
     take_backs: list[TakeBack] = [functools.partial(setattr, parts.backbone, STATE, state)]
     del parts.backbone.__dict__[STATE]
     take_backs += [change.undo() for change in reversed(state.changes)]
-    take_off_copies(model, [change.module for change in state.changes])
-    return take_backs
+    return take_backs + take_off_copies(model, [change.module for change in state.changes])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ from torch import nn
 from trainer_cases import plain, sft
 
 import fastpack
-from fastpack.errors import FastpackWarning
+from fastpack.errors import BackendUnavailableError, FastpackWarning
 
 
 def layers_of(model: Any) -> nn.ModuleList:
     found: nn.ModuleList = model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h
     return found
+
+
+def replicate(layers: nn.ModuleList) -> None:
+    """As PEFT does: a copy, with the same weights."""
+    layers.append(copy.deepcopy(layers[0]))
+    for new, old in zip(layers[-1].parameters(), layers[0].parameters(), strict=True):
+        new.data = old.data
 
 
 def loss_of(model: Any) -> float:
@@ -38,7 +46,7 @@ def test_copied_layers(model_type: str, rung: str) -> None:
     before = fastpack.report(model)
     assert before.rung == rung
     for each in (stock, model):
-        layers_of(each).append(copy.deepcopy(layers_of(each)[0]))
+        replicate(layers_of(each))
     found = fastpack.report(model)
     assert found.rung == rung
     assert len(found.layers[rung]) == len(before.layers[rung]) + 1
@@ -69,9 +77,45 @@ def test_layers_cut_and_put_in() -> None:
     found = fastpack.report(model)
     assert found.layers == {"fast": ("layers.0.self_attn",)}
     assert [(name, why[:2]) for name, why in found.skipped] == [("LlamaAttention", "1 ")]
-    assert "patch once more" in str(found)
+    assert "patch(unpatch(model))" in str(found)
     fastpack.patch(fastpack.unpatch(model))
     assert len(fastpack.report(model).layers["fast"]) == 2
+
+
+def test_what_another_patched_model_has_stays() -> None:
+    """Shared layers, and a model within a model: another patch's are not copies of this one's."""
+    policy = fastpack.patch(tiny_model("llama"))
+    want, ours = loss_of(policy), ours_in(policy)
+    reference = copy.deepcopy(policy)
+    reference.model.layers = policy.model.layers
+    fastpack.unpatch(reference)
+    assert (loss_of(policy), ours_in(policy)) == (want, ours)
+    policy.average = copy.deepcopy(policy)
+    inside = ours_in(policy.average)
+    fastpack.unpatch(policy)
+    assert ours_in(policy.average) == inside
+    assert loss_of(policy.average) == want
+
+
+@pytest.mark.parametrize("saved", [None, ["self_attn"]])
+def test_a_refused_patch_leaves_copies_patched(saved: Any) -> None:
+    replicated = {"layer_replication": [(0, 2), (1, 2)]} if saved is None else {"modules_to_save": saved}
+    settings: dict[str, Any] = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj" if saved is None else "up_proj"]}
+    model = get_peft_model(fastpack.patch(tiny_model("llama")), LoraConfig(**settings, **replicated))
+    want, ours = loss_of(model), ours_in(model)
+    with pytest.raises(BackendUnavailableError):
+        fastpack.patch(model, attention="flash_attn")
+    assert (loss_of(model), ours_in(model)) == (want, ours)
+
+
+def test_copies_that_a_scope_does_not_reach() -> None:
+    """They would run as if a packed row were one sequence: nobody is told that they are served."""
+    model = fastpack.patch(tiny_model("bloom"))
+    before = fastpack.report(model)
+    replicate(layers_of(model))
+    found = fastpack.report(model)
+    assert found.layers == before.layers
+    assert [name for name, _ in found.skipped] == ["BloomAttention"]
 
 
 def skipped_loss(target: Any) -> list[str]:
@@ -82,9 +126,11 @@ def test_a_trainer_that_brings_a_loss(tmp_path: Path) -> None:
     trainer = sft(tmp_path)
     model = fastpack.patch(tiny_model("llama"), loss="fused")
     assert not skipped_loss(model)
+    model.forward = functools.wraps(model.forward)(functools.partial(model.forward))
+    assert not skipped_loss(model), "it calls ours"
     model.forward = trainer.model.forward  # what its constructor does
     (why,) = skipped_loss(model)
-    assert "replaced after the patch" in why
+    assert "replaced after the patch, by trl." in why
     trainer = plain(tmp_path)
     fastpack.patch(trainer.model, loss="fused")
     assert not skipped_loss(trainer)
@@ -139,3 +185,12 @@ def test_triton_without_its_interpreter(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r"on the CPU.*kernels='auto'"):
         loss_of(model)
+
+
+def test_a_loss_that_knows_no_such_number() -> None:
+    model = fastpack.patch(tiny_model("xlm").train())
+    batch = INPUT_KINDS["padded right"](make_sequences(VOCAB))
+    torch.manual_seed(0)
+    want = model(**batch).loss
+    torch.manual_seed(0)
+    assert model(**batch, ignore_index=0).loss == want

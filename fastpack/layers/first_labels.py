@@ -44,13 +44,18 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
-    ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+    ignore_index = arguments.get("ignore_index", IGNORE_INDEX) if _hands_on(head) else IGNORE_INDEX
     masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
     as_it_is = arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty
     if num_items is None or as_it_is or _column_0_counts(head):
         return {**arguments, "labels": masked}
     return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked, ignore_index)}
+
+
+def _hands_on(head: Any) -> bool:
+    """True where keywords of a head reach transformers' loss; XLM's own loss knows none."""
+    return "loss_function" in inspect.unwrap(stock_class(head).forward).__code__.co_names
 
 
 def _column_0_counts(head: Any) -> bool:

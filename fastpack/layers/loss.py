@@ -23,7 +23,6 @@ from fastpack.adapters import read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
-from fastpack.layers.stock import FORWARDS
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
@@ -63,12 +62,15 @@ class FusedLoss:
 
 def fused_loss_fails(head: Any) -> str | None:
     """Why the loss that a head's forward was swapped for does not run now: of what came after the patch."""
-    # accelerate keeps what it wraps under the last of these names
-    found = [head.__dict__.get(name) for name in (*FORWARDS, "_original_forward")]
-    bound = [getattr(getattr(forward, "__func__", forward), "args", ()) for forward in found]
-    if not any(isinstance(argument, FusedLoss) for arguments in bound for argument in arguments):
-        return f"the forward of {type(head).__name__} was replaced after the patch (trainers that bring a loss do this)"
-    return None if next(head.lm_head.parameters()).device.type == "meta" else _why_not_now(head)
+    forward = head.__dict__.get("forward")
+    # defined there, whatever it says of itself; wrappers of others call what they found
+    defined_in = str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
+    if defined_in.startswith(("trl.", "liger_kernel.")):
+        return (
+            f"the forward of {type(head).__name__} was replaced after the patch, by {defined_in}, which brings a loss"
+        )
+    unread = next(head.lm_head.parameters()).device.type == "meta" and not hasattr(head.lm_head, "_hf_hook")
+    return None if unread else _why_not_now(head)
 
 
 def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:

@@ -37,12 +37,16 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
         return not compiling and x.is_cuda and triton_installed()
     if implementation == "triton" and compiling:
         raise ValueError("kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'.")
-    if implementation == "triton" and x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if implementation == "triton" and x.device.type == "cpu" and not _interprets():
         raise ValueError(
             "kernels='triton' was asked for and the tensors are on the CPU, for which Triton compiles nothing. Move "
             "the model to a GPU, pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
         )
     return implementation == "triton"
+
+
+def _interprets() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 @functools.cache
