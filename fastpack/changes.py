@@ -164,9 +164,10 @@ def take_off_copies(model: nn.Module, changed: Iterable[nn.Module]) -> list[Take
 
 
 def _weights(module: nn.Module) -> tuple[type, int] | None:
-    """What copies that share their weights with a module have in common with it."""
+    """What copies that share their weights with a module have in common with it; None where these lie elsewhere."""
     first = next(module.parameters(), None)
-    return None if first is None or first.device.type == "meta" else (type(module), first.data_ptr())
+    place = 0 if first is None else first.data_ptr()  # zero on meta, and of weights that are spread over ranks
+    return (type(module), place) if place else None
 
 
 def carries_ours(module: nn.Module) -> bool:

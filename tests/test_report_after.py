@@ -97,6 +97,15 @@ def test_what_another_patched_model_has_stays() -> None:
     assert loss_of(policy.average) == want
 
 
+def test_a_model_in_a_model_without_weights_at_hand() -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    model.average = copy.deepcopy(model)
+    model.to("meta")
+    inside = ours_in(model.average)
+    fastpack.unpatch(model)
+    assert ours_in(model.average) == inside
+
+
 @pytest.mark.parametrize("saved", [None, ["self_attn"]])
 def test_a_refused_patch_leaves_copies_patched(saved: Any) -> None:
     replicated = {"layer_replication": [(0, 2), (1, 2)]} if saved is None else {"modules_to_save": saved}
