@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from fastpack.layers.interface import STOCK_CONFIG
+from fastpack.layers.interface import SCOPE, STOCK_CONFIG
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import FORWARDS, bound_with, call_stock, without_itself
 
@@ -129,7 +129,7 @@ def pass_through(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> An
     return call_stock(module, stock, *without_itself(module, args), **kwargs)
 
 
-def take_off_copies(model: nn.Module, changed: Iterable[nn.Module]) -> list[TakeBack]:
+def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[TakeBack]:
     """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, replicated layers.
 
     Others that carry something of ours are somebody's: another model's, whose patch is in force.
@@ -140,7 +140,6 @@ def take_off_copies(model: nn.Module, changed: Iterable[nn.Module]) -> list[Take
     Returns:
         What puts it on again.
     """
-    changed = list(changed)
     known, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
     saved = (
         found
@@ -177,7 +176,7 @@ def carries_ours(module: nn.Module) -> bool:
 
 def scopes_of(module: nn.Module) -> tuple[PackingScope | None, PackingScope | None]:
     """What tells a module of the packing where no keyword does: its forward, its attention."""
-    return bound_with(module, PackingScope), getattr(module.__dict__.get("config"), "_fastpack_scope", None)
+    return bound_with(module, PackingScope), getattr(module.__dict__.get("config"), SCOPE, None)
 
 
 def _stock_config(module: nn.Module) -> Any:

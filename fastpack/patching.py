@@ -21,7 +21,7 @@ from fastpack.adapters import count_opaque, count_projections
 from fastpack.changes import Attribute, Change, Hook, TakeBack, take_off_copies, take_off_head
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
-from fastpack.layers.interface import STOCK_CONFIG, interface_name, register_interface
+from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, register_interface
 from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
@@ -329,6 +329,6 @@ def _private_config(config: Any, attention: str, scope: PackingScope | None) -> 
     """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
     setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
-    private._fastpack_scope = scope
+    setattr(private, SCOPE, scope)
     private._attn_implementation_internal = interface_name(attention)
     return private

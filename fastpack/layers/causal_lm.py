@@ -24,7 +24,7 @@ from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import refuse_media, refuse_packed_stock, refuse_replica, takes_stock_path
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, mask_stand_in, without_itself
+from fastpack.layers.stock import Forward, call_stock, defined_in, mask_stand_in, without_itself
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.sharding import stock_class
@@ -232,10 +232,8 @@ def head_pre_hook(
 
 def _leaves_modules_alone(head: Any, forward: Any) -> bool:
     """True where nobody but TRL's own forward runs between our hook on the head and the backbone."""
-    function = getattr(forward, "__func__", forward)
-    defined_in = str(getattr(function, "__globals__", {}).get("__name__"))  # it has the __module__ of what it replaces
     alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
-    return alone and defined_in.startswith("trl.") and not torch.compiler.is_compiling()
+    return alone and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
 
 
 def prepare_head(

@@ -44,7 +44,9 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
-    ignore_index = arguments.get("ignore_index", IGNORE_INDEX) if _hands_on(head) else IGNORE_INDEX
+    ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+    if ignore_index != IGNORE_INDEX and not _hands_on(head):
+        ignore_index = IGNORE_INDEX
     masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
     as_it_is = arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty

@@ -20,6 +20,9 @@ INTERFACE_PREFIX = "fastpack_"
 STOCK_CONFIG = "_fastpack_stock_config"
 """What the private config of a module that attends through our interface holds: the one that it stands for."""
 
+SCOPE = "_fastpack_scope"
+"""And where it is told of the packing that no keyword brings; None where none has to."""
+
 
 def packed_interface(
     attention: str,
@@ -47,7 +50,7 @@ def packed_interface(
     Returns:
         ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
     """
-    scope: PackingScope | None = module.config._fastpack_scope
+    scope: PackingScope | None = getattr(module.config, SCOPE)
     if packed_seq_lens is None and scope is not None:
         packed_seq_lens = scope.required(module)
     require_packing(module, packed_seq_lens, attention_mask)

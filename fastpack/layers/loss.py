@@ -23,6 +23,7 @@ from fastpack.adapters import read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
+from fastpack.layers.stock import defined_in
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
@@ -62,13 +63,9 @@ class FusedLoss:
 
 def fused_loss_fails(head: Any) -> str | None:
     """Why the loss that a head's forward was swapped for does not run now: of what came after the patch."""
-    forward = head.__dict__.get("forward")
-    # defined there, whatever it says of itself; wrappers of others call what they found
-    defined_in = str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
-    if defined_in.startswith(("trl.", "liger_kernel.")):
-        return (
-            f"the forward of {type(head).__name__} was replaced after the patch, by {defined_in}, which brings a loss"
-        )
+    origin = defined_in(head.__dict__.get("forward"))
+    if origin.startswith(("trl.", "liger_kernel.")):  # wrappers of others call what they found
+        return f"the forward of {type(head).__name__} was replaced after the patch, by {origin}, which brings a loss"
     unread = next(head.lm_head.parameters()).device.type == "meta" and not hasattr(head.lm_head, "_hf_hook")
     return None if unread else _why_not_now(head)
 

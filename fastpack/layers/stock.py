@@ -30,6 +30,11 @@ def without_itself(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[1:] if args and args[0] is module else args
 
 
+def defined_in(forward: Any) -> str:
+    """The module in which a forward was written, whatever it says: TRL's has the name of what it replaces."""
+    return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
+
+
 def bound_with(module: nn.Module, kind: type[T]) -> T | None:
     """What of this kind a swapped forward was bound with; None where there is none."""
     for name in FORWARDS:
