@@ -51,6 +51,16 @@ def _compile_anew_on_a_gpu(request: pytest.FixtureRequest) -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def _leave_memory_to_others(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Several processes test on one GPU: what a large test took must not stay in its process's cache."""
+    yield
+    on_gpu = request.node.get_closest_marker("gpu") is not None and torch.cuda.is_initialized()
+    if on_gpu and torch.cuda.memory_reserved() > 2**32:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def compile_anew() -> Iterator[None]:
     """No test finds what another one compiled."""

@@ -55,24 +55,31 @@ def updated_backward(
     *,
     out: tuple[Tensor, Tensor],
     recompute: bool,
+    sum_dtype: torch.dtype | None = None,
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
-) -> Tensor | None:
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of gate and up, ``[T, I]`` each, into ``out``, which may be gate and up themselves.
 
     Args:
         grad: ``[T, I]``, of h, to which the update ``of_grad`` belongs too; the caller gives it up.
         recompute: compute h once more, over ``grad``.
+        sum_dtype: compute sums over tokens too, in float32, rounded once to this; where :func:`sums_on_the_way`.
         row_count: as of :func:`updated_forward`.
 
     Returns:
-        h, or None where it was not asked for.
+        h, or None where it was not asked for; and the sums, or None, one behind the other: the gradients of the second
+        factors of gate and of up, ``[I, R]`` each, and ``[R, I]``, the product of ``of_grad``'s first factor with h.
     """
     if _kernel_serves(implementation, gate, of_gate, of_up, of_grad):
         from fastpack.ops.kernels import updated_glu as kernels
+        from fastpack.ops.kernels.row_sums import sum_rows
 
-        kernels.backward(grad, gate, up, kind, of_gate, of_up, of_grad, out, recompute, rows_of(row_count))
-        return grad if recompute else None
+        parts = None if sum_dtype is None else kernels.make_parts(gate, of_gate, of_up, of_grad)
+        kernels.backward(grad, gate, up, kind, of_gate, of_up, of_grad, out, recompute, rows_of(row_count), parts)
+        sums = None if parts is None or sum_dtype is None else sum_rows([parts], [sum_dtype])[0]
+        return grad if recompute else None, sums
+    assert sum_dtype is None
     if of_grad is not None:
         grad = grad.addmm_(*of_grad)
     _, _, h = gated_backward(
@@ -85,7 +92,18 @@ def updated_backward(
         out=out,
         implementation=implementation,
     )
-    return h
+    return h, None
+
+
+def sums_on_the_way(
+    implementation: Implementation, gate: Tensor, of_gate: Factors, of_up: Factors, of_grad: Factors
+) -> bool:
+    """Whether :func:`updated_backward` gives sums over tokens, each for one pass over ``[T, I]`` less."""
+    if not len(gate) or not _kernel_serves(implementation, gate, of_gate, of_up, of_grad):
+        return False
+    from fastpack.ops.kernels import updated_glu as kernels
+
+    return kernels.sums(gate, of_gate, of_up, of_grad)
 
 
 def _kernel_serves(implementation: Implementation, gate: Tensor, *updates: Factors) -> bool:

@@ -55,7 +55,7 @@ def test_kernel_is_the_definition(kind: Any, tokens: int, width: int, rank: int,
     def run(implementation: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         h = updated_forward(gate, up, kind, g, u, implementation=implementation)
         out = (torch.full_like(gate, 9.0), torch.full_like(up, 9.0))
-        again = updated_backward(
+        again, _ = updated_backward(
             grad.clone(), gate, up, kind, g, u, d, out=out, recompute=True, implementation=implementation
         )
         return h, *out, again
@@ -89,7 +89,7 @@ def test_rows_that_do_not_count_are_left_out(device: str) -> None:
         options: Any = {"row_count": count, "implementation": "triton"}
         h = updated_forward(*parts, **options)  # type: ignore[arg-type]
         out = (torch.full_like(h, 9.0), torch.full_like(h, 9.0))
-        again = updated_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
+        again, _ = updated_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
         assert again is not None
         return [h, *out, again]
 
@@ -108,7 +108,7 @@ def test_h_is_not_made_where_nobody_reads_it(device: str) -> None:
     update = thin_and_wide(5, 40, 4, torch.float32, device)
     before = grad.clone()
     out = (torch.empty_like(gate), torch.empty_like(up))
-    made = updated_backward(
+    made, _ = updated_backward(
         grad, gate, up, "silu", update, None, None, out=out, recompute=False, implementation="triton"
     )
     assert made is None
@@ -126,7 +126,7 @@ def test_gradients_over_gate_and_up(device: str, implementation: Any, with_updat
 
     def run(out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         given = (grad.clone(), gate, up, "silu", update, update, update)
-        h = updated_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
+        h, _ = updated_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
         assert h is not None
         return h, *out
 

@@ -17,6 +17,8 @@ from fastpack.ops.implementation import KERNEL_DTYPES
 from fastpack.ops.kernels.launch import early, on_device, processors, threes, wait_for_inputs
 
 TILE = {"BLOCK_T": 256, "BLOCK_M": 32, "num_warps": 8}
+TILE_OF_FEW_ROWS = {"BLOCK_T": 16, "BLOCK_M": 512, "num_warps": 8}
+"""Where no matrix has more rows."""
 STAGES_OF_FEW, STAGES_OF_MANY = 3, 1
 """Tiles on their way: where a multiprocessor has at most two programs, and where it has more. Measured on an H200."""
 MOST_BYTES = 2**19
@@ -75,16 +77,20 @@ def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor
         for some, arguments in threes(given):
             blocks = _blocks(xs[some])
             stages = STAGES_OF_FEW if blocks <= 2 * processors(xs[0].device) else STAGES_OF_MANY
-            _kernel[(blocks,)](*arguments, COUNT=len(xs[some]), STAGES=stages, **TILE, **early(xs[0]))
+            _kernel[(blocks,)](*arguments, COUNT=len(xs[some]), STAGES=stages, **_tile(xs[some]), **early(xs[0]))
     return outs
 
 
 def _serves(xs: Sequence[Tensor]) -> bool:
     if not xs or any(x.stride(1) != 1 or x.dtype not in KERNEL_DTYPES for x in xs):
         return False
-    longest = max(x.shape[0] * x.element_size() for x in xs) * TILE["BLOCK_M"]
+    longest = max(x.shape[0] * x.element_size() for x in xs) * _tile(xs)["BLOCK_M"]
     return longest <= MOST_BYTES or _blocks(xs) >= processors(xs[0].device)
 
 
 def _blocks(xs: Sequence[Tensor]) -> int:
-    return sum(triton.cdiv(x.shape[1], TILE["BLOCK_M"]) for x in xs)
+    return sum(triton.cdiv(x.shape[1], _tile(xs)["BLOCK_M"]) for x in xs)
+
+
+def _tile(xs: Sequence[Tensor]) -> dict[str, int]:
+    return TILE_OF_FEW_ROWS if all(len(x) <= TILE_OF_FEW_ROWS["BLOCK_T"] for x in xs) else TILE

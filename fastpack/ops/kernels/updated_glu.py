@@ -2,7 +2,8 @@
 
 One program takes a tile of tokens and columns: it reads gate and up (and the gradient), multiplies the two thin
 factors of each update with the matrix units, and writes the result once. Without this, each update costs a pass over
-a ``[T, I]`` tensor of its own.
+a ``[T, I]`` tensor of its own. In the backward it may sum over tokens what the updates' second factors get for
+gradients, while it has at hand what they are made of; that would be another pass each.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from torch import Tensor
 
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
-from fastpack.ops.kernels.launch import early, on_device, rows_that_count, stages_that_fit, wait_for_inputs
+from fastpack.ops.kernels.launch import (
+    early,
+    on_device,
+    processors,
+    rows_that_count,
+    stages_that_fit,
+    wait_for_inputs,
+)
 from fastpack.ops.kernels.thin import LARGEST_RANK, RESERVED, block_of_ranks, first_factor, second_factor
 
 Factors = tuple[Tensor, Tensor] | None
@@ -60,25 +68,37 @@ def _forward_kernel(
         tl.store(out + at * out_row + columns[None, :], (value * u).to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _store_sum(sums, total, columns, width, column, step, rank, BLOCK_R: tl.constexpr):
+    """Of one update, ``[BLOCK_I, BLOCK_R]``."""
+    ranks = tl.arange(0, BLOCK_R)
+    at = sums + columns[:, None].to(tl.int64) * column + ranks[None, :].to(tl.int64) * step
+    tl.store(at, total, mask=(columns[:, None] < width) & (ranks[None, :] < rank))
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     grad, grad_row, gate, gate_row, up, up_row, dgate, dgate_row, dup, dup_row,
     gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
     up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
     grad_thin, grad_thin_row, grad_thin_rank, grad_wide, grad_wide_rank, grad_wide_column, grad_rank,
-    count, tokens, width,
+    sums, count, tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_GRAD: tl.constexpr, RECOMPUTE: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
+    """Grid: blocks of columns; spans, which take turns at tiles of tokens, so that all have as many that count."""
     wait_for_inputs(EARLY)
     real = rows_that_count(count, tokens)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
     of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
     of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
     of_grad = second_factor(grad_wide, grad_wide_rank, grad_wide_column, columns, width, grad_rank, BLOCK_R)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+    gate_sum = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
+    up_sum = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
+    grad_sum = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
+        rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
         counts = inside & (rows[:, None] < real)
         at = rows[:, None].to(tl.int64)
@@ -86,21 +106,42 @@ def _backward_kernel(
         u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         d = tl.load(grad + at * grad_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
+            gate_first = first_factor(gate_thin, gate_thin_row, gate_thin_rank, rows, real, gate_rank, BLOCK_R)
+            g += tl.dot(gate_first, of_gate, input_precision="ieee")
         if HAS_UP:
-            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
+            up_first = first_factor(up_thin, up_thin_row, up_thin_rank, rows, real, up_rank, BLOCK_R)
+            u += tl.dot(up_first, of_up, input_precision="ieee")
         if HAS_GRAD:
-            d = _updated(d, grad_thin, grad_thin_row, grad_thin_rank, of_grad, rows, real, grad_rank, BLOCK_R)
+            grad_first = first_factor(grad_thin, grad_thin_row, grad_thin_rank, rows, real, grad_rank, BLOCK_R)
+            d += tl.dot(grad_first, of_grad, input_precision="ieee")
         value, slope = activate_and_slope(g, KIND)
-        tl.store(dgate + at * dgate_row + columns[None, :], (d * u * slope).to(dgate.dtype.element_ty), mask=inside)
-        tl.store(dup + at * dup_row + columns[None, :], (d * value).to(dup.dtype.element_ty), mask=inside)
+        of_g, of_u = (d * u * slope).to(dgate.dtype.element_ty), (d * value).to(dup.dtype.element_ty)
+        h = (value * u).to(grad.dtype.element_ty)
+        tl.store(dgate + at * dgate_row + columns[None, :], of_g, mask=inside)
+        tl.store(dup + at * dup_row + columns[None, :], of_u, mask=inside)
         if RECOMPUTE:
-            tl.store(grad + at * grad_row + columns[None, :], (value * u).to(grad.dtype.element_ty), mask=inside)
+            tl.store(grad + at * grad_row + columns[None, :], h, mask=inside)
+        if sums is not None:
+            gate_sum = tl.dot(tl.trans(of_g), gate_first, gate_sum, input_precision="ieee")
+            up_sum = tl.dot(tl.trans(of_u), up_first, up_sum, input_precision="ieee")
+            grad_sum = tl.dot(tl.trans(h), grad_first, grad_sum, input_precision="ieee")
+    if sums is not None:
+        sums += tl.program_id(1).to(tl.int64) * (width * (gate_rank + up_rank + grad_rank))
+        _store_sum(sums, gate_sum, columns, width, gate_rank, 1, gate_rank, BLOCK_R)
+        sums += width * gate_rank
+        _store_sum(sums, up_sum, columns, width, up_rank, 1, up_rank, BLOCK_R)
+        sums += width * up_rank
+        _store_sum(sums, grad_sum, columns, width, 1, width, grad_rank, BLOCK_R)
 
 
 BLOCK_T, BLOCK_I = 16, 128
 TILES, MOST_STAGES, WARPS = 8, 3, 4
 """A program walks down ``TILES`` tiles with the second factors in registers, the next tiles already on their way."""
+SPANS = 6
+"""Programs for each multiprocessor where they hold sums over tokens: two rounds of the three that have room, since a
+sum is written and read once more for each, and a round that is not full costs as much as one that is."""
+SUMMED_RANK = 32
+"""Above it those sums no longer fit into registers."""
 
 
 def forward(
@@ -137,25 +178,47 @@ def backward(
     out: tuple[Tensor, Tensor],
     recompute: bool,
     rows: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> None:
     """Gradients of gate and up into ``out``; with ``recompute`` the forward's result over ``grad``.
 
     Args:
         rows: as of :func:`forward`; there the gradient is taken to be zero too.
+        parts: what :func:`make_parts` made: in each row a part of the sums over tokens that
+            :func:`fastpack.ops.updated_glu.updated_backward` gives.
     """
     tokens, width = gate.shape
     dgate, dup = out
+    blocks, spans = _grid(tokens, width)
     with on_device(gate):
         if not tokens:
             return
-        _backward_kernel[_grid(tokens, width)](
+        _backward_kernel[(blocks, spans if parts is None else len(parts))](
             grad, grad.stride(0), gate, gate.stride(0), up, up.stride(0), dgate, dgate.stride(0), dup, dup.stride(0),
-            *_arguments(of_gate, gate), *_arguments(of_up, gate), *_arguments(of_grad, gate), rows, tokens, width,
+            *_arguments(of_gate, gate), *_arguments(of_up, gate), *_arguments(of_grad, gate),
+            parts, rows, tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
             RECOMPUTE=recompute,
             BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up, of_grad),
-            TILES=TILES, STAGES=stages(3, of_gate, of_up, of_grad), num_warps=WARPS, **early(gate),
+            STAGES=stages(3, of_gate, of_up, of_grad), num_warps=WARPS, **early(gate),
         )  # fmt: skip
+
+
+def sums(gate: Tensor, *factors: Factors) -> bool:
+    """Whether :func:`backward` can sum over tokens: with all three updates, of small rank."""
+    thins = [pair[0] for pair in factors if pair is not None]
+    if len(thins) < len(factors) or block_of_ranks(thins) > SUMMED_RANK:
+        return False
+    return gate.element_size() == 2 or not gate.is_cuda
+
+
+def make_parts(gate: Tensor, *factors: Factors) -> Tensor:
+    """float32 ``[spans, I * (sum of R)]``, a row for each program that walks down the same columns."""
+    tokens, width = gate.shape
+    blocks, tiles = triton.cdiv(width, BLOCK_I), triton.cdiv(tokens, BLOCK_T)
+    spans = min(tiles, max(1, SPANS * processors(gate.device) // blocks))
+    ranks = sum(pair[0].shape[1] for pair in factors if pair is not None)
+    return torch.empty(spans, width * ranks, dtype=torch.float32, device=gate.device)
 
 
 def stages(tiles: int, *factors: Factors) -> int:
