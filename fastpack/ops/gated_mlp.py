@@ -150,11 +150,11 @@ class _GatedMlp(torch.autograd.Function):
             of_h = (low, kept["down a"]) if fuses and low is not None else None
             h: Tensor | None = None
             inside: list[Tensor] = []
-            sums: Tensor | None = None
+            summed: list[Tensor] = []  # what the gradients of gate's and up's B, and of down's A, are like
             if dh is not None:
                 trained = needs_down[2] and all(needs_inner[3::4])
-                sums_too = trained and sums_on_the_way(inner.implementation, gate, *updates, of_h)
-                if sums_too:
+                if trained and sums_on_the_way(inner.implementation, gate, *updates, of_h):
+                    summed = [*(kept[f"inner b{i}"] for i in inner.owners), kept["down a"]]
                     needs_inner = [need and at % 4 != 3 for at, need in enumerate(needs_inner)]
                     needs_down = [need and at != 2 for at, need in enumerate(needs_down)]
                 # a retained graph may come back for what was saved; otherwise the gradients take its place
@@ -168,7 +168,7 @@ class _GatedMlp(torch.autograd.Function):
                     of_h,
                     out=_two(inside),
                     recompute=needs_input_again(needs_down),
-                    sum_dtype=_shared_dtype(inner, down) if sums_too else None,
+                    sums=_sizes_and_dtypes(summed, inner, down) if summed else None,
                     row_count=inner.row_count,
                     implementation=inner.implementation,
                 )
@@ -188,24 +188,17 @@ class _GatedMlp(torch.autograd.Function):
             inner_weights = backward_to_weights(inside, low, n, inner, kept, needs_inner, prefix="inner ")
             passed_on = grad if ctx.residual else None
             dx, dnorm = normalise_backward(dn, ctx.norm, inner, kept, passed_on, needs[6])
-        if sums is not None:
-            *of_b, down_weights[2] = _taken_apart(sums, [*(kept[f"inner b{i}"] for i in inner.owners), kept["down a"]])
+        if summed:
+            *of_b, down_weights[2] = map(Tensor.view_as, sums, summed)
             inner_weights[3::4] = of_b
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
         return (None,) * 5 + (dx, dnorm, *inner_weights, *down_weights)
 
 
-def _shared_dtype(*settings: Settings) -> torch.dtype:
-    """What sums over tokens are rounded to: what every A and B have, else nothing."""
-    found = {each.lora_dtype for each in settings}
-    return (found.pop() if len(found) == 1 else None) or torch.float32
-
-
-def _taken_apart(sums: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """One behind the other, of these sizes."""
-    parts = sums.split([tensor.numel() for tensor in like])
-    return [part.view_as(tensor) for part, tensor in zip(parts, like, strict=True)]
+def _sizes_and_dtypes(summed: Sequence[Tensor], inner: Settings, down: Settings) -> list[tuple[int, torch.dtype]]:
+    dtypes = [*[inner.lora_dtype] * len(inner.owners), down.lora_dtype]
+    return [(tensor.numel(), dtype or torch.float32) for tensor, dtype in zip(summed, dtypes, strict=True)]
 
 
 def _two(made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

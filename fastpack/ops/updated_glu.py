@@ -10,6 +10,8 @@ No graph: for use inside :mod:`fastpack.ops.gated_mlp`, which keeps gate and up 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,31 +57,34 @@ def updated_backward(
     *,
     out: tuple[Tensor, Tensor],
     recompute: bool,
-    sum_dtype: torch.dtype | None = None,
+    sums: Sequence[tuple[int, torch.dtype]] | None = None,
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
-) -> tuple[Tensor | None, Tensor | None]:
+) -> tuple[Tensor | None, list[Tensor]]:
     """Gradients of gate and up, ``[T, I]`` each, into ``out``, which may be gate and up themselves.
 
     Args:
         grad: ``[T, I]``, of h, to which the update ``of_grad`` belongs too; the caller gives it up.
         recompute: compute h once more, over ``grad``.
-        sum_dtype: compute sums over tokens too, in float32, rounded once to this; where :func:`sums_on_the_way`.
+        sums: compute sums over tokens too, where :func:`sums_on_the_way`, in float32, rounded once: how many of the
+            numbers, which lie one behind the other, are to be one tensor, and its dtype.
         row_count: as of :func:`updated_forward`.
 
     Returns:
-        h, or None where it was not asked for; and the sums, or None, one behind the other: the gradients of the second
-        factors of gate and of up, ``[I, R]`` each, and ``[R, I]``, the product of ``of_grad``'s first factor with h.
+        h, or None where it was not asked for; and the sums, flat: the gradients of the second factors of gate and of
+        up, ``[I, R]`` each, and ``[R, I]``, the product of ``of_grad``'s first factor with h.
     """
     if _kernel_serves(implementation, gate, of_gate, of_up, of_grad):
         from fastpack.ops.kernels import updated_glu as kernels
         from fastpack.ops.kernels.row_sums import sum_rows
 
-        parts = None if sum_dtype is None else kernels.make_parts(gate, of_gate, of_up, of_grad)
+        parts = None if sums is None else kernels.make_parts(gate, of_gate, of_up, of_grad)
         kernels.backward(grad, gate, up, kind, of_gate, of_up, of_grad, out, recompute, rows_of(row_count), parts)
-        sums = None if parts is None or sum_dtype is None else sum_rows([parts], [sum_dtype])[0]
-        return grad if recompute else None, sums
-    assert sum_dtype is None
+        found: list[Tensor] = []
+        if parts is not None and sums is not None:
+            found = sum_rows(parts.split([size for size, _ in sums], 1), [dtype for _, dtype in sums])
+        return grad if recompute else None, found
+    assert sums is None
     if of_grad is not None:
         grad = grad.addmm_(*of_grad)
     _, _, h = gated_backward(
@@ -92,7 +97,7 @@ def updated_backward(
         out=out,
         implementation=implementation,
     )
-    return h, None
+    return h, []
 
 
 def sums_on_the_way(

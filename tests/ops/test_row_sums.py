@@ -70,6 +70,16 @@ def test_sums(dtype: torch.dtype, device: str, launches: list[int]) -> None:
     assert launches == [4 + 1 + 2, 2]
 
 
+def test_few_rows_take_wide_tiles(device: str, launches: list[int]) -> None:
+    """A sum of a few parts is not a thousand programs of a few columns each."""
+    few, many = drawn(16, 1100, device, torch.float32), drawn(17, 1100, device, torch.float32)
+    for x in (few, many):
+        ((ours, plain),) = errors(row_sums.sum_rows([x], [torch.float32]), [x])
+        assert ours <= max(plain, 1e-6)
+    row_sums.sum_rows([few, many], [torch.float32] * 2)
+    assert launches == [3, 35, 35 + 35]
+
+
 def test_a_missing_row_is_seen(device: str) -> None:
     """Negative control."""
     x = drawn(300, 40, device, torch.float32)

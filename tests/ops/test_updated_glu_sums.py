@@ -15,10 +15,19 @@ from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.updated_glu import Factors, sums_on_the_way, updated_backward
 
 pytest.importorskip("triton")
+from fastpack.ops import updates
+from fastpack.ops.kernels import row_sums, thin
 from fastpack.ops.kernels import updated_glu as kernels
 from tests.ops.common import DEVICES, assert_no_worse, count_calls, relative
 
 TYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+@pytest.fixture(autouse=True)
+def _on_hopper(request: pytest.FixtureRequest) -> None:
+    on_gpu = "cuda" in request.node.callspec.params.values()
+    if on_gpu and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("NO HOPPER HERE: on other GPUs sums are not made on the way")
 
 
 def drawn(*shape: int, like: str, grad: bool = False) -> Tensor:
@@ -65,14 +74,16 @@ def test_sums_are_the_definition(
     def run(of_gate: Factors, dtype: torch.dtype) -> Tensor:
         out = (torch.full_like(gate, 9.0), torch.full_like(up, 9.0))
         given = grad, gate, up, "silu", of_gate, of_up, of_grad
-        h, sums = updated_backward(*given, out=out, sum_dtype=dtype, **kwargs)  # type: ignore[arg-type]
+        wanted = [(rank * width, dtype) for rank in ranks]
+        h, sums = updated_backward(*given, out=out, sums=wanted, **kwargs)  # type: ignore[arg-type]
         assert h is None
-        assert sums is not None
         assert not any(tensor[real:].any() for tensor in out)
-        return sums
+        assert [(s.numel(), s.dtype) for s in sums] == wanted
+        return torch.cat(sums)
 
     found = run(of_gate, torch.float32)
     assert len(made) == 1
+    assert (len(kernels.make_parts(gate, of_gate, of_up, of_grad)) > 1) == (tokens > kernels.BLOCK_T), "several spans"
     assert torch.equal(run(of_gate, torch.float32), found), "in a fixed order"
     assert torch.equal(run(of_gate, torch.float16), found.half()), "rounded once"
     at = 0
@@ -83,6 +94,25 @@ def test_sums_are_the_definition(
             ours, theirs = ours.bfloat16(), theirs.bfloat16()
         assert_no_worse(ours, theirs, truth[one])
     assert relative(run((thins[0].flip(1), wides[0]), torch.float32), truth) > 1e-2, "the check can fail"
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "spans"),
+    [
+        (14336, 2944, 7),
+        (14336, 40, 2),
+        (18944, 2944, 8),
+        (53248, 2944, 8),
+        (4864, 2944, 10),
+        (128, 16, 1),
+        (14336, 1, 1),
+    ],
+)
+def test_rounds_of_programs_are_full(width: int, tokens: int, spans: int) -> None:
+    """On a device of 132 processors with room for three programs each."""
+    blocks = -(-width // kernels.BLOCK_I)
+    found = kernels.spans_of_sums(tokens, blocks, 48, 396)
+    assert found == spans
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,7 +150,7 @@ FORMS: dict[str, Callable[[str], tuple[list[Projection], Projection]]] = {
     "one to both": lambda d: ([projection(2 * INNER, H, d, TYPES[d])], projection(H, INNER, d, TYPES[d])),
     "of different dtypes": lambda d: (
         [projection(INNER, H, d, torch.float32) for _ in range(2)],
-        projection(H, INNER, d, torch.bfloat16),
+        projection(H, INNER, d, torch.float16),
     ),
     "B of gate is frozen": lambda d: FORMS["two"](d),
     "A of down is frozen": lambda d: FORMS["two"](d),
@@ -149,6 +179,8 @@ def test_the_mlp_s_gradients(form: str, retain: bool, device: str, monkeypatch: 
     wanted = [tensor for tensor in wanted if tensor.requires_grad]
     cotangent = drawn(T, H, like=device)
     made, recomputed = count_calls(monkeypatch, kernels, "make_parts"), count_calls(monkeypatch, kernels, "backward")
+    rounded = count_calls(monkeypatch, row_sums, "sum_rows")
+    elsewhere = count_calls(monkeypatch, updates, "_over_tokens"), count_calls(monkeypatch, thin, "reduce")
 
     def gradients(implementation: Any, dtype: torch.dtype = TYPES[device]) -> list[Tensor]:
         torch.manual_seed(1)
@@ -159,8 +191,15 @@ def test_the_mlp_s_gradients(form: str, retain: bool, device: str, monkeypatch: 
             assert all(map(torch.equal, again, found))
         return list(found)
 
-    mine, theirs = gradients("triton"), gradients("torch")
+    mine = gradients("triton")
+    if form not in WITHOUT:
+        assert len(made) == 1 + retain
+        dtypes = [p.lora.a.dtype for p in (*inner, down) if p.lora is not None]
+        several = [call[1] for call in rounded if len(call[0]) > 1]  # the norm's weight has one
+        assert several == [dtypes] * (1 + retain), "to what each is wanted in"
+        assert [len(calls) for calls in elsewhere] == [2 * (1 + retain), 0], "A of gate and up, and B of down, alone"
     assert bool(made) == (form not in WITHOUT)
+    theirs = gradients("torch")
     assert all(
         call[8] == (form == "down's weight trains" or form in WITHOUT - {"A of down is frozen"}) for call in recomputed
     )

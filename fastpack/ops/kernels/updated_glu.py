@@ -8,6 +8,7 @@ gradients, while it has at hand what they are made of; that would be another pas
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from fastpack.ops.glu import ActivationKind
 from fastpack.ops.kernels.glu import activate, activate_and_slope
 from fastpack.ops.kernels.launch import (
+    capability,
     early,
     on_device,
     processors,
@@ -137,11 +139,10 @@ def _backward_kernel(
 BLOCK_T, BLOCK_I = 16, 128
 TILES, MOST_STAGES, WARPS = 8, 3, 4
 """A program walks down ``TILES`` tiles with the second factors in registers, the next tiles already on their way."""
-SPANS = 6
-"""Programs for each multiprocessor where they hold sums over tokens: two rounds of the three that have room, since a
-sum is written and read once more for each, and a round that is not full costs as much as one that is."""
-SUMMED_RANK = 32
-"""Above it those sums no longer fit into registers."""
+SUMMING: dict[int, tuple[int, int]] = {16: (3, 168), 32: (2, 248)}
+"""Where programs hold sums over tokens: how many of them a multiprocessor has room for, and the registers that a thread
+may take for it, by the block of ranks. Above these the sums no longer fit; nor do they before Hopper, whose matrix
+units alone leave the tile's layout as it is. Measured on an H200, at rank 16."""
 
 
 def forward(
@@ -190,6 +191,7 @@ def backward(
     tokens, width = gate.shape
     dgate, dup = out
     blocks, spans = _grid(tokens, width)
+    ranks = _ranks_of(of_gate, of_up, of_grad)
     with on_device(gate):
         if not tokens:
             return
@@ -199,26 +201,47 @@ def backward(
             parts, rows, tokens, width,
             KIND=kind, HAS_GATE=of_gate is not None, HAS_UP=of_up is not None, HAS_GRAD=of_grad is not None,
             RECOMPUTE=recompute,
-            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=_ranks_of(of_gate, of_up, of_grad),
-            STAGES=stages(3, of_gate, of_up, of_grad), num_warps=WARPS, **early(gate),
+            BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_R=ranks, STAGES=stages(3, of_gate, of_up, of_grad),
+            num_warps=WARPS, maxnreg=None if parts is None else SUMMING[ranks][1], **early(gate),
         )  # fmt: skip
 
 
 def sums(gate: Tensor, *factors: Factors) -> bool:
-    """Whether :func:`backward` can sum over tokens: with all three updates, of small rank."""
+    """Whether :func:`backward` can sum over tokens, and gains by it: with all updates, of small rank, on Hopper."""
     thins = [pair[0] for pair in factors if pair is not None]
-    if len(thins) < len(factors) or block_of_ranks(thins) > SUMMED_RANK:
+    if len(thins) < len(factors) or block_of_ranks(thins) not in SUMMING:
         return False
-    return gate.element_size() == 2 or not gate.is_cuda
+    return not gate.is_cuda or (gate.element_size() == 2 and capability(gate.device)[0] == 9)
 
 
 def make_parts(gate: Tensor, *factors: Factors) -> Tensor:
     """float32 ``[spans, I * (sum of R)]``, a row for each program that walks down the same columns."""
     tokens, width = gate.shape
-    blocks, tiles = triton.cdiv(width, BLOCK_I), triton.cdiv(tokens, BLOCK_T)
-    spans = min(tiles, max(1, SPANS * processors(gate.device) // blocks))
     ranks = sum(pair[0].shape[1] for pair in factors if pair is not None)
+    at_once = SUMMING[_ranks_of(*factors)][0] * processors(gate.device)
+    spans = spans_of_sums(tokens, triton.cdiv(width, BLOCK_I), ranks, at_once)
     return torch.empty(spans, width * ranks, dtype=torch.float32, device=gate.device)
+
+
+@functools.lru_cache(maxsize=1024)
+def spans_of_sums(tokens: int, blocks: int, ranks: int, at_once: int) -> int:
+    """How many programs share a block of columns.
+
+    A round of programs that is not full takes as long as a full one; and each span more writes and reads a part of the
+    sums, 8 bytes for each rank, beside the 10 of a token.
+
+    Args:
+        blocks: of columns.
+        ranks: of all updates together.
+        at_once: how many programs run at once.
+    """
+
+    def cost(spans: int) -> float:
+        rounds = triton.cdiv(blocks * spans, at_once)
+        return rounds * at_once / (blocks * spans) + 0.8 * ranks * spans / tokens
+
+    most = min(triton.cdiv(tokens, BLOCK_T), max(8, 2 * at_once // blocks))
+    return min(range(1, most + 1), key=cost)
 
 
 def stages(tiles: int, *factors: Factors) -> int:
