@@ -110,7 +110,7 @@ class CheckpointOffload:
     def why_not(self, backbone: nn.Module, device: torch.device, *, recording: bool = False) -> str | None:
         """Why a training forward on a device has nothing to offload, or None."""
         if self.lane(device, recording=recording) is None:
-            return f"the model is on {device.type}, and copies beside the computation need CUDA"
+            return f"copies beside the computation need a CUDA device, not {device.type}"
         layers = decoder_layers(backbone)
         checkpointed = [on for on in map(_checkpointing, layers) if on is not None]
         if not any(checkpointed):
