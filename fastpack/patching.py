@@ -229,9 +229,9 @@ def _plan_budget(target: Any, max_tokens: int | TokenBudget | None) -> Callable[
     return plan_budget(target, max_tokens)
 
 
-def is_patched(model: nn.Module) -> bool:
-    """True where ``patch`` is in force on this model."""
-    return _state(find_parts(model).backbone) is not None
+def is_patched(target: Any) -> bool:
+    """True where ``patch`` is in force on this model; for a trainer, on the model that it trains."""
+    return _state(find_parts(models_of(target)[0]).backbone) is not None
 
 
 def _state(backbone: nn.Module) -> PatchState | None:

@@ -198,6 +198,7 @@ def test_why_not() -> None:
     assert fastpack.report(model).notes[-1] == f"offload: nothing to do, {why}"
     run(model).backward()
     assert idle(model).startswith(why)
+    assert fastpack.report(model).notes[-1] == f"offload: 1 forwards without: {why}", "said once"
 
     model = offloaded(tiny())
     with torch.autograd.graph.save_on_cpu():

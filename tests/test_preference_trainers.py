@@ -134,8 +134,10 @@ def test_patched_twice_and_undone(tmp_path: Path) -> None:
     assert [m.model.__dict__["forward"] for m in (trainer.model, trainer.ref_model)] == forwards
     trainer.train()
     assert fastpack.report(trainer).rung == "fast"
+    assert fastpack.is_patched(trainer)
     assert fastpack.is_patched(trainer.ref_model)
     fastpack.unpatch(trainer)
+    assert not fastpack.is_patched(trainer)
     assert not fastpack.is_patched(trainer.model)
     assert not fastpack.is_patched(trainer.ref_model)
     assert "forward" not in trainer.model.model.__dict__

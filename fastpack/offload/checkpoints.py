@@ -152,7 +152,7 @@ class CheckpointOffload:
         else:
             device = next(backbone.parameters()).device
             reason = None if device.type == "meta" else self.why_not(backbone, device)
-            parts = ["on" if reason is None else f"nothing to do, {reason}"]
+            parts = ["on"] if reason is None else [f"nothing to do, {reason}"] if reason not in stats.idle else []
         parts += [f"{count} forwards without: {why}" for why, count in stats.idle.most_common()]
         return f"offload: {'; '.join(parts)}"
 

@@ -89,8 +89,10 @@ def completion_tokens(inputs: Inputs) -> Tensor:
 
 
 def _no_dpo(trainer: Any) -> str | None:
-    sorted_ = [name for name in trainer.loss_types if name.startswith("aot")]
-    return f"loss_type {sorted_[0]!r} sorts the pairs of a micro-batch, and changes with them" if sorted_ else None
+    for name in trainer.loss_types:
+        if name.startswith("aot"):
+            return f"loss_type {name!r} sorts the pairs of a micro-batch, and changes with them: leave max_tokens out"
+    return None
 
 
 def _whole_sft(trainer: Any) -> str | None:
@@ -106,12 +108,15 @@ def _whole_trainer(trainer: Any) -> str | None:
 
 
 def _whole_experts(balanced: bool) -> str | None:
-    return "the auxiliary loss of experts would be added once for each piece" if balanced else None
+    if balanced:
+        return "the auxiliary loss of experts would be added once for each piece: leave same_steps out"
+    return None
 
 
 def _whole_kto(trainer: Any) -> str | None:
     if getattr(trainer, "calculate_KL", False):
-        return f"loss_type {trainer.loss_type!r} compares with a KL that is a mean over the micro-batch"
+        kind = trainer.loss_type
+        return f"loss_type {kind!r} compares with a KL that is a mean over a micro-batch: leave same_steps out"
     return None
 
 

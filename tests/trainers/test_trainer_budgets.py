@@ -249,7 +249,7 @@ def test_refused(tmp_path: Path) -> None:
         fastpack.patch(BUILD["sft"](tmp_path).model, max_tokens=100)
     with pytest.raises(PatchError, match="'aot' sorts the pairs"):
         fastpack.patch(BUILD["dpo"](tmp_path, loss_type=["aot"]), max_tokens=200)
-    with pytest.raises(PatchError, match="a KL that is a mean over the micro-batch"):
+    with pytest.raises(PatchError, match="a KL that is a mean over a micro-batch: leave same_steps out"):
         fastpack.patch(BUILD["kto"](tmp_path, loss_type="kto"), max_tokens=TokenBudget(200, same_steps=True))
     with pytest.raises(PatchError, match="padding_free makes one row"):
         fastpack.patch(BUILD["sft"](tmp_path, padding_free=True), max_tokens=TokenBudget(200, same_steps=True))
