@@ -146,10 +146,17 @@ def test_a_refused_reference_leaves_the_policy_as_it_was() -> None:
     assert fastpack.report(policy).backend == "segments", "the patch in force stays"
 
 
-@pytest.mark.parametrize("other", ["a name", None, nn.Linear(2, 2)])
-def test_what_is_no_model(other: Any) -> None:
-    with pytest.raises(fastpack.UnsupportedModelError, match="not a transformers model"):
-        fastpack.is_patched(other)
+NO_TARGET = (TypeError, r"takes a model .* or a trainer")
+NO_MODEL = (fastpack.UnsupportedModelError, "not a transformers model")
+
+
+@pytest.mark.parametrize(
+    ("other", "error", "words"), [("a name", *NO_TARGET), (None, *NO_TARGET), (nn.Linear(2, 2), *NO_MODEL)]
+)
+def test_what_is_no_model(other: Any, error: type[Exception], words: str) -> None:
+    for ask in (fastpack.is_patched, fastpack.report, fastpack.patch):
+        with pytest.raises(error, match=words):
+            ask(other)
 
 
 def test_a_model_held_twice_is_patched_once() -> None:
