@@ -37,15 +37,13 @@ def rejects(shape: AttentionShape) -> str | None:
 def wins(shape: AttentionShape) -> bool:
     """Whether it was measured to be faster than FlashAttention-2, on short sequences and on long ones.
 
-    On an H200, forward and backward, with sequences of instruction lengths (15 of 2,944 tokens) and with one of 8,192:
-    32/8 heads of 128 0.19 ms instead of 0.33, and 5.7 instead of 6.5; 32/8 heads of 64 0.10 instead of 0.24, and 3.0
-    instead of 3.9; 14/2 heads of 64, too few to keep the device busy, 0.10 instead of 0.12, and 2.1 instead of 1.9.
+    On an H200, forward and backward, 15 sequences of 3,092 tokens and one of 8,192, in ms: 32/8 heads of 128 0.17
+    instead of 0.37, and 5.3 instead of 6.5; 32/32 heads of 64 0.12 instead of 0.23, and 3.5 instead of 3.7; 14/2 heads
+    of 64 0.06 instead of 0.13, and 1.5 instead of 1.8; with 15 other counts of heads too.
     """
     capability = cuda_capability(shape)
     plain = shape.softcap is None and not shape.sinks and shape.dtype in (torch.float16, torch.bfloat16)
-    if not plain or capability is None or capability[0] != 9:
-        return False
-    return 64 < shape.head_dim <= 128 or (shape.head_dim == 64 and shape.num_heads > shape.num_kv_heads >= 8)
+    return plain and capability is not None and capability[0] == 9 and 64 <= shape.head_dim <= 128
 
 
 def run(call: AttentionCall) -> Tensor:
@@ -98,10 +96,13 @@ class _TritonPacked(torch.autograd.Function):
         q, k, v, sinks, out, lse, cu_seqlens, rows = ctx.saved_tensors
         needed = ctx.needs_input_grad
         grad = attention.readable(grad)
-        dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, ctx.scores, rows=rows)
+        of_keys = needed[1] or needed[2]
+        arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens) if of_keys else None
+        shared = {"rows": rows, "arrivals": arrivals}
+        dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, ctx.scores, **shared)
         dk = dv = dsinks = None
-        if needed[1] or needed[2]:
-            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, rows=rows)
+        if of_keys:
+            dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, ctx.scores, **shared)
         if sinks is not None and needed[3]:
             # its weight times (the gradient of its weight, which is none, less delta), summed once in float32
             weight = torch.exp2(sinks.float() * attention.LOG2E - lse)

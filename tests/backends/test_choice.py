@@ -76,8 +76,9 @@ CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
     ("triton_packed", H100, shape(head_dim=128, value_dim=128)),  # where it was measured to be faster
     ("triton_packed", H100, shape(head_dim=96, value_dim=96, window=512)),
     ("triton_packed", H100, shape(head_dim=64, value_dim=64)),
-    ("torch_varlen", H100, shape(head_dim=64, value_dim=64, num_heads=14, num_kv_heads=2)),  # and where it was not
-    ("torch_varlen", H100, shape(head_dim=64, value_dim=64, num_kv_heads=32)),
+    ("triton_packed", H100, shape(head_dim=64, value_dim=64, num_heads=14, num_kv_heads=2)),
+    ("triton_packed", H100, shape(head_dim=64, value_dim=64, num_kv_heads=32)),
+    ("torch_varlen", H100, shape(head_dim=48, value_dim=48)),  # and where it was not
     ("torch_varlen", A100, shape(head_dim=64, value_dim=64)),
     ("torch_varlen", A100, shape(head_dim=128, value_dim=128)),
     ("torch_varlen", H100, shape(head_dim=256, value_dim=256)),

@@ -61,6 +61,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
     """``cut(tile)``: every kernel is cut up so."""
 
     def cut(tile: Tile) -> None:
+        if tile.sharing:
+            monkeypatch.setattr(attention_backward, "LEAST_STEPS", 1)
         for module in (attention, attention_backward):
             monkeypatch.setattr(module, "chosen", lambda *_, **__: tile)
 
@@ -81,11 +83,23 @@ def offsets(*values: int) -> Tensor:
 
 def all_of(call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
     """Result, log-sum-exp and gradients, from the launchers themselves."""
+    return all_and_arrivals(call, cu_seqlens, grad, rows)[0]
+
+
+def all_and_arrivals(
+    call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """And how many pieces of each walk over queries were done, where walks may be shared."""
+    q, k, v = call.q, call.k, call.v
     scores = Scores(call.scale, call.window, call.softcap)
-    out, lse = attention.forward(call.q, call.k, call.v, call.sinks, cu_seqlens, scores, rows=rows)
-    dq, delta = attention_backward.queries(grad, call.q, call.k, call.v, out, lse, cu_seqlens, scores, rows=rows)
-    dk, dv = attention_backward.keys(grad, call.q, call.k, call.v, lse, delta, cu_seqlens, scores, rows=rows)
-    return [out, lse, dq, dk, dv]
+    out, lse = attention.forward(q, k, v, call.sinks, cu_seqlens, scores, rows=rows)
+    arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens)
+    if arrivals is not None:
+        arrivals.fill_(77)  # whatever the memory held
+    shared = {"rows": rows, "arrivals": arrivals}
+    dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, scores, **shared)
+    dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, scores, **shared)
+    return [out, lse, dq, dk, dv], arrivals
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
@@ -113,6 +127,39 @@ def test_sizes_and_groups(case: Case) -> None:
 def test_many_tiles(case: Case, tile: Tile, cut: Cut) -> None:
     cut(tile)
     assert_exact(triton_packed.run, case, FLOAT)
+
+
+# pieces of one step each; groups of one leave a tile of 32 rows more tokens than a tile of keys has
+SHARED = [(case, replace(tile, sharing=1000)) for case, tile in TILED]
+SHARED.append((Case(groups=1, head_dim=8), replace(WIDE, sharing=1000)))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
+@pytest.mark.parametrize(("case", "tile"), SHARED, ids=str)
+def test_shared_walks(case: Case, tile: Tile, cut: Cut) -> None:
+    """Several programs add up the gradients of a tile of keys; the others have it to themselves."""
+    cut(tile)
+    assert_exact(triton_packed.run, case, FLOAT)
+    call = case.make(FLOAT, requires_grad=False)
+    _, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, torch.ones_like(triton_packed.run(call)))
+    if case.groups == 1 and tile.rows > tile.keys:
+        assert arrivals is None
+        return
+    assert arrivals is not None
+    kv_heads = call.k.shape[1]
+    part, parts = attention.parts_of(case.groups)
+    done = arrivals.view(-1, kv_heads)[:, 0].tolist()
+    expected = [0] * len(done)
+    for i, (begin, length) in enumerate(zip(call.packed.cu_seqlens.tolist(), call.packed.lengths, strict=False)):
+        slot = begin // tile.keys + i
+        for first in range(0, length, tile.keys):
+            reach = length - first if case.window is None else min(length - first, tile.keys + case.window - 1)
+            pieces = min(attention_backward.MOST_PIECES, -(-reach // (tile.rows // part)) * parts)
+            expected[slot + first // tile.keys] = pieces if pieces > 1 else 0
+    assert done == expected
+    assert max(done) > 1
+    assert 0 in done
 
 
 @interpreted
@@ -240,10 +287,12 @@ def test_lengths_are_read_on_the_device_alone() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("sharing", [0, 1000])
 @pytest.mark.parametrize("window", [None, 7])
-def test_a_sequence_is_not_moved_by_its_neighbours(window: int | None) -> None:
+def test_a_sequence_is_not_moved_by_its_neighbours(window: int | None, sharing: int, cut: Cut) -> None:
     """NaN in one sequence, and in its gradient, reaches no other: what is masked is never multiplied by zero."""
     case = Case(window=window, head_dim=8)
+    cut(replace(ONE_LOOP, sharing=sharing))
     call = case.make(FLOAT, requires_grad=False)
     grad = torch.randn_like(triton_packed.run(call))
     before = all_of(call, call.packed.cu_seqlens, grad)
@@ -349,6 +398,30 @@ def test_the_same_bits_each_time(heads: int, kv_heads: int, size: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (16, 2, 128)])
+def test_shared_walks_are_what_one_program_makes(
+    heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the order of sums in float32, with a tail that does not count; any order of arrival, the same bits."""
+    lengths = [441, 33, 370, 60, 112, 1, 122, 85]
+    call = on_gpu(lengths, heads, kv_heads, size)
+    rows = torch.tensor([sum(lengths[:-1])], dtype=torch.int32, device="cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    grad = torch.randn(call.q.shape, generator=generator, device="cuda", dtype=call.q.dtype)
+    found, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
+    assert arrivals is not None
+    assert arrivals.max() == attention_backward.MOST_PIECES
+    assert all(same(found, all_of(call, call.packed.cu_seqlens, grad, rows)) for _ in range(20))
+    monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
+    alone, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
+    assert arrivals is None
+    assert same(found[:3], alone[:3])
+    for shared, other in zip(found[3:], alone[3:], strict=True):
+        assert relative(shared, other) <= 2**-7  # a step of bfloat16
+        assert not shared[rows.item() :].any()
+
+
+@pytest.mark.gpu
 def test_a_recorded_launch_serves_other_lengths() -> None:
     """Recorded with one batch, replayed with another of the same T and N, of which some have no token."""
     batches = [[100, 28, 1, 127], [256, 0, 0, 0], [3, 250, 3, 0]]
@@ -379,8 +452,9 @@ def test_a_recorded_launch_serves_other_lengths() -> None:
 
 
 @pytest.mark.gpu
-def test_more_elements_than_int32_counts() -> None:
-    """The last sequence of 2^31 elements is what it is alone."""
+def test_more_elements_than_int32_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last sequence of 2^31 elements is what it is alone, and not shared, as it is among so many."""
+    monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
     tokens, heads, size = 2**20 + 300, 16, 128
     q = torch.zeros(tokens, heads, size, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.zeros(tokens, 1, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -43,6 +43,7 @@ class Tile:
         warps, stages: Triton's.
         split: the tiles that every row sees in full have a loop of their own, without masks. A window has one loop.
         registers: at most so many a thread, or None to leave it to the compiler, which likes to take all.
+        sharing: a long walk of a program is shared while all programs are at most so many a multiprocessor.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class Tile:
     stages: int
     split: bool = False
     registers: int | None = None
+    sharing: int = 0
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -63,7 +65,7 @@ class Tile:
 FORWARD: dict[int, Tile] = {
     # the larger of head and value size, rounded up to a power of two
     64: Tile(rows=64, keys=64, warps=4, stages=2, split=True),
-    128: Tile(rows=64, keys=32, warps=4, stages=2, registers=128),
+    128: Tile(rows=64, keys=32, warps=4, stages=2, split=True, registers=128),
     256: Tile(rows=64, keys=32, warps=8, stages=2),
 }
 FLOAT32: dict[int, Tile] = {

@@ -1,11 +1,13 @@
-"""Packed causal attention, backward: two launches, without atomics, the same bits each time.
+"""Packed causal attention, backward: two launches, the same bits each time.
 
 Shape suffixes as in :mod:`fastpack.ops.kernels.attention`.
 
 The first takes tiles of queries as the forward does. A program holds the gradient of its rows anyway, so it also makes
 ``delta``, the row sums of that times the result, in passing: a launch of its own would read both tensors once more. The
 second takes tiles of keys of one key/value head and walks over the queries that see them, of the whole group: gradients
-of keys and values are written once, in their dtype, without a copy for each query head.
+of keys and values are written once, in their dtype, without a copy for each query head. Where that leaves the device
+with few programs, of which the longest sequence's has the most to do, a long walk is shared by several: each writes its
+sums, and whoever comes last adds them up, in the order of the queries. Nobody waits for another.
 
 Products are laid out so that what was computed is the left factor of the next product, which may stay in registers:
 keys are the rows of every tile in the second kernel.
@@ -36,19 +38,21 @@ from fastpack.ops.kernels.attention import (
     store_rows,
     visible,
 )
-from fastpack.ops.kernels.launch import early, on_device, rows_that_count, wait_for_inputs
+from fastpack.ops.kernels.launch import early, on_device, processors, rows_that_count, wait_for_inputs
 
 QUERIES: dict[int, Tile] = {
     # as attention.FORWARD
     64: Tile(rows=64, keys=32, warps=4, stages=3, registers=96),
-    128: Tile(rows=64, keys=32, warps=4, stages=2, registers=168),
+    128: Tile(rows=64, keys=32, warps=4, stages=2, split=True, registers=168),
     256: Tile(rows=64, keys=32, warps=8, stages=2),
 }
 KEYS: dict[int, Tile] = {
-    64: Tile(rows=64, keys=64, warps=4, stages=2),
-    128: Tile(rows=32, keys=64, warps=4, stages=3),
+    64: Tile(rows=64, keys=64, warps=4, stages=2, sharing=9),
+    128: Tile(rows=32, keys=64, warps=4, stages=3, sharing=4),
     256: Tile(rows=32, keys=32, warps=8, stages=1),
 }
+MOST_PIECES, LEAST_STEPS = 4, 8
+"""Of a long walk over queries, and of each of its pieces."""
 
 
 # --- gradient of the queries ------------------------------------------------------------------------------------------
@@ -75,17 +79,20 @@ def _walk_keys(
     return dq
 
 
-@triton.jit(do_not_specialize=["sequences", "window"])
+@triton.jit(do_not_specialize=["arrivals", "sequences", "window"])
 def queries_kernel(
-    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, cu_seqlens, count, sequences, window, inner, outer, scale,
+    Q, K, V, OUT, GRAD, LSE, DELTA, DQ, ARRIVALS, arrivals, cu_seqlens, count, sequences, window, inner, outer, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid as of the forward. Writes DQ, and DELTA ``[T, H]`` for :func:`keys_kernel`."""
+    """Grid as of the forward. Writes DQ, and for :func:`keys_kernel` DELTA ``[T, H]`` and as many zeros as ARRIVALS
+    has."""
     wait_for_inputs(EARLY)
+    if ARRIVALS is not None:
+        tl.store(ARRIVALS + tl.program_id(0), 0, mask=tl.program_id(0) < arrivals)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // (KV_HEADS * PARTS)
     kv_head = tl.program_id(0) // PARTS % KV_HEADS
@@ -174,30 +181,60 @@ def _walk_rows(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["sequences", "window"])
+@triton.jit
+def _places(tile, most, piece, column, SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of one piece's sums ``[KEYS, SIZE]``, which begin at a column of ``WIDTH``."""
+    start = (tile.to(tl.int64) * most + piece) * (KEYS * WIDTH) + column
+    return start + tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def _sum_of_pieces(
+    SUMS, tile, most, pieces, column, SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    total = tl.zeros((KEYS, SIZE), dtype=tl.float32)
+    for piece in range(0, pieces):
+        total += tl.load(SUMS + _places(tile, most, piece, column, SIZE, KEYS, WIDTH), cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["most", "sequences", "window"])
 def keys_kernel(
-    Q, K, V, GRAD, LSE, DELTA, DK, DV, cu_seqlens, count, sequences, window, inner, outer, scale,
+    Q, K, V, GRAD, LSE, DELTA, DK, DV, SUMS, ARRIVALS, most, cu_seqlens, count, sequences, window, inner, outer, scale,
     q_token, q_head, k_token, k_head, v_token, v_head, grad_token, grad_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr,
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
-    EARLY: tl.constexpr,
+    LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots of ``KEYS`` tokens times key/value heads, heads first. A sequence's first tile has most to do."""
+    """Grid: slots of ``KEYS`` tokens times pieces times key/value heads, heads first. A sequence's first tile has most
+    to do: in as many pieces as there are ``LEAST`` steps, at most ``most``; 1 without SUMS."""
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // KV_HEADS
+    piece = 0
+    if SUMS is not None:
+        piece = slot % most
+        slot //= most
     kv_head = tl.program_id(0) % KV_HEADS
     begin, end, tile = locate(cu_seqlens, slot, sequences, KEYS)
     first = begin + tile * KEYS
-    if first >= end:
+    last = end  # behind the last query that sees a key of this tile
+    if WINDOWED:
+        last = tl.minimum(end, first + KEYS + window - 1)
+    counts = begin < rows_that_count(count, end)
+    steps = tl.cdiv(last - first, BLOCK_T)
+    pieces = 1
+    if SUMS is not None:
+        pieces = tl.where(counts, tl.minimum(tl.maximum(steps * PARTS // LEAST, 1), most), 1)
+    if (first >= end) | (piece >= pieces):
         return
     dk = tl.zeros((KEYS, BLOCK_D), dtype=tl.float32)
     dv = tl.zeros((KEYS, BLOCK_V), dtype=tl.float32)
     # a contiguous [T, K, size] is one of rows with one head each
     DK += kv_head * D
     DV += kv_head * VALUES
-    if begin >= rows_that_count(count, end):
+    if not counts:
         store_rows(DK, dk, first, end, 0, KV_HEADS, KEYS, 1, 1, D, BLOCK_D)
         store_rows(DV, dv, first, end, 0, KV_HEADS, KEYS, 1, 1, VALUES, BLOCK_V)
         return
@@ -210,32 +247,43 @@ def keys_kernel(
     LSE += group
     DELTA += group
 
-    last = end  # behind the last query that sees a key of this tile
-    if WINDOWED:
-        last = tl.minimum(end, first + KEYS + window - 1)
-    steps = tl.cdiv(last - first, BLOCK_T)
+    low, high = steps * piece // pieces, steps * (piece + 1) // pieces
     # fmt: off
     if SPLIT and not WINDOWED:
-        diagonal = tl.minimum(tl.cdiv(KEYS, BLOCK_T), steps)
+        diagonal = tl.maximum(tl.minimum(tl.cdiv(KEYS, BLOCK_T), high), low)
         dk, dv = _walk_rows(
-            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first, diagonal, end, window, inner, outer,
+            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + low * BLOCK_T, diagonal - low, end, window, inner, outer,
             q_token, q_head, grad_token, grad_head,
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, True, WINDOWED, CAPPED,
         )
         dk, dv = _walk_rows(
-            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + diagonal * BLOCK_T, steps - diagonal, end,
+            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + diagonal * BLOCK_T, high - diagonal, end,
             window, inner, outer, q_token, q_head, grad_token, grad_head,
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, False, WINDOWED, CAPPED,
         )
     else:
         dk, dv = _walk_rows(
-            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first, steps, end, window, inner, outer,
+            k, v, dk, dv, key, Q, GRAD, LSE, DELTA, first + low * BLOCK_T, high - low, end, window, inner, outer,
             q_token, q_head, grad_token, grad_head,
             KV_HEADS, GROUP, PART, PARTS, D, VALUES, BLOCK_D, BLOCK_V, ROWS, True, WINDOWED, CAPPED,
         )
     # fmt: on
-    store_rows(DK, dk * scale, first, end, 0, KV_HEADS, KEYS, 1, 1, D, BLOCK_D)
-    store_rows(DV, dv, first, end, 0, KV_HEADS, KEYS, 1, 1, VALUES, BLOCK_V)
+    is_last = True
+    if SUMS is not None:
+        WIDTH: tl.constexpr = BLOCK_D + BLOCK_V
+        at = slot * KV_HEADS + kv_head
+        if pieces > 1:
+            tl.store(SUMS + _places(at, most, piece, 0, BLOCK_D, KEYS, WIDTH), dk)
+            tl.store(SUMS + _places(at, most, piece, BLOCK_D, BLOCK_V, KEYS, WIDTH), dv)
+            tl.debug_barrier()  # all threads have written before one of them says so
+            is_last = tl.atomic_add(ARRIVALS + at, 1, sem="acq_rel") == pieces - 1
+            tl.debug_barrier()
+            if is_last:
+                dk = _sum_of_pieces(SUMS, at, most, pieces, 0, BLOCK_D, KEYS, WIDTH)
+                dv = _sum_of_pieces(SUMS, at, most, pieces, BLOCK_D, BLOCK_V, KEYS, WIDTH)
+    if is_last:
+        store_rows(DK, dk * scale, first, end, 0, KV_HEADS, KEYS, 1, 1, D, BLOCK_D)
+        store_rows(DV, dv, first, end, 0, KV_HEADS, KEYS, 1, 1, VALUES, BLOCK_V)
 
 
 # --- launcher ---------------------------------------------------------------------------------------------------------
@@ -252,6 +300,7 @@ def queries(
     scores: Scores,
     tile: Tile | None = None,
     rows: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q, and what :func:`keys` needs.
 
@@ -260,6 +309,7 @@ def queries(
         q, k, v, cu_seqlens, scores, rows: as the forward took them.
         out, lse: what it returned.
         tile: for measuring.
+        arrivals: what :func:`make_arrivals` made, to be set to zero on the way.
 
     Returns:
         ``[T, H, D]`` contiguous in the dtype of q, and delta, float32 ``[T, H]``: the products of result and gradient
@@ -271,8 +321,9 @@ def queries(
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     with on_device(q):
         queries_kernel[(slots(cu_seqlens, len(q), tile.rows // part) * k.shape[1] * parts,)](
-            q, k, v, out, grad, lse, delta, dq, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
-            scores.scale, *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
+            q, k, v, out, grad, lse, delta, dq, arrivals, 0 if arrivals is None else len(arrivals),
+            cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments, scores.scale, *_strides(q, k, v, grad),
+            **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
         )  # fmt: skip
     return dq, delta
 
@@ -288,17 +339,42 @@ def keys(
     scores: Scores,
     tile: Tile | None = None,
     rows: Tensor | None = None,
+    arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`."""
+    """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`,
+    which has set ``arrivals`` to zero."""
     if tile is None:
         tile = chosen(KEYS, q, v, streams_keys=False)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+    tiles, constants = slots(cu_seqlens, len(q), tile.keys) * k.shape[1], sizes(q, k, v)
+    pieces, sums = 1, None
+    if arrivals is not None:
+        pieces = pieces_of(tile, tiles, q.device)
+        width = constants["BLOCK_D"] + constants["BLOCK_V"]
+        sums = torch.empty(tiles, pieces, tile.keys, width, dtype=torch.float32, device=q.device)
     with on_device(q):
-        keys_kernel[(slots(cu_seqlens, len(q), tile.keys) * k.shape[1],)](
-            q, k, v, grad, lse, delta, dk, dv, cu_seqlens, rows, cu_seqlens.numel() - 1, *scores.arguments,
-            scores.scale, *_strides(q, k, v, grad), **sizes(q, k, v), **scores.flags, **tile.arguments, **early(q),
+        keys_kernel[(tiles * pieces,)](
+            q, k, v, grad, lse, delta, dk, dv, sums, arrivals, pieces, cu_seqlens, rows, cu_seqlens.numel() - 1,
+            *scores.arguments, scores.scale, *_strides(q, k, v, grad), **constants, **scores.flags, **tile.arguments,
+            LEAST=LEAST_STEPS, **early(q),
         )  # fmt: skip
     return dk, dv
+
+
+def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor | None:
+    """int32, one for each tile of keys: how many pieces of its walk are done. None where no walk is shared."""
+    keys_tile, queries_tile = chosen(KEYS, q, v, streams_keys=False), chosen(QUERIES, q, v, streams_keys=True)
+    part, _ = parts_of(q.shape[1] // k.shape[1])
+    tiles = slots(cu_seqlens, len(q), keys_tile.keys) * k.shape[1]
+    # each program of the first kernel sets one to zero
+    if pieces_of(keys_tile, tiles, q.device) == 1 or queries_tile.rows // part > keys_tile.keys:
+        return None
+    return torch.empty(tiles, dtype=torch.int32, device=q.device)
+
+
+def pieces_of(tile: Tile, tiles: int, device: torch.device) -> int:
+    """In how many pieces a long walk over queries is cut, where there are so many tiles of keys."""
+    return max(1, min(MOST_PIECES, tile.sharing * processors(device) // max(1, tiles)))
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
