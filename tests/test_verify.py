@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -170,6 +171,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert json.loads(capsys.readouterr().out)["rung"] == "fast"
     for wrong in (["nowhere.json"], [str(tmp_path / "model"), "--dtype", "int3"], [str(tmp_path)]):
         assert main(["verify", *wrong, "--device", "cpu"]) == 2
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for flag, value, said in (
+        ("--device", "nosuch", "--device nosuch can't be used here: "),
+        ("--device", "cuda:99", "--device cuda:99 can't be used here: "),
+        ("--kernels", "triton", "the tensors are on the CPU"),
+    ):
+        flags = {"--device": "cpu", flag: value}
+        assert main(["verify", str(config), "--random", *itertools.chain(*flags.items())]) == 2
+        assert said in capsys.readouterr().err
     leak(monkeypatch)
     assert main(["verify", str(tmp_path / "model"), "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out

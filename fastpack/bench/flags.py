@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trainer", choices=TRAINERS, default="sft", help="TRL's SFTTrainer, or its DPOTrainer")
     parser.add_argument("--rows", type=_positive, help="rows of a batch, of dpo pairs (default: 16, of dpo 4)")
     parser.add_argument("--steps", type=_positive, default=20, help="timed steps")
-    parser.add_argument("--warmup", type=int, help="steps before those (default: 3, with --graphs 5)")
+    parser.add_argument("--warmup", type=_not_negative, help="steps before those (default: 3, with --graphs 5)")
     parser.add_argument(
         "--lengths",
         "--data",
@@ -94,6 +94,28 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
     )
 
 
+def check(settings: Settings, *, on_gpu: bool) -> None:
+    """Raise what every contestant would stumble over, each in a process of its own.
+
+    Raises:
+        FastpackError: no such lengths, no such backend, or kernels that this machine has no use for.
+    """
+    import torch
+
+    from fastpack.attention_dispatch import check_name
+    from fastpack.ops.implementation import use_triton
+
+    check_name(settings.attention)
+    try:
+        use_triton(settings.kernels, torch.empty(0, device="cuda" if on_gpu else "cpu"))
+    except ValueError as error:
+        raise FastpackError(str(error)) from error
+    try:
+        settings.timed_batches()
+    except (OSError, ValueError) as error:
+        raise FastpackError(f"--lengths {settings.lengths}: {error}") from error
+
+
 def choose(only: list[str] | None, *, on_gpu: bool, trainer: str = "sft") -> tuple[list[str], dict[str, str]]:
     """Who takes part, and who of this trainer's ways does not and why.
 
@@ -129,6 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     settings = make_settings(arguments, on_gpu=on_gpu)
     names, left_out = choose(arguments.only, on_gpu=on_gpu, trainer=arguments.trainer)
+    check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)
     if arguments.json:
@@ -141,7 +164,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _not_negative(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
     number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}")
     return number

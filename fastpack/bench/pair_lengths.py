@@ -6,10 +6,10 @@ be measured where neither the data nor its tokenizer is.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,14 +118,28 @@ def _is_pair(row: Any) -> bool:
     return isinstance(row, list) and len(row) == 3 and all(isinstance(n, int) and n > 0 for n in row)
 
 
-def main(data: str, tokenizer: str, target: str) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Count the tokens of a JSON-lines file of preferences, and write them."""
+    parser = argparse.ArgumentParser(prog="python -m fastpack.bench.pair_lengths", description=main.__doc__)
+    parser.add_argument("pairs", type=Path, help="JSON lines with prompt, chosen and rejected, in one of TRL's formats")
+    parser.add_argument("tokenizer", help="a folder or a name on the hub")
+    parser.add_argument("lengths", type=Path, help="the file to write: [prompt, chosen, rejected] of each pair")
+    given = parser.parse_args(arguments)
+    if not given.pairs.is_file():
+        parser.error(f"no such file: {given.pairs}")
     from transformers import AutoTokenizer
 
-    with Path(data).open(encoding="utf-8") as lines:
-        pairs = count_tokens((json.loads(line) for line in lines), AutoTokenizer.from_pretrained(tokenizer))
-    Path(target).write_text(json.dumps(pairs), encoding="utf-8")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
+    except (OSError, ValueError) as error:
+        parser.error(f"no tokenizer in {given.tokenizer}: {error}")
+    try:
+        with given.pairs.open(encoding="utf-8") as lines:
+            pairs = count_tokens((json.loads(line) for line in lines), tokenizer)
+    except (ValueError, KeyError) as error:
+        parser.error(f"{given.pairs} should hold JSON lines with prompt, chosen and rejected: {error!r}")
+    given.lengths.write_text(json.dumps(pairs), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

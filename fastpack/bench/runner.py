@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -84,7 +85,7 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     """Measure the machine, then each contestant, one process after the other.
 
     Raises:
-        FastpackError: a process failed otherwise than for want of memory; the end of what it said is in the message.
+        FastpackError: a process failed otherwise than for want of memory; what it said is printed before.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -92,12 +93,13 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     figures: list[Figures] = []
     with Progress(*columns, transient=True) as progress:
         task = progress.add_task("this machine", total=1)
-        found = json.loads(_run("fastpack.bench.ceiling", [], CEILING))
+        found = json.loads(_run("fastpack.bench.ceiling", [], CEILING, name="measuring this machine"))
         progress.update(task, completed=1)
         for name in contestants:
             task = progress.add_task(name, total=settings.warmup + settings.steps + on_gpu)
             given = json.dumps(asdict(replace(settings, contestant=name)))
-            line = _run("fastpack.bench.contestant", [given], FIGURES, lambda task=task: progress.advance(task))  # type: ignore[misc]
+            advance = functools.partial(progress.advance, task)
+            line = _run("fastpack.bench.contestant", [given], FIGURES, advance, name=name)
             figures.append(Figures(**json.loads(line)))
     ceiling = Ceiling(**found["ceiling"])
     half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
@@ -127,7 +129,9 @@ def floor_rate(settings: Settings, ceiling: Ceiling) -> float:
     return sum(map(sum, batches)) / (needed / ceiling.flops)
 
 
-def _run(module: str, arguments: list[str], prefix: str, on_step: Callable[[], None] | None = None) -> str:
+def _run(
+    module: str, arguments: list[str], prefix: str, on_step: Callable[[], None] | None = None, *, name: str
+) -> str:
     """Run a module in a process of its own; the rest of the line that it prints after ``prefix``."""
     found = None
     with tempfile.TemporaryFile("w+") as errors:
@@ -142,6 +146,8 @@ def _run(module: str, arguments: list[str], prefix: str, on_step: Callable[[], N
                     on_step()
         if found is None:
             errors.seek(0)
-            tail = "\n".join(errors.read().strip().splitlines()[-15:])
-            raise FastpackError(f"{module} {' '.join(arguments)} failed (exit {process.returncode}):\n{tail}")
+            said = errors.read().strip()
+            print(said, file=sys.stderr)
+            last = said.splitlines()[-1] if said else "it said nothing"
+            raise FastpackError(f"{name} failed (exit {process.returncode}): {last}")
     return found

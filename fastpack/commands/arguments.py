@@ -89,7 +89,10 @@ class OwnArguments:
     )
     metrics: bool = field(
         default=True,
-        metadata={"help": "Log tokens, padding, MFU and where time goes, to whatever --report_to names."},
+        metadata={
+            "help": "Log tokens, padding, MFU and where time goes, to whatever --report_to names; "
+            "--no_metrics leaves that to others."
+        },
     )
     patch: bool = field(
         default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains it stock, to compare."}

@@ -146,3 +146,4 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     console.print(table)
     for rung, what in WORDS.items():
         console.print(f"[bold]{rung}[/bold]: {what}")
+    console.print("Others find their rung when they are patched: fastpack verify MODEL says which, and proves it.")

@@ -28,7 +28,8 @@ def load_tokenizer(given: Given) -> Any:
             source, revision=revision, trust_remote_code=given.training.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"no tokenizer in {source}: pass --tokenizer FOLDER ({error})") from error
+        unknown = "" if Path(source).is_dir() else f"; or is the name wrong? There is no folder {source} here"
+        raise UsageError(f"no tokenizer in {source}: pass --tokenizer FOLDER{unknown} ({error})") from error
     if tokenizer.vocab_size == 0:  # transformers makes an empty one where it finds a config but no files
         raise UsageError(f"no tokenizer in {source}: pass --tokenizer FOLDER")
     return tokenizer

@@ -27,7 +27,8 @@ def main(arguments: Sequence[str]) -> int:
     import fastpack
 
     quiet()
-    model = _load(given)
+    device = _device(given)
+    model = _load(given, device)
     fastpack.patch(model, attention=given.attention, kernels=given.kernels)
     try:
         found = fastpack.verify(model)
@@ -42,11 +43,28 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if found.passed else 1
 
 
-def _load(given: argparse.Namespace) -> Any:
+def _device(given: argparse.Namespace) -> Any:
+    """Where the model is to be, which the kernels asked for can serve."""
+    import torch
+
+    from fastpack.ops.implementation import use_triton
+
+    name = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        there = torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
+        raise UsageError(f"--device {name} can't be used here: {str(error).splitlines()[0]}") from error
+    try:
+        use_triton(given.kernels, there)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return there.device
+
+
+def _load(given: argparse.Namespace, device: Any) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    device = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype: Any = given.dtype
     if dtype != "auto":
         dtype = getattr(torch, dtype, None)
@@ -58,6 +76,6 @@ def _load(given: argparse.Namespace) -> Any:
         if given.random:
             settings = {} if dtype == "auto" else {"dtype": dtype}
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model), **settings).to(device)
-        return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device)  # type: ignore[arg-type]
+        return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device)
     except (OSError, ValueError) as error:
         raise UsageError(f"{given.model} can't be loaded: {error}") from error

@@ -120,6 +120,8 @@ def model_class(model_type: str) -> Any:
     """The class that the mapping names for this family. KeyError where the mapping has no such name."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if model_type not in model_types():
+        raise KeyError(f"{model_type} is no name in the causal-LM mapping of this transformers")
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
 
 

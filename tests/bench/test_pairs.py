@@ -85,12 +85,22 @@ def test_tokens_are_counted_as_trl_does(conversational: bool, tmp_path: Path) ->
     assert count_tokens(iter(rows), tokenizer) == theirs
 
 
-def test_the_file_of_lengths(tmp_path: Path) -> None:
+def test_the_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = data.make_pairs(12)
     tokenizer = data.train_tokenizer(rows)
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    pair_lengths.main(str(data.write_rows(rows, tmp_path)), str(tmp_path / "tokenizer"), str(tmp_path / "found.json"))
+    files = [str(data.write_rows(rows, tmp_path)), str(tmp_path / "tokenizer"), str(tmp_path / "found.json")]
+    pair_lengths.main(files)
     assert make_pair_lengths(12, kind=str(tmp_path / "found.json")) == count_tokens(iter(rows), tokenizer)
+    (tmp_path / "odd.jsonl").write_text('{"question": "Why?"}\n')
+    for place, wrong, said in (
+        (0, "nowhere.jsonl", "no such file: nowhere.jsonl"),
+        (0, str(tmp_path / "odd.jsonl"), "should hold JSON lines with prompt, chosen and rejected"),
+        (1, str(tmp_path), f"no tokenizer in {tmp_path}"),
+    ):
+        with pytest.raises(SystemExit):
+            pair_lengths.main([wrong if at == place else file for at, file in enumerate(files)])
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("mode", ["full", "lora"])

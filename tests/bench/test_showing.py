@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
+from fastpack.bench import runner
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.contestants import CONTESTANTS
-from fastpack.bench.flags import add_arguments, choose, make_settings
+from fastpack.bench.flags import add_arguments, choose, make_settings, run
 from fastpack.bench.flops import step_flops
 from fastpack.bench.gate import compare
 from fastpack.bench.plot import save_plot
@@ -115,6 +117,38 @@ def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert left_out == dict.fromkeys(["stock + FA2", "stock + FA2 + Liger"], "needs a GPU")
     with pytest.raises(FastpackError, match="needs a GPU"):
         choose(["stock + FA2"], on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--lengths", "nowhere.json"), "--lengths nowhere.json: .* No such file"),
+        (("--trainer", "dpo", "--data", "nowhere.json"), "--lengths nowhere.json: .* No such file"),
+        (("--trainer", "dpo", "--data", "1"), "--lengths 1: rows of 1 tokens have no room"),
+        (("--attention", "sideways"), "attention='sideways' is not a backend"),
+        (("--kernels", "triton"), "the tensors are on the CPU"),
+    ],
+)
+def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(runner, "_run", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FastpackError, match=said):
+        run(parse(*flags))
+
+
+def test_a_process_that_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    """All that it said, and its last line in the error."""
+    with pytest.raises(FastpackError, match=r"^the third failed \(exit 1\): .*No module named '?nosuch"):
+        runner._run("nosuch", [], "never", name="the third")
+    assert "nosuch" in capfd.readouterr().err
+
+
+def test_steps_before_those_that_are_timed_may_be_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert parse("--warmup", "0").warmup == 0
+    with pytest.raises(SystemExit):
+        parse("--warmup", "-1")
+    assert "must be at least 0" in capsys.readouterr().err
 
 
 def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
