@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastpack.rungs import WORDS, describe
+from fastpack.text import as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -58,12 +59,7 @@ class PatchReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(width=100, color_system=None)
-        with console.capture() as capture:
-            console.print(self)
-        return capture.get().rstrip("\n")
+        return as_text(self)
 
     def __rich__(self) -> RenderableType:
         from rich import box

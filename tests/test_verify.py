@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from fastpack.families import REFUSED
 from fastpack.packing import PackedSeqLens
 from fastpack.smoke.special import NOT_BUILT
 from fastpack.smoke.tiny import build_tiny, model_types
+from fastpack.verification import Check
 
 UNTELLABLE = {
     "cpmant": "embeds others beside",
@@ -159,6 +161,21 @@ def test_the_table() -> None:
     for words in ("exact", "packed, as each sequence alone: gradients", "control", "<= 1e-04", "ok"):
         assert words in text
     assert json.loads(json.dumps(found.to_dict()))["passed"] is True
+
+
+@pytest.mark.parametrize(("terminal", "width"), [("60", 60), ("100", 100), ("250", 100), (None, 100)])
+def test_the_table_fits_its_terminal(terminal: str | None, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    if terminal is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+        monkeypatch.setattr("sys.__stdout__", None)
+    else:
+        monkeypatch.setenv("COLUMNS", terminal)
+    found = fastpack.verify(model)
+    long = replace(found, checks=(Check("word " * 50, 0.0, 1e-4), *found.checks))
+    assert max(map(len, str(long).splitlines())) == width
+    # what is not installed is told at length
+    assert max(map(len, str(fastpack.report(model)).splitlines())) == width
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,15 +54,20 @@ def _powered(outcome: Outcome) -> bool:
 
 
 def _speeds(outcome: Outcome) -> Table:
+    columns = COLUMNS + (POWER_COLUMNS if _powered(outcome) else ())
+    cells = {row.contestant: _cells(row, outcome) for row in outcome.ran}
+    empty = {at for at in range(len(columns)) if not any(at < len(row) and row[at] for row in cells.values())}
     table = Table(title=outcome.title, box=box.ROUNDED)
-    for name in COLUMNS + (POWER_COLUMNS if _powered(outcome) else ()):
-        table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
+    for at, name in enumerate(columns):
+        if at not in empty or not name:
+            table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
     best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
     for row in outcome.figures:
         if row.error is not None:
             table.add_row(row.contestant, Text(row.error, style="red"))
         else:
-            table.add_row(*_cells(row, outcome), style="bold" if row.tokens_per_second == best else None)
+            shown = [cell for at, cell in enumerate(cells[row.contestant]) if at not in empty]
+            table.add_row(*shown, style="bold" if row.tokens_per_second == best else None)
     return table
 
 

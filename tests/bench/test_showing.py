@@ -56,6 +56,17 @@ def test_the_table_compares_with_the_first_and_the_best_stock() -> None:
     assert "left out: stock + FA2 (needs a GPU)" in text
 
 
+def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
+    without: dict[str, Any] = {"held_memory": None, "kernels": None, "busy": None}
+    figures = [made_up("stock padded", 500, **without), Figures("fastpack", error="out of memory")]
+    text = printed(outcome(figures))
+    (head,) = (line for line in text.splitlines() if "real tokens/s" in line and "attention" in line)
+    assert "GiB" in head
+    assert not any(name in head for name in ("held", "kernels", "busy", "W", "MHz"))
+    (line,) = (line for line in text.splitlines() if "stock padded " in line and "kernel" in line)
+    assert len(line.strip("│").split("│")) == len(head.strip("│").split("│")) == 9
+
+
 def test_no_speeds_where_losses_disagree() -> None:
     figures = [made_up("stock padded", 500), made_up("fastpack", 1234, losses=[3.0] * 6)]
     text = printed(outcome(figures))
