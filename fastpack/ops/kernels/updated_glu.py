@@ -35,9 +35,9 @@ Factors = tuple[Tensor, Tensor] | None
 
 @triton.jit
 def _updated(base, pointer, row, column, wide, rows, tokens, rank, BLOCK_R: tl.constexpr):
-    """``base + thin @ wide`` of one tile, in float32."""
+    """``base + thin @ wide`` of one tile, in float32; and the first factor."""
     thin = first_factor(pointer, row, column, rows, tokens, rank, BLOCK_R)
-    return base + tl.dot(thin, wide, input_precision="ieee")
+    return base + tl.dot(thin, wide, input_precision="ieee"), thin
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -63,9 +63,9 @@ def _forward_kernel(
         g = tl.load(gate + at * gate_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
+            g, _ = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
         if HAS_UP:
-            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
+            u, _ = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
         value = activate(g, KIND)
         tl.store(out + at * out_row + columns[None, :], (value * u).to(out.dtype.element_ty), mask=inside)
 
@@ -108,14 +108,11 @@ def _backward_kernel(
         u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         d = tl.load(grad + at * grad_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            gate_first = first_factor(gate_thin, gate_thin_row, gate_thin_rank, rows, real, gate_rank, BLOCK_R)
-            g += tl.dot(gate_first, of_gate, input_precision="ieee")
+            g, thin_g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
         if HAS_UP:
-            up_first = first_factor(up_thin, up_thin_row, up_thin_rank, rows, real, up_rank, BLOCK_R)
-            u += tl.dot(up_first, of_up, input_precision="ieee")
+            u, thin_u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
         if HAS_GRAD:
-            grad_first = first_factor(grad_thin, grad_thin_row, grad_thin_rank, rows, real, grad_rank, BLOCK_R)
-            d += tl.dot(grad_first, of_grad, input_precision="ieee")
+            d, thin_d = _updated(d, grad_thin, grad_thin_row, grad_thin_rank, of_grad, rows, real, grad_rank, BLOCK_R)
         value, slope = activate_and_slope(g, KIND)
         of_g, of_u = (d * u * slope).to(dgate.dtype.element_ty), (d * value).to(dup.dtype.element_ty)
         h = (value * u).to(grad.dtype.element_ty)
@@ -124,9 +121,9 @@ def _backward_kernel(
         if RECOMPUTE:
             tl.store(grad + at * grad_row + columns[None, :], h, mask=inside)
         if sums is not None:
-            gate_sum = tl.dot(tl.trans(of_g), gate_first, gate_sum, input_precision="ieee")
-            up_sum = tl.dot(tl.trans(of_u), up_first, up_sum, input_precision="ieee")
-            grad_sum = tl.dot(tl.trans(h), grad_first, grad_sum, input_precision="ieee")
+            gate_sum = tl.dot(tl.trans(of_g), thin_g, gate_sum, input_precision="ieee")
+            up_sum = tl.dot(tl.trans(of_u), thin_u, up_sum, input_precision="ieee")
+            grad_sum = tl.dot(tl.trans(h), thin_d, grad_sum, input_precision="ieee")
     if sums is not None:
         sums += tl.program_id(1).to(tl.int64) * (width * (gate_rank + up_rank + grad_rank))
         _store_sum(sums, gate_sum, columns, width, gate_rank, 1, gate_rank, BLOCK_R)
