@@ -129,37 +129,62 @@ def test_many_tiles(case: Case, tile: Tile, cut: Cut) -> None:
     assert_exact(triton_packed.run, case, FLOAT)
 
 
-# pieces of one step each; groups of one leave a tile of 32 rows more tokens than a tile of keys has
-SHARED = [(case, replace(tile, sharing=1000)) for case, tile in TILED]
-SHARED.append((Case(groups=1, head_dim=8), replace(WIDE, sharing=1000)))
+# at most so many pieces, of at least so many steps
+SHARED = [(case, tile, 4, 1) for case, tile in TILED]
+SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_dim=8), ONE_LOOP, 4, 2)]
 
 
 @interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-@pytest.mark.parametrize(("case", "tile"), SHARED, ids=str)
-def test_shared_walks(case: Case, tile: Tile, cut: Cut) -> None:
+@pytest.mark.parametrize(("case", "tile", "most", "least"), SHARED, ids=str)
+def test_shared_walks(case: Case, tile: Tile, most: int, least: int, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs add up the gradients of a tile of keys; the others have it to themselves."""
-    cut(tile)
+    cut(replace(tile, sharing=1000))
+    monkeypatch.setattr(attention_backward, "MOST_PIECES", most)
+    monkeypatch.setattr(attention_backward, "LEAST_STEPS", least)
+    kept = record_arrivals(monkeypatch)
     assert_exact(triton_packed.run, case, FLOAT)
     call = case.make(FLOAT, requires_grad=False)
-    _, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, torch.ones_like(triton_packed.run(call)))
-    if case.groups == 1 and tile.rows > tile.keys:
-        assert arrivals is None
-        return
-    assert arrivals is not None
-    kv_heads = call.k.shape[1]
+    lengths, starts = call.packed.lengths, call.packed.cu_seqlens.tolist()
     part, parts = attention.parts_of(case.groups)
-    done = arrivals.view(-1, kv_heads)[:, 0].tolist()
-    expected = [0] * len(done)
-    for i, (begin, length) in enumerate(zip(call.packed.cu_seqlens.tolist(), call.packed.lengths, strict=False)):
-        slot = begin // tile.keys + i
-        for first in range(0, length, tile.keys):
-            reach = length - first if case.window is None else min(length - first, tile.keys + case.window - 1)
-            pieces = min(attention_backward.MOST_PIECES, -(-reach // (tile.rows // part)) * parts)
-            expected[slot + first // tile.keys] = pieces if pieces > 1 else 0
-    assert done == expected
-    assert max(done) > 1
-    assert 0 in done
+    for counted in (len(lengths), len(lengths) - 1):
+        if counted < len(lengths):
+            rows = offsets(starts[counted])
+            kept.append(all_and_arrivals(call, call.packed.cu_seqlens, torch.ones_like(call.q), rows)[1])
+        arrivals = kept.pop()
+        assert arrivals is not None
+        done = arrivals.view(-1, call.k.shape[1])[:, 0].tolist()
+        expected = [0] * len(done)
+        for i, (begin, length) in enumerate(zip(starts[:counted], lengths, strict=False)):
+            for first in range(0, length, tile.keys):
+                reach = length - first if case.window is None else min(length - first, tile.keys + case.window - 1)
+                pieces = min(most, -(-reach // (tile.rows // part)) * parts // least)
+                expected[begin // tile.keys + i + first // tile.keys] = pieces if pieces > 1 else 0
+        assert done == expected
+        assert max(done) > 1
+        assert 0 in done
+
+
+@interpreted
+def test_walks_are_not_shared_where_counters_would_not_be_zeroed(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile of 32 rows of one head has more tokens than one of 16 keys: the first kernel has fewer programs."""
+    cut(replace(WIDE, sharing=1000))
+    kept = record_arrivals(monkeypatch)
+    assert_exact(triton_packed.run, Case(groups=1, head_dim=8), FLOAT)
+    assert kept == [None]
+
+
+def record_arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
+    """What each launch of the kernel for keys was given."""
+    kept: list[Tensor | None] = []
+    keys = attention_backward.keys
+
+    def recorded(*args: Any, arrivals: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        kept.append(arrivals)
+        return keys(*args, arrivals=arrivals, **kwargs)
+
+    monkeypatch.setattr(attention_backward, "keys", recorded)
+    return kept
 
 
 @interpreted
