@@ -13,6 +13,8 @@ from fastpack.bench.shapes import SHAPES
 from fastpack.errors import FastpackError
 from fastpack.options import OFFLOADS
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
@@ -116,6 +118,19 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
         raise FastpackError(f"--lengths {settings.lengths}: {error}") from error
 
 
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raise what would otherwise be found out behind all measurements.
+
+    Raises:
+        FastpackError: a file that can't be written, or no kind of picture.
+    """
+    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise FastpackError(f"{flag} {path}: pass a file in a folder that exists.")
+    if arguments.plot is not None and arguments.plot.suffix.lower() not in PICTURES:
+        raise FastpackError(f"--plot {arguments.plot}: pass a name that ends in one of {', '.join(PICTURES)}.")
+
+
 def choose(only: list[str] | None, *, on_gpu: bool, trainer: str = "sft") -> tuple[list[str], dict[str, str]]:
     """Who takes part, and who of this trainer's ways does not and why.
 
@@ -142,6 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     on_gpu = torch.cuda.is_available()
+    check_files(arguments)
     if arguments.ops is not None:
         from fastpack.bench.ops.runner import main
 

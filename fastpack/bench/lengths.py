@@ -18,13 +18,15 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0) -> list[int
             else the path of a JSON file with a list of lengths, taken in order and repeated.
 
     Raises:
-        ValueError: the file holds no list of positive numbers.
+        ValueError: the file holds no list of positive numbers, or the number is below 2.
     """
     if kind == "alpaca":
         draw = random.Random(seed)
         drawn = (round(MEDIAN * 2.718281828 ** draw.gauss(0, SPREAD)) for _ in range(count))
         return [min(max(length, SHORTEST), LONGEST) for length in drawn]
     if kind.isdigit():
+        if int(kind) < 2:
+            raise ValueError(f"rows of {kind} tokens have nothing to predict; pass 2 or more.")
         return [int(kind)] * count
     found = json.loads(Path(kind).read_text())
     if not isinstance(found, list) or not found or not all(isinstance(n, int) and n > 0 for n in found):
