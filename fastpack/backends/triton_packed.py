@@ -39,7 +39,7 @@ def wins(shape: AttentionShape) -> bool:
 
     On an H200, forward and backward, 15 sequences of 3,092 tokens and one of 8,192, in ms: 32/8 heads of 128 0.17
     instead of 0.37, and 5.3 instead of 6.5; 32/32 heads of 64 0.12 instead of 0.23, and 3.5 instead of 3.7; 14/2 heads
-    of 64 0.06 instead of 0.13, and 1.5 instead of 1.8; with 15 other counts of heads too.
+    of 64 0.06 instead of 0.13, and 1.5 instead of 1.8; with 16 other counts of heads too.
     """
     capability = cuda_capability(shape)
     plain = shape.softcap is None and not shape.sinks and shape.dtype in (torch.float16, torch.bfloat16)

@@ -48,6 +48,7 @@ TILED = [
     (Case(groups=7, head_dim=8), WIDE),
     (Case(groups=1, head_dim=8), TWO_LOOPS),
     (Case(groups=1, head_dim=8, window=7), TWO_LOOPS),
+    (Case(groups=1, head_dim=8, window=2), ONE_LOOP),
     (Case(groups=4, head_dim=8, softcap=1.5, sinks=True), TWO_LOOPS),
     (Case(groups=3, head_dim=8, window=17, sinks=True), ONE_LOOP),
     (Case(groups=17, head_dim=8), WIDE),

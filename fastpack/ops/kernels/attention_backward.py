@@ -1,4 +1,4 @@
-"""Packed causal attention, backward: two launches, the same bits each time.
+"""Packed causal attention, backward: two launches, the same bits each time for as many tokens and sequences.
 
 Shape suffixes as in :mod:`fastpack.ops.kernels.attention`.
 
@@ -349,6 +349,7 @@ def keys(
     tiles, constants = slots(cu_seqlens, len(q), tile.keys) * k.shape[1], sizes(q, k, v)
     pieces, sums = 1, None
     if arrivals is not None:
+        assert len(arrivals) == tiles
         pieces = pieces_of(tile, tiles, q.device)
         width = constants["BLOCK_D"] + constants["BLOCK_V"]
         sums = torch.empty(tiles, pieces, tile.keys, width, dtype=torch.float32, device=q.device)
@@ -363,12 +364,13 @@ def keys(
 
 def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor | None:
     """int32, one for each tile of keys: how many pieces of its walk are done. None where no walk is shared."""
-    keys_tile, queries_tile = chosen(KEYS, q, v, streams_keys=False), chosen(QUERIES, q, v, streams_keys=True)
-    part, _ = parts_of(q.shape[1] // k.shape[1])
-    tiles = slots(cu_seqlens, len(q), keys_tile.keys) * k.shape[1]
-    # each program of the first kernel sets one to zero
-    if pieces_of(keys_tile, tiles, q.device) == 1 or queries_tile.rows // part > keys_tile.keys:
+    tile = chosen(KEYS, q, v, streams_keys=False)
+    tiles = slots(cu_seqlens, len(q), tile.keys) * k.shape[1]
+    if pieces_of(tile, tiles, q.device) == 1:
         return None
+    part, _ = parts_of(q.shape[1] // k.shape[1])
+    if chosen(QUERIES, q, v, streams_keys=True).rows // part > tile.keys:
+        return None  # each program of the first kernel sets one to zero
     return torch.empty(tiles, dtype=torch.int32, device=q.device)
 
 
