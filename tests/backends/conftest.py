@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from fastpack.backends import flash_attn, flex, limits, torch_varlen, xformers
+
+if TYPE_CHECKING:
+    from packed_kernels import Cut
+
+    from fastpack.ops.kernels.attention import Tile
 
 PROBES = (
     flash_attn._installed,
@@ -59,3 +65,17 @@ def eager_flex(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.nn.attention.flex_attention import flex_attention
 
     monkeypatch.setattr(flex, "_compiled", lambda: flex_attention)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
+    """``cut(tile)``: every one of our own attention kernels is cut up so."""
+    from fastpack.ops.kernels import attention, attention_backward
+
+    def cut(tile: Tile) -> None:
+        if tile.sharing:
+            monkeypatch.setattr(attention_backward, "LEAST_STEPS", 1)
+        for module in (attention, attention_backward):
+            monkeypatch.setattr(module, "chosen", lambda *_, **__: tile)
+
+    return cut

@@ -1,31 +1,39 @@
 """Fastpack's own attention kernels, through Triton's interpreter; on a GPU what only a GPU can show.
 
-``test_backends_gpu.py`` measures the compiled kernels as it does every backend.
+``test_backends_gpu.py`` measures the compiled kernels as it does every backend, ``test_triton_packed_sharing.py`` has
+walks that several programs share.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from attention_cases import FACTORS, Case, assert_exact, errors, formula, measure, pairwise, truth_of
 from oracle import relative
+from packed_kernels import (
+    FLOAT,
+    HALF,
+    ONE_LOOP,
+    TILED,
+    TWO_LOOPS,
+    Cut,
+    all_of,
+    interpreted,
+    make,
+    offsets,
+    on_gpu,
+    same,
+)
 from torch import Tensor
 
 from fastpack.backends import reference, triton_packed
 from fastpack.backends.call import AttentionCall
-from fastpack.packing import Bucket, PackedSeqLens
-
-pytest.importorskip("triton")
 from fastpack.ops.kernels import attention, attention_backward, launch
 from fastpack.ops.kernels.attention import Scores, Tile
-
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
-FLOAT, HALF = torch.float32, torch.float16
+from fastpack.packing import Bucket, PackedSeqLens
 
 # Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled
 CASES = pairwise({**FACTORS, "lengths": ("mixed", "ones", "alone"), "head_dim": (8, 64), "groups": (1, 4, 7)})
@@ -39,72 +47,6 @@ SIZES = [
 ]
 # more heads than a program takes: two equal parts of a group, and two of which one lacks a head
 LARGE_GROUPS = [Case(groups=32, head_dim=8, lengths="ones"), Case(groups=17, head_dim=8, lengths="ones", sinks=True)]
-# several tiles of keys and of rows in a sequence of 33 tokens, and rows that belong to no token
-ONE_LOOP, TWO_LOOPS, WIDE = (
-    Tile(rows=rows, keys=16, warps=4, stages=1, split=split) for rows, split in ((16, False), (16, True), (32, True))
-)
-TILED = [
-    (Case(groups=7, head_dim=8), ONE_LOOP),
-    (Case(groups=7, head_dim=8), WIDE),
-    (Case(groups=1, head_dim=8), TWO_LOOPS),
-    (Case(groups=1, head_dim=8, window=7), TWO_LOOPS),
-    (Case(groups=1, head_dim=8, window=2), ONE_LOOP),
-    (Case(groups=4, head_dim=8, softcap=1.5, sinks=True), TWO_LOOPS),
-    (Case(groups=3, head_dim=8, window=17, sinks=True), ONE_LOOP),
-    (Case(groups=17, head_dim=8), WIDE),
-]
-
-Cut = Callable[[Tile], None]
-
-
-@pytest.fixture
-def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
-    """``cut(tile)``: every kernel is cut up so."""
-
-    def cut(tile: Tile) -> None:
-        if tile.sharing:
-            monkeypatch.setattr(attention_backward, "LEAST_STEPS", 1)
-        for module in (attention, attention_backward):
-            monkeypatch.setattr(module, "chosen", lambda *_, **__: tile)
-
-    return cut
-
-
-def make(lengths: list[int], *, heads: int = 2, kv_heads: int = 1, size: int = 16, **settings: Any) -> AttentionCall:
-    """A call on random float32 heads."""
-    generator = torch.Generator().manual_seed(len(lengths))
-    total = sum(lengths)
-    q, k, v = (torch.randn(total, count, size, generator=generator) for count in (heads, kv_heads, kv_heads))
-    return AttentionCall(q, k, v, PackedSeqLens.from_lengths(lengths), size**-0.5, **settings)
-
-
-def offsets(*values: int) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def all_of(call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None) -> list[Tensor]:
-    """Result, log-sum-exp and gradients, from the launchers themselves."""
-    return all_and_arrivals(call, cu_seqlens, grad, rows)[0]
-
-
-def all_and_arrivals(
-    call: AttentionCall, cu_seqlens: Tensor, grad: Tensor, rows: Tensor | None = None
-) -> tuple[list[Tensor], Tensor | None]:
-    """And how many pieces of each walk over queries were done, where walks may be shared."""
-    q, k, v = call.q, call.k, call.v
-    scores = Scores(call.scale, call.window, call.softcap)
-    out, lse = attention.forward(q, k, v, call.sinks, cu_seqlens, scores, rows=rows)
-    arrivals = attention_backward.make_arrivals(q, k, v, cu_seqlens)
-    if arrivals is not None:
-        arrivals.fill_(77)  # whatever the memory held
-    shared = {"rows": rows, "arrivals": arrivals}
-    dq, delta = attention_backward.queries(grad, q, k, v, out, lse, cu_seqlens, scores, **shared)
-    dk, dv = attention_backward.keys(grad, q, k, v, lse, delta, cu_seqlens, scores, **shared)
-    return [out, lse, dq, dk, dv], arrivals
-
-
-def same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 # --- exact ------------------------------------------------------------------------------------------------------------
@@ -128,64 +70,6 @@ def test_sizes_and_groups(case: Case) -> None:
 def test_many_tiles(case: Case, tile: Tile, cut: Cut) -> None:
     cut(tile)
     assert_exact(triton_packed.run, case, FLOAT)
-
-
-# at most so many pieces, of at least so many steps
-SHARED = [(case, tile, 4, 1) for case, tile in TILED]
-SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_dim=8), ONE_LOOP, 4, 2)]
-
-
-@interpreted
-@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
-@pytest.mark.parametrize(("case", "tile", "most", "least"), SHARED, ids=str)
-def test_shared_walks(case: Case, tile: Tile, most: int, least: int, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs add up the gradients of a tile of keys; the others have it to themselves."""
-    cut(replace(tile, sharing=1000))
-    monkeypatch.setattr(attention_backward, "MOST_PIECES", most)
-    monkeypatch.setattr(attention_backward, "LEAST_STEPS", least)
-    kept = record_arrivals(monkeypatch)
-    assert_exact(triton_packed.run, case, FLOAT)
-    call = case.make(FLOAT, requires_grad=False)
-    lengths, starts = call.packed.lengths, call.packed.cu_seqlens.tolist()
-    part, parts = attention.parts_of(case.groups)
-    for counted in (len(lengths), len(lengths) - 1):
-        if counted < len(lengths):
-            rows = offsets(starts[counted])
-            kept.append(all_and_arrivals(call, call.packed.cu_seqlens, torch.ones_like(call.q), rows)[1])
-        arrivals = kept.pop()
-        assert arrivals is not None
-        done = arrivals.view(-1, call.k.shape[1])[:, 0].tolist()
-        expected = [0] * len(done)
-        for i, (begin, length) in enumerate(zip(starts[:counted], lengths, strict=False)):
-            for first in range(0, length, tile.keys):
-                reach = length - first if case.window is None else min(length - first, tile.keys + case.window - 1)
-                pieces = min(most, -(-reach // (tile.rows // part)) * parts // least)
-                expected[begin // tile.keys + i + first // tile.keys] = pieces if pieces > 1 else 0
-        assert done == expected
-        assert max(done) > 1
-        assert 0 in done
-
-
-@interpreted
-def test_walks_are_not_shared_where_counters_would_not_be_zeroed(cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile of 32 rows of one head has more tokens than one of 16 keys: the first kernel has fewer programs."""
-    cut(replace(WIDE, sharing=1000))
-    kept = record_arrivals(monkeypatch)
-    assert_exact(triton_packed.run, Case(groups=1, head_dim=8), FLOAT)
-    assert kept == [None]
-
-
-def record_arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
-    """What each launch of the kernel for keys was given."""
-    kept: list[Tensor | None] = []
-    keys = attention_backward.keys
-
-    def recorded(*args: Any, arrivals: Tensor | None, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        kept.append(arrivals)
-        return keys(*args, arrivals=arrivals, **kwargs)
-
-    monkeypatch.setattr(attention_backward, "keys", recorded)
-    return kept
 
 
 @interpreted
@@ -405,12 +289,6 @@ def test_every_size_has_a_tile_for_every_group() -> None:
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(lengths: list[int], heads: int, kv_heads: int, size: int) -> AttentionCall:
-    call = make(lengths, heads=heads, kv_heads=kv_heads, size=size)
-    q, k, v = (t.to("cuda", torch.bfloat16).requires_grad_() for t in (call.q, call.k, call.v))
-    return AttentionCall(q, k, v, PackedSeqLens.from_lengths(lengths, device="cuda"), call.scale)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (14, 2, 64)])
 def test_the_same_bits_each_time(heads: int, kv_heads: int, size: int) -> None:
@@ -421,30 +299,6 @@ def test_the_same_bits_each_time(heads: int, kv_heads: int, size: int) -> None:
         runs.append([out, *torch.autograd.grad(out, (call.q, call.k, call.v), out.detach())])
     assert same(runs[0], runs[1])
     assert same(runs[0], runs[2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (16, 2, 128)])
-def test_shared_walks_are_what_one_program_makes(
-    heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But for the order of sums in float32, with a tail that does not count; any order of arrival, the same bits."""
-    lengths = [441, 33, 370, 60, 112, 1, 122, 85]
-    call = on_gpu(lengths, heads, kv_heads, size)
-    rows = torch.tensor([sum(lengths[:-1])], dtype=torch.int32, device="cuda")
-    generator = torch.Generator("cuda").manual_seed(0)
-    grad = torch.randn(call.q.shape, generator=generator, device="cuda", dtype=call.q.dtype)
-    found, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
-    assert arrivals is not None
-    assert arrivals.max() == attention_backward.MOST_PIECES
-    assert all(same(found, all_of(call, call.packed.cu_seqlens, grad, rows)) for _ in range(20))
-    monkeypatch.setattr(attention_backward, "MOST_PIECES", 1)
-    alone, arrivals = all_and_arrivals(call, call.packed.cu_seqlens, grad, rows)
-    assert arrivals is None
-    assert same(found[:3], alone[:3])
-    for shared, other in zip(found[3:], alone[3:], strict=True):
-        assert relative(shared, other) <= 2**-7  # a step of bfloat16
-        assert not shared[rows.item() :].any()
 
 
 @pytest.mark.gpu
