@@ -22,6 +22,9 @@ COMMANDS = {
     "families": "the families of models that are covered",
 }
 
+INTERRUPTED = 130
+"""What shells give a command that Ctrl-C ended."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns the exit code: 2 where the user has something to mend."""
@@ -41,4 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # messages of libraries may span lines; the terminal gets one
         print(f"fastpack {given.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"\nfastpack {given.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     return code

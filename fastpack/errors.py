@@ -9,6 +9,7 @@
     │   └── MissingReferenceError (LookupError)    examples that a cache does not have
     ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
     ├── BackendUnavailableError     an attention backend, asked for by name, that can't serve (RuntimeError)
+    ├── KernelUnavailableError (ValueError)     Triton kernels, asked for by name, that can't run there
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
     └── NoFasterWarning             a patched model that is exact, and no faster than padded
@@ -61,6 +62,10 @@ class MissingReferenceError(ReferenceCacheError, LookupError):
 
 class BackendUnavailableError(FastpackError, RuntimeError):
     """No attention backend, or not the one asked for, can serve this model on this machine."""
+
+
+class KernelUnavailableError(FastpackError, ValueError):
+    """Triton kernels were asked for by name, and can't run where the tensors are, or can't run here."""
 
 
 class PatchError(FastpackError, RuntimeError):

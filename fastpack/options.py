@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from fastpack.attention_dispatch import check_name
 from fastpack.errors import PatchError
-from fastpack.ops.implementation import Implementation, triton_installed
+from fastpack.ops.implementation import Implementation, why_no_kernels
 
 if TYPE_CHECKING:
     from fastpack.batching.budget import TooLong
@@ -69,8 +69,8 @@ class PatchOptions:
 
         Raises:
             BackendUnavailableError: no attention backend has this name.
-            PatchError: another option has a value that it doesn't take; Triton was asked for and is not installed;
-                ``graphs`` was asked for together with ``share_prefixes``.
+            PatchError: another option has a value that it doesn't take; Triton was asked for and nothing here can run
+                it; ``graphs`` was asked for together with ``share_prefixes``.
         """
         check_name(self.attention)
         for name, allowed in (
@@ -79,14 +79,13 @@ class PatchOptions:
             ("loss", (None, "fused")),
             ("offload", (None, *OFFLOADS)),
             ("share_prefixes", (None, "auto")),
+            ("strict", (False, True)),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
-        if self.kernels == "triton" and not triton_installed():
-            raise PatchError(
-                "kernels='triton', but Triton is not installed: pip install triton, or pass kernels='auto'."
-            )
+        if self.kernels == "triton" and (reason := why_no_kernels()) is not None:
+            raise PatchError(f"kernels='triton', but {reason}")
         if self.graphs is not None and self.share_prefixes is not None:
             raise PatchError(
                 f"graphs={self.graphs!r} and share_prefixes={self.share_prefixes!r} exclude each other: a recorded "

@@ -195,7 +195,7 @@ def report(target: Any) -> PatchReport:
     backbone, head = parts.backbone, parts.head
     state = _state(backbone)
     if state is None:
-        return PatchReport.stock(backbone)
+        return PatchReport.stock(backbone if head is None else head)
     # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
     as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
     found = replace(state.report, **state.mixing.refreshed(state.report))
@@ -212,12 +212,21 @@ def report(target: Any) -> PatchReport:
     if budget is not None:
         notes += (budget.describe(),)
     skipped = (*found.skipped, *state.mixing.strangers())
-    if head is not None and state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
-        ours = any(change.module is head for change in state.changes)
-        reason = fused_loss_fails(head) if ours else f"this {type(head).__name__} came after the patch"
-        skipped += () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
+    if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
+        reason = _why_no_fused_loss(head, state)
+        skipped += () if reason is None else (("loss", reason),)
+        notes += ("loss: fused in training with labels=, where out.logits is None",) if reason is None else ()
     projections = count_projections(backbone)
     return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
+
+
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState) -> str | None:
+    """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells."""
+    if head is None:
+        return "a bare backbone has none"
+    ours = any(change.module is head for change in state.changes)
+    reason = fused_loss_fails(head) if ours else f"this {type(head).__name__} came after the patch"
+    return None if reason is None else f"{reason}: the stock loss runs"
 
 
 def _plan_budget(target: Any, max_tokens: int | TokenBudget | None) -> Callable[[], None]:

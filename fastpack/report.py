@@ -50,9 +50,9 @@ class PatchReport:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def stock(cls, backbone: Any) -> PatchReport:
-        """The report of a model that is not patched."""
-        return cls(type(backbone).__name__, getattr(backbone.config, "model_type", "?"), "stock")
+    def stock(cls, model: Any) -> PatchReport:
+        """The report of a head or a bare backbone that is not patched."""
+        return cls(type(model).__name__, getattr(model.config, "model_type", "?"), "stock")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -83,7 +83,8 @@ class PatchReport:
             table.add_row("attention", f"{self.backend}{asked}")
         for kind, count in self.swapped.items():
             table.add_row(f"  {kind}", f"{count} swapped")
-        table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))
+        if self.projections:
+            table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))
         for why, count in self.as_modules.items():
             table.add_row("  called as modules", f"{count}: {why}")
         for what, why in self.skipped:

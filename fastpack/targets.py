@@ -36,7 +36,7 @@ def models_of(target: Any) -> list[nn.Module]:
         reference = getattr(target, "ref_model", None)
         return [target.model, *([reference] if isinstance(reference, nn.Module) else [])]
     raise TypeError(
-        f"fastpack.patch takes a model (torch.nn.Module) or a trainer that holds one, not {type(target).__name__}."
+        f"fastpack takes a model (torch.nn.Module) or a trainer that holds one, not {type(target).__name__}."
     )
 
 

@@ -95,6 +95,17 @@ def test_a_backend_that_does_not_exist() -> None:
     refuses(tiny_model("llama"), "is not a backend", fastpack.BackendUnavailableError, attention="flashattn")
 
 
+def test_kernels_that_nothing_here_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    refuses(tiny_model("llama"), "kernels='triton', but there is no GPU here", fastpack.PatchError, kernels="triton")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    model = fastpack.patch(tiny_model("llama"), kernels="triton")  # it may be moved there yet
+    with pytest.raises(fastpack.FastpackError, match="the tensors are on the CPU"):
+        model(**padded(SEQUENCES, "right"))
+
+
 def test_wrapped_models() -> None:
     refuses(nn.DataParallel(tiny_model("llama")), "DataParallel", fastpack.PatchError)
     compiled = torch.compile(tiny_model("llama"))
@@ -217,6 +228,7 @@ def test_lost_packing_is_loud() -> None:
         ({"graphs": True}, "None, 'auto'"),
         ({"loss": "mean"}, "None, 'fused'"),
         ({"offload": "everything"}, "None, 'checkpoints'"),
+        ({"strict": "yes"}, "False, True"),
     ],
 )
 def test_options_say_what_is_allowed(option: dict[str, Any], allowed: str) -> None:

@@ -99,7 +99,9 @@ def test_losses_that_disagree_fail(
     [
         (["--steps", "2"], "--steps must be more than 2"),
         (["--rows", "3"], "--rows must be at least 16"),
-        (["--plot", "nowhere/plot.png"], "no such folder"),
+        (["--plot", "nowhere/plot.png"], "there is no folder"),
+        (["--plot", "plot.xyz"], "ends in one of .png"),
+        (["--json", "."], "--json .: it is a folder"),
     ],
 )
 def test_bad_flags_are_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,11 +135,14 @@ def test_a_trainer_that_brings_a_loss(tmp_path: Path) -> None:
     trainer = sft(tmp_path)
     model = fastpack.patch(tiny_model("llama"), loss="fused")
     assert not skipped_loss(model)
+    assert any(note.startswith("loss: fused") for note in fastpack.report(model).notes)
     model.forward = functools.wraps(model.forward)(functools.partial(model.forward))
     assert not skipped_loss(model), "it calls ours"
     model.forward = trainer.model.forward  # what its constructor does
     (why,) = skipped_loss(model)
     assert "replaced after the patch, by trl." in why
+    assert not any(note.startswith("loss: fused") for note in fastpack.report(model).notes)
+    assert skipped_loss(fastpack.patch(tiny_model("llama").model, loss="fused")) == ["a bare backbone has none"]
     trainer = plain(tmp_path)
     fastpack.patch(trainer.model, loss="fused")
     assert not skipped_loss(trainer)

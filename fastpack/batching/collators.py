@@ -66,7 +66,12 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
     Raises:
         PackingError: when called: what the batch carries contradicts itself, it holds neither of the two, or it is no
             dict (GRPO's and RLOO's collator hands the examples on).
+        TypeError: at once: what came can't be called.
     """
+    if not callable(collator):
+        raise TypeError(
+            f"with_packed_seq_lens takes a collator, such as trainer.data_collator, not {type(collator).__name__}."
+        )
     return _WithPackedSeqLens(collator)
 
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from fastpack.bench import power
 from fastpack.bench.contestants import CONTESTANTS, TRAINERS
+from fastpack.bench.models import dtype_of
 from fastpack.bench.settings import Settings
-from fastpack.bench.shapes import SHAPES
-from fastpack.errors import FastpackError
-from fastpack.options import OFFLOADS
-
-PICTURES = (".png", ".svg", ".pdf")
+from fastpack.bench.shapes import SHAPES, make_config
+from fastpack.commands import UsageError, require_file, require_picture
+from fastpack.options import OFFLOADS, PatchOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,17 +59,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--tokens", type=_positive, nargs="+", help="the sweep")
 
 
+OF_OPS = ("ops", "tokens", "json", "plot")
+"""Flags that ``--ops`` takes."""
+
+
+def check_together(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raise where a flag was given that nobody would read.
+
+    Raises:
+        UsageError: training's flags with ``--ops``, or the sweep's without.
+    """
+    if arguments.ops is None:
+        if arguments.tokens is not None:
+            raise UsageError("--tokens is the sweep of --ops: pass that too, or set rows and lengths of training.")
+        return
+    given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+    if others := [f"--{name.replace('_', '-')}" for name in given if name not in OF_OPS]:
+        raise UsageError(f"--ops measures ops by themselves, and trains nothing: leave out {', '.join(others)}.")
+
+
 def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
     """What the flags ask for.
 
     Raises:
-        FastpackError: a plain loop of DPO; power where it can't be asked for.
+        UsageError: what would do nothing here: a loss where TRL's trainer has its own, offloading of what is not
+            checkpointed, graphs and offloading on a CPU; a plain loop of DPO; power where it can't be asked for.
     """
     dpo = arguments.trainer == "dpo"
     if dpo and arguments.loop == "plain":
-        raise FastpackError("--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss.")
+        raise UsageError("--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss.")
+    if arguments.loss and arguments.loop != "plain":
+        raise UsageError("--loss is for --loop plain: TRL's trainers bring a loss of their own, which stays in force.")
+    if arguments.offload and not arguments.checkpointing:
+        raise UsageError("--offload is for what is checkpointed: pass --checkpointing too.")
+    for flag, value in (("--graphs", arguments.graphs), ("--offload", arguments.offload)):
+        if value and not on_gpu:
+            raise UsageError(f"{flag} needs a GPU. Leave {flag} out.")
     if arguments.power and (reason := "--power needs a GPU" if not on_gpu else power.unavailable()):
-        raise FastpackError(f"{reason}. Leave --power out.")
+        raise UsageError(f"{reason}. Leave --power out.")
     warmup = arguments.warmup
     if warmup is None:
         warmup = 5 if arguments.graphs else 3
@@ -97,53 +123,42 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
 
 
 def check(settings: Settings, *, on_gpu: bool) -> None:
-    """Raise what every contestant would stumble over, each in a process of its own.
+    """Raise what contestants would stumble over, each in a process of its own.
 
     Raises:
-        FastpackError: no such lengths, no such backend, or kernels that this machine has no use for.
+        UsageError: no such lengths.
+        PatchError: kernels that nothing here can run.
+        BackendUnavailableError: no such attention backend, or one that can't serve here.
     """
     import torch
 
-    from fastpack.attention_dispatch import check_name
-    from fastpack.ops.implementation import use_triton
+    from fastpack.attention_dispatch import AttentionShape, choose
 
-    check_name(settings.attention)
-    try:
-        use_triton(settings.kernels, torch.empty(0, device="cuda" if on_gpu else "cpu"))
-    except ValueError as error:
-        raise FastpackError(str(error)) from error
+    PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
+    config = make_config(settings.shape)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    device = torch.device("cuda" if on_gpu else "cpu")
+    choose(AttentionShape(device, dtype_of(settings, device), heads, kv_heads, size, size), settings.attention)
     try:
         settings.timed_batches()
     except (OSError, ValueError) as error:
-        raise FastpackError(f"--lengths {settings.lengths}: {error}") from error
-
-
-def check_files(arguments: argparse.Namespace) -> None:
-    """Raise what would otherwise be found out behind all measurements.
-
-    Raises:
-        FastpackError: a file that can't be written, or no kind of picture.
-    """
-    for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise FastpackError(f"{flag} {path}: pass a file in a folder that exists.")
-    if arguments.plot is not None and arguments.plot.suffix.lower() not in PICTURES:
-        raise FastpackError(f"--plot {arguments.plot}: pass a name that ends in one of {', '.join(PICTURES)}.")
+        raise UsageError(f"--lengths {settings.lengths}: {error}") from error
 
 
 def choose(only: list[str] | None, *, on_gpu: bool, trainer: str = "sft") -> tuple[list[str], dict[str, str]]:
     """Who takes part, and who of this trainer's ways does not and why.
 
     Raises:
-        FastpackError: one that was asked for by name can't.
+        UsageError: one that was asked for by name can't.
     """
     ways = {name: contestant for name, contestant in CONTESTANTS.items() if trainer in contestant.trainers}
     reasons = {name: contestant.unavailable(on_gpu) for name, contestant in ways.items()}
     for name in only or ():
         if name not in ways:
-            raise FastpackError(f"--only {name!r}: not a way of --trainer {trainer}, whose are {', '.join(ways)}.")
+            raise UsageError(f"--only {name!r}: not a way of --trainer {trainer}, whose are {', '.join(ways)}.")
         if reasons[name] is not None:
-            raise FastpackError(f"--only {name!r}: it {reasons[name]}.")
+            raise UsageError(f"--only {name!r}: it {reasons[name]}.")
     if only:
         return only, {}
     return (
@@ -157,7 +172,8 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    check_files(arguments)
+    require_picture("--plot", arguments.plot)
+    require_file("--json", arguments.json)
     if arguments.ops is not None:
         from fastpack.bench.ops.runner import main
 

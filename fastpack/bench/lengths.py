@@ -18,7 +18,7 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0) -> list[int
             else the path of a JSON file with a list of lengths, taken in order and repeated.
 
     Raises:
-        ValueError: the file holds no list of positive numbers, or the number is below 2.
+        ValueError: there is no such file, it holds no list of positive numbers, or the number is below 2.
     """
     if kind == "alpaca":
         draw = random.Random(seed)
@@ -28,7 +28,20 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0) -> list[int
         if int(kind) < 2:
             raise ValueError(f"rows of {kind} tokens have nothing to predict; pass 2 or more.")
         return [int(kind)] * count
-    found = json.loads(Path(kind).read_text())
+    path = file_of_lengths(kind, "alpaca")
+    found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, list) or not found or not all(isinstance(n, int) and n > 0 for n in found):
         raise ValueError(f"{kind} must hold a JSON list of positive whole numbers: the lengths of the rows.")
     return [found[i % len(found)] for i in range(count)]
+
+
+def file_of_lengths(kind: str, drawn: str) -> Path:
+    """The file that is meant where lengths are neither a number nor drawn, which ``drawn`` asks for.
+
+    Raises:
+        ValueError: there is none.
+    """
+    path = Path(kind)
+    if not path.is_file():
+        raise ValueError(f"no such file; pass {drawn!r}, a number of tokens from 2 on, or a JSON file of lengths.")
+    return path

@@ -13,6 +13,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastpack.bench.lengths import file_of_lengths
+from fastpack.commands import UsageError, require_file
+
 Pair = tuple[int, int, int]
 """Tokens of the prompt, of the chosen and of the rejected completion."""
 
@@ -34,7 +37,8 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
             as long are left out.
 
     Raises:
-        ValueError: the file holds no such list, the number is below 2, or no prompt is shorter than ``max_length``.
+        ValueError: there is no such file, it holds no such list, the number is below 2, or no prompt is shorter than
+            ``max_length``.
     """
     if kind == "chat":
         found = _drawn(count, seed)
@@ -44,7 +48,7 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
             raise ValueError(f"rows of {kind} tokens have no room for a prompt and a completion; pass 2 or more.")
         found = [(length // 2, length - length // 2, length - length // 2)]
     else:
-        found = _read(Path(kind))
+        found = _read(file_of_lengths(kind, "chat"))
     if max_length is not None:
         kept = [pair for pair in found if pair[0] < max_length]
         found = [(p, min(c, max_length - p), min(r, max_length - p)) for p, c, r in kept]
@@ -127,6 +131,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     if not given.pairs.is_file():
         parser.error(f"no such file: {given.pairs}")
+    try:
+        require_file("LENGTHS", given.lengths)
+    except UsageError as error:
+        parser.error(str(error))
     from transformers import AutoTokenizer
 
     try:
@@ -138,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pairs = count_tokens((json.loads(line) for line in lines), tokenizer)
     except (ValueError, KeyError) as error:
         parser.error(f"{given.pairs} should hold JSON lines with prompt, chosen and rejected: {error!r}")
+    if not pairs:
+        parser.error(f"{given.pairs} is empty: it should hold JSON lines with prompt, chosen and rejected")
     given.lengths.write_text(json.dumps(pairs), encoding="utf-8")
 
 

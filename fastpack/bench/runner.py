@@ -92,6 +92,7 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     figures: list[Figures] = []
     with Progress(*columns, transient=True) as progress:
+        bars = progress.console.is_terminal
         task = progress.add_task("this machine", total=1)
         found = json.loads(_run("fastpack.bench.ceiling", [], CEILING, name="measuring this machine"))
         progress.update(task, completed=1)
@@ -101,6 +102,8 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
             advance = functools.partial(progress.advance, task)
             line = _run("fastpack.bench.contestant", [given], FIGURES, advance, name=name)
             figures.append(Figures(**json.loads(line)))
+            if not bars:  # a log wants to know how far it is, too
+                print(f"{name}: {figures[-1].in_brief}", file=sys.stderr, flush=True)
     ceiling = Ceiling(**found["ceiling"])
     half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
     precision: Precision = "half precision" if half else "full precision"

@@ -110,6 +110,13 @@ class Figures:
         """Which part of the slots held no token."""
         return 1 - sum(self.tokens) / self.slots
 
+    @property
+    def in_brief(self) -> str:
+        """A few words for a log."""
+        if self.error is not None:
+            return self.error
+        return f"{self.step_median * 1e3:,.0f} ms a step, {self.tokens_per_second:,.0f} real tokens/s"
+
     def to_dict(self) -> dict[str, Any]:
         """Everything measured, and what follows from it."""
         record = asdict(self)

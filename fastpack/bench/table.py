@@ -112,16 +112,23 @@ def _losses(outcome: Outcome) -> Table:
 
 
 def _legend(outcome: Outcome) -> str:
-    ceiling = outcome.ceiling
-    padded = next((row for row in outcome.ran if row.padding_share), None)
-    padding = f"{padded.padding_share:.0%} of the padded slots are padding; " if padded else ""
+    """What the columns mean that are there."""
+    ceiling, steps = outcome.ceiling, outcome.settings.steps
+    told = ["x best: times the best stock one"] if outcome.best_stock is not None else []
+    told.append(
+        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "
+        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product})"
+    )
+    if any(row.held_memory is not None for row in outcome.ran):
+        told.append("GiB in tensors, and held by the allocator")
+    else:
+        told.append("GiB: most that the process had")
+    if any(row.busy is not None for row in outcome.ran):
+        told.append("busy: ms in which any kernel ran")
     drawn = next(filter(None, map(_power, outcome.ran)), None)
     limits = () if drawn is None else ((drawn.watts_limit, "W"), (drawn.mhz_limit, "MHz"))
-    power = "".join(f"{unit}: on average, of {limit:,.0f} at most; " for limit, unit in limits if limit is not None)
-    return (
-        f"x best: times the best stock one; floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's "
-        f"matrix products alone would allow at the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); "
-        "GiB in tensors, and held by the allocator; "
-        f"busy: ms in which any kernel ran; {power}{padding}medians of {outcome.settings.steps} steps; "
-        f"copies measured at {ceiling.bandwidth / 1e12:.3g} TB/s"
-    )
+    told += [f"{unit}: on average, of {limit:,.0f} at most" for limit, unit in limits if limit is not None]
+    padded = next((row for row in outcome.ran if row.padding_share), None)
+    told += [f"{padded.padding_share:.0%} of the padded slots are padding"] if padded else []
+    told.append(f"medians of {steps} steps" if steps > 1 else "one step")
+    return "; ".join([*told, f"copies measured at {ceiling.bandwidth / 1e12:.3g} TB/s"])

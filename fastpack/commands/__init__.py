@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import warnings
 from importlib import metadata
+from pathlib import Path
 
 from fastpack.errors import FastpackError
 
@@ -25,6 +27,37 @@ def require(command: str, *packages: str, extra: str) -> None:
         raise UsageError(
             f"`fastpack {command}` needs {' and '.join(missing)}, not installed here: pip install 'fastpack[{extra}]'"
         )
+
+
+def require_file(flag: str, name: str | Path | None) -> None:
+    """Raise unless a file of this name can be written, before the work whose result goes there; None asks for none.
+
+    Raises:
+        UsageError: it names the flag, and what is in the way.
+    """
+    if name is None:
+        return
+    path = Path(name).absolute()
+    if path.is_dir():
+        raise UsageError(f"{flag} {name}: it is a folder; pass the name of a file.")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} {name}: there is no folder {path.parent}; pass a file in one that exists.")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{flag} {name}: it can't be written; pass a file that can.")
+
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def require_picture(flag: str, name: str | Path | None) -> None:
+    """The same for a picture, whose format its name says.
+
+    Raises:
+        UsageError: also where the name ends in no format of :data:`PICTURES`.
+    """
+    if name is not None and Path(name).suffix.lower() not in PICTURES:
+        raise UsageError(f"{flag} {name}: pass a name that ends in one of {', '.join(PICTURES)}.")
+    require_file(flag, name)
 
 
 CPU_TRL = "1.16"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from fastpack.bench.flags import add_arguments, run
+from fastpack.bench.flags import add_arguments, check_together, run
 from fastpack.commands import require, require_trl_on_cpu
 
 
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_arguments(parser)
     given = parser.parse_args(arguments)
+    check_together(given, parser)
     if given.plot:
         require("bench --plot", "matplotlib", extra="plot")
     if given.ops is None:

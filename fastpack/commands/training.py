@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastpack
-from fastpack.commands import UsageError, quiet, require, require_trl_on_cpu
+from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
 
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
@@ -66,6 +66,7 @@ def run(command: Command, arguments: Sequence[str]) -> int:
     from fastpack.metrics import attach
 
     given = parse(command, arguments)
+    require_file("--json", given.ours.json)
     try:
         trainer = make_trainer(command, given)
         if given.ours.patch:
@@ -199,6 +200,6 @@ def _print_summary(
     table.add_row("attention backend", report.backend or "stock")
     table.add_row("rung", report.rung if given.ours.patch else "stock (--no_patch)")
     for note in report.notes:
-        if note.startswith(("graphs: ", "offload: ")):
+        if note.startswith(("graphs: ", "offload: ", "prefixes: ", "max_tokens=")):
             table.add_row(*note.split(": ", 1))
     Console().print(table)

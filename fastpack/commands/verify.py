@@ -54,10 +54,9 @@ def _device(given: argparse.Namespace) -> Any:
         there = torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
         raise UsageError(f"--device {name} can't be used here: {str(error).splitlines()[0]}") from error
-    try:
-        use_triton(given.kernels, there)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    if there.is_meta:
+        raise UsageError("--device meta holds shapes without numbers, and nothing can be compared: pass cpu or cuda")
+    use_triton(given.kernels, there)
     return there.device
 
 

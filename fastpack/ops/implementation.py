@@ -14,6 +14,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from fastpack.errors import KernelUnavailableError
+
 Implementation = Literal["auto", "torch", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
@@ -29,24 +31,38 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
     a CPU is what Triton's interpreter is for.
 
     Raises:
-        ValueError: ``triton`` in such a region: torch 2.11 traces Functions with wrong gradients (that of a
+        KernelUnavailableError: ``triton`` in such a region: torch 2.11 traces Functions with wrong gradients (that of a
             normalisation's weight is zero); or on a CPU without Triton's interpreter.
     """
     compiling = torch.compiler.is_compiling()
     if implementation == "auto":
         return not compiling and x.is_cuda and triton_installed()
     if implementation == "triton" and compiling:
-        raise ValueError("kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'.")
-    if implementation == "triton" and x.device.type == "cpu" and not _interprets():
-        raise ValueError(
+        raise KernelUnavailableError(
+            "kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'."
+        )
+    if implementation == "triton" and x.device.type == "cpu" and not interprets():
+        raise KernelUnavailableError(
             "kernels='triton' was asked for and the tensors are on the CPU, for which Triton compiles nothing. Move "
             "the model to a GPU, pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
         )
     return implementation == "triton"
 
 
-def _interprets() -> bool:
+def interprets() -> bool:
+    """True where kernels run in Triton's interpreter, on a CPU too."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def why_no_kernels() -> str | None:
+    """Why no kernel can run on this machine, wherever tensors are; None if one can."""
+    if not triton_installed():
+        return "Triton is not installed: pip install triton, or pass kernels='auto'."
+    if not torch.accelerator.is_available() and not interprets():
+        return (
+            "there is no GPU here. Pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
+        )
+    return None
 
 
 @functools.cache

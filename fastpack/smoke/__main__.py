@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.commands import UsageError, require_file
 from fastpack.smoke.chosen import Chosen, choose
 from fastpack.smoke.processes import run
 from fastpack.smoke.record import Record
@@ -26,7 +27,12 @@ from fastpack.smoke.worker import EACH, MODES, Task
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where any row failed."""
-    given = _parser().parse_args(arguments)
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        require_file("--json", given.json)
+    except UsageError as error:
+        parser.error(str(error))
     chosen = choose(given.families, everyone=given.all)
     setting = Setting.of_this_machine(given.device, given.dtype, given.head_dim)
     task = Task(tuple(given.modes), given.backends, setting)

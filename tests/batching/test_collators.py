@@ -73,6 +73,9 @@ def test_contradictions_are_found_in_the_collator() -> None:
         fastpack.with_packed_seq_lens(lambda examples: {"chosen": ids})(None)
     with pytest.raises(PackingError, match=r"the collator made a list.*Leave GRPO's and RLOO's as it is"):
         fastpack.with_packed_seq_lens(lambda examples: examples)([{"prompt": "a"}])
+    nothing: Any = None
+    with pytest.raises(TypeError, match=r"takes a collator, such as trainer\.data_collator, not NoneType"):
+        fastpack.with_packed_seq_lens(nothing)
 
 
 def test_workers_can_be_handed_it() -> None:

@@ -93,10 +93,13 @@ def test_the_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     pair_lengths.main(files)
     assert make_pair_lengths(12, kind=str(tmp_path / "found.json")) == count_tokens(iter(rows), tokenizer)
     (tmp_path / "odd.jsonl").write_text('{"question": "Why?"}\n')
+    (tmp_path / "empty.jsonl").touch()
     for place, wrong, said in (
         (0, "nowhere.jsonl", "no such file: nowhere.jsonl"),
         (0, str(tmp_path / "odd.jsonl"), "should hold JSON lines with prompt, chosen and rejected"),
+        (0, str(tmp_path / "empty.jsonl"), "is empty"),
         (1, str(tmp_path), f"no tokenizer in {tmp_path}"),
+        (2, "/nowhere/found.json", "there is no folder /nowhere"),
     ):
         with pytest.raises(SystemExit):
             pair_lengths.main([wrong if at == place else file for at, file in enumerate(files)])

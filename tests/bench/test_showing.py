@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import io
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,9 @@ def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
     (head,) = (line for line in text.splitlines() if "real tokens/s" in line and "attention" in line)
     assert "GiB" in head
     assert not any(name in head for name in ("held", "kernels", "busy", "W", "MHz"))
+    assert "GiB: most that the process had" in text
+    assert "busy" not in text
+    assert "in tensors" in printed(outcome([made_up("stock padded", 500)]))
     (line,) = (line for line in text.splitlines() if "stock padded " in line and "kernel" in line)
     assert len(line.strip("│").split("│")) == len(head.strip("│").split("│")) == 9
 
@@ -114,7 +118,9 @@ def parse(*flags: str) -> argparse.Namespace:
 
 
 def test_flags() -> None:
-    settings = make_settings(parse("--graphs", "--loss", "--kernels", "torch", "--mode", "qlora"), on_gpu=True)
+    settings = make_settings(
+        parse("--graphs", "--loss", "--loop", "plain", "--kernels", "torch", "--mode", "qlora"), on_gpu=True
+    )
     assert (settings.graphs, settings.loss, settings.kernels, settings.mode) == ("auto", "fused", "torch", "qlora")
     assert (settings.warmup, settings.shape) == (5, "llama8b")
     settings = make_settings(parse(), on_gpu=False)
@@ -133,23 +139,61 @@ def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--lengths", "nowhere.json"), "--lengths nowhere.json: .* No such file"),
-        (("--trainer", "dpo", "--data", "nowhere.json"), "--lengths nowhere.json: .* No such file"),
+        (("--lengths", "nowhere.json"), "--lengths nowhere.json: no such file; pass 'alpaca', a number"),
+        (("--lengths", "-5"), "--lengths -5: no such file; pass 'alpaca', a number"),
+        (("--trainer", "dpo", "--data", "nowhere.json"), "--lengths nowhere.json: no such file; pass 'chat', a number"),
         (("--trainer", "dpo", "--data", "1"), "--lengths 1: rows of 1 tokens have no room"),
         (("--lengths", "0"), "--lengths 0: rows of 0 tokens have nothing to predict"),
-        (("--json", "/nosuch/p.json"), "--json /nosuch/p.json: pass a file in a folder that exists"),
+        (("--json", "/nosuch/p.json"), "--json /nosuch/p.json: there is no folder /nosuch"),
         (("--plot", "p.xyz"), "--plot p.xyz: pass a name that ends in one of .png"),
-        (("--ops", "rope", "--plot", "/nosuch/p.png"), "--plot /nosuch/p.png: pass a file in a folder"),
+        (("--ops", "rope", "--plot", "/nosuch/p.png"), "--plot /nosuch/p.png: there is no folder /nosuch"),
         (("--attention", "sideways"), "attention='sideways' is not a backend"),
-        (("--kernels", "triton"), "the tensors are on the CPU"),
+        (("--attention", "flash_attn"), "attention='flash_attn' can't serve float32 on cpu"),
+        (("--kernels", "triton"), "there is no GPU here"),
+        (("--loss",), "--loss is for --loop plain"),
+        (("--offload", "checkpoints"), "--offload is for what is checkpointed"),
+        (("--checkpointing", "--offload", "checkpoints"), "--offload needs a GPU"),
+        (("--graphs",), "--graphs needs a GPU"),
     ],
 )
 def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(runner, "_run", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(FastpackError, match=said):
         run(parse(*flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--tokens", "64"), "--tokens is the sweep of --ops"),
+        (("--ops", "--rows", "4", "--trainer-waits"), "leave out --rows, --trainer-waits."),
+    ],
+)
+def test_flags_that_nobody_would_read(
+    flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastpack.commands.bench.run", None)
+    assert main(["bench", *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_log_is_told_of_each_contestant(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no terminal to draw a bar on."""
+    told = {"stock padded": made_up("stock padded", 500), "fastpack": Figures("fastpack", error="out of memory")}
+    machine = {"ceiling": asdict(CEILING), "machine": {}}
+
+    def said(module: str, *_: Any, name: str) -> str:
+        return json.dumps(asdict(told[name]) if name in told else machine)
+
+    monkeypatch.setattr(runner, "_run", said)
+    runner.run_all(Settings("", lengths="8", steps=5), list(told), left_out={}, on_gpu=False)
+    assert capsys.readouterr().err.splitlines() == [
+        "stock padded: 200 ms a step, 500 real tokens/s",
+        "fastpack: out of memory",
+    ]
 
 
 def test_a_process_that_fails(capfd: pytest.CaptureFixture[str]) -> None:

@@ -192,6 +192,7 @@ def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
         ({"--resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere: no checkpoint of a trainer"),
         ({"--resume_from_checkpoint": "True"}, "no checkpoint-N in outputs/sft, --output_dir"),
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
+        ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
     ],
 )
 def test_errors_are_one_line(
@@ -207,6 +208,23 @@ def test_errors_are_one_line(
         else:
             arguments += [flag, value]
     assert_one_line(arguments, said, capsys)
+
+
+def test_kernels_that_nothing_here_can_run(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert_one_line([*sft_flags(work), "--kernels", "triton"], "kernels='triton', but there is no GPU here", capsys)
+
+
+def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(arguments: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastpack.commands.doctor.main", interrupted)
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err.split("\n") == ["", "fastpack doctor: interrupted", ""]
 
 
 def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

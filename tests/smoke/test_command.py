@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import smoke_stand_ins
 from readme import MEND, claimed, section
 from smoke_families import KNOWN
 
@@ -57,6 +55,13 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
             assert row.speed is not None
             assert row.speed > 0
     assert "4 runs of 1 families" in capsys.readouterr().out
+
+
+def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(smoke, "run", None)
+    with pytest.raises(SystemExit):
+        smoke.main(["llama", "--json", "/nowhere/run.json", *ON_CPU])
+    assert "--json /nowhere/run.json: there is no folder /nowhere" in capsys.readouterr().err
 
 
 @trains_on_cpu
@@ -122,27 +127,12 @@ def test_a_family_that_nobody_knows_fails(capsys: pytest.CaptureFixture[str]) ->
     assert "no_such_family (exact, no backend): KeyError" in capsys.readouterr().err
 
 
-def _hang(family: str, task: Task, pipe: Any, words: Path) -> None:
-    pipe.send(Row(family, task.modes[0]))
-    time.sleep(600)
-
-
-def _raise(family: str, task: Task, pipe: Any, words: Path) -> None:
-    pipe.send(Row(family, task.modes[0]))
-    words.write_text("Traceback\nValueError: no good\n\n")
-    raise SystemExit(1)
-
-
-def _die(family: str, task: Task, pipe: Any, words: Path) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
     ("stand_in", "timeout", "modes", "problem"),
     [
-        (_hang, 3, "plain, lora", "not done after 3 s"),
-        (_raise, 60, "plain, lora", "ValueError: no good"),
-        (_die, 60, "exact, plain, lora", "ended by signal 9"),
+        (smoke_stand_ins.hang, 3, "plain, lora", "not done after 3 s"),
+        (smoke_stand_ins.fail, 60, "plain, lora", "ValueError: no good"),
+        (smoke_stand_ins.die, 60, "exact, plain, lora", "ended by signal 9"),
     ],
     ids=["hangs", "raises", "is killed"],
 )
@@ -151,7 +141,6 @@ def test_what_hangs_or_crashes_is_a_failed_row(
 ) -> None:
     """What it had sent before is kept, the rest of its modes failed, and the next family runs."""
     monkeypatch.setattr(processes, "work", stand_in)
-    monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context("fork"))
     task, finished = Task(("exact", "plain", "lora"), "auto", Setting()), []
     found = processes.run(["one", "two"], task, jobs=2, timeout=timeout, done=finished.append)
     assert sorted(finished) == ["one", "two"]
@@ -159,7 +148,7 @@ def test_what_hangs_or_crashes_is_a_failed_row(
         *_, last = [row for row in found if row.family == family]
         assert last.mode == modes
         assert (last.problem or "").startswith(problem)
-        assert len([row for row in found if row.family == family]) == 1 + (stand_in is not _die)
+        assert len([row for row in found if row.family == family]) == 1 + (stand_in is not smoke_stand_ins.die)
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack.commands import UsageError, quiet, require, require_trl_on_cpu
+from fastpack.commands import UsageError, quiet, require, require_file, require_picture, require_trl_on_cpu
 
 TOLERANCE = 1e-4
 """How far apart the losses of a step may be, relative to the stock one."""
@@ -58,9 +58,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"--steps must be more than {WARM_UP}, which warm up; got {given.steps}")
     if given.rows < BATCH_SIZE:
         raise UsageError(f"--rows must be at least {BATCH_SIZE}, a batch; got {given.rows}")
-    for path in (given.plot, given.json):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"no such folder: {Path(path).absolute().parent}")
+    require_picture("--plot", given.plot)
+    require_file("--json", given.json)
     return given
 
 

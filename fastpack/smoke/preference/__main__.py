@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fastpack.commands import UsageError, quiet, require, require_trl_on_cpu
+from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
 from fastpack.errors import FastpackError
 from fastpack.smoke.preference.cases import LOSSES, TRAINERS, WIDER, Case, Work, all_cases, run
 from fastpack.smoke.preference.judge import STEP_BOUND, SUM_BOUND, Differences, Verdict, judge
@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     try:
         require("smoke", "trl", "datasets", extra="trl")
+        require_file("--json", given.json)
         _quiet()
         cases, work = chosen_cases(given), make_work(given)
     except FastpackError as error:
