@@ -34,7 +34,6 @@ from fastpack.ops.projections import (
     needs_input_again,
     normalise,
     normalise_backward,
-    normalised_again,
 )
 from fastpack.ops.updated_glu import Factors, sums_on_the_way, updated_backward, updated_forward
 from fastpack.ops.updates import expand_forward, factors
@@ -184,10 +183,9 @@ class _GatedMlp(torch.autograd.Function):
                 return (None,) * 7 + (*[None] * len(needs_inner), *down_weights)
             dn, low = backward_to_input(inside, inner, kept, need_input=need_x, prefix="inner ")
             again = needs_input_again(needs_inner)
-            n = normalised_again(ctx.norm, inner, kept) if again else None
-            inner_weights = backward_to_weights(inside, low, n, inner, kept, needs_inner, prefix="inner ")
             passed_on = grad if ctx.residual else None
-            dx, dnorm = normalise_backward(dn, ctx.norm, inner, kept, passed_on, needs[6])
+            n, dx, dnorm = normalise_backward(dn, ctx.norm, inner, kept, passed_on, needs[6], again=again)
+            inner_weights = backward_to_weights(inside, low, n, inner, kept, needs_inner, prefix="inner ")
         if summed:
             *of_b, down_weights[2] = map(Tensor.view_as, sums, summed)
             inner_weights[3::4] = of_b

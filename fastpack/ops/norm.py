@@ -189,6 +189,7 @@ def rms_norm_backward(
     unit_offset: bool = False,
     grad_summed: Tensor | None = None,
     need_weight: bool = True,
+    normed: Tensor | None = None,
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -199,6 +200,8 @@ def rms_norm_backward(
         x: ``[..., H]``, what was normalised; rstd: ``[T]``, as the forward returned it.
         grad_summed: the gradient that reaches the sum directly, added to the first result.
         need_weight: False where the weight is frozen, which is less work.
+        normed: contiguous, of the dtype that the forward's result has: where that result goes once more, as
+            :func:`rms_norm_apply` gives it, on the way. It may be ``grad`` itself.
 
     Returns:
         The gradient of x, of its dtype (and of the residual's, since they are added), and that of the weight or None.
@@ -206,9 +209,14 @@ def rms_norm_backward(
     kind = Kind(False, rounding == "before", unit_offset)
     kernel = _kernel_serves(implementation, x, weight)
     needed = (True, need_weight, False)
-    dx, dweight, _ = _backward(grad, x, weight, None, rstd, grad_summed, kind, needed, kernel, row_count)
+    dx, dweight, _ = _backward(grad, x, weight, None, rstd, grad_summed, kind, needed, kernel, row_count, normed)
     assert dx is not None
     return dx, dweight
+
+
+def rms_norm_dtype(x: Tensor, weight: Tensor, rounding: Rounding) -> torch.dtype:
+    """Of what :func:`rms_norm_forward` makes of x."""
+    return torch.promote_types(x.dtype, weight.dtype) if rounding == "before" else x.dtype
 
 
 def rms_norm_apply(
@@ -306,12 +314,13 @@ def _backward(
     needed: tuple[bool, bool, bool],
     kernel: bool,
     row_count: RowCount | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of x, weight and bias (float32), those that are ``needed``; of a layer norm by the kernel alone."""
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
-        return kernels.backward(grad, x, weight, mean, rstd, grad_summed, kind, needed, rows_of(row_count))
+        return kernels.backward(grad, x, weight, mean, rstd, grad_summed, kind, needed, rows_of(row_count), normed)
     wide, g, width = _wide(x), grad.to(rstd.dtype), x.shape[-1]
     dx = dweight = None
     if needed[0]:
@@ -327,6 +336,8 @@ def _backward(
         with torch.autocast(x.device.type, enabled=False):
             dweight = rstd.reshape(1, -1) @ (g * wide).reshape(-1, width)
         dweight = dweight.reshape(weight.shape).to(weight.dtype)
+    if normed is not None:
+        normed.copy_(_weighted(wide, rstd.reshape(*x.shape[:-1], 1), weight, x.dtype, kind))
     return dx, dweight, None
 
 

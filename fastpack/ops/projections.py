@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation, use_triton
-from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
+from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_dtype, rms_norm_forward
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import TERMS, RowCount, serves, sum_of_products
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
@@ -95,9 +95,9 @@ class _Project(torch.autograd.Function):
             dtype = ctx.settings.dtype
             of_outputs = [None if grad is None else grad.to(dtype) for grad in outputs]
             dn, low = backward_to_input(of_outputs, ctx.settings, kept, need_input=needs[2] or needs[4])
-            n = normalised_again(ctx.norm, ctx.settings, kept) if needs_input_again(needs[5:]) else None
+            again = needs_input_again(needs[5:])
+            n, dx, dnorm = normalise_backward(dn, ctx.norm, ctx.settings, kept, passed_on, needs[4], again=again)
             weights = backward_to_weights(of_outputs, low, n, ctx.settings, kept, needs[5:])
-            dx, dnorm = normalise_backward(dn, ctx.norm, ctx.settings, kept, passed_on, needs[4])
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
         return None, None, dx, outputs[0] if needs[3] else None, dnorm, *weights
@@ -120,22 +120,6 @@ def normalise(x: Tensor, norm: Norm | None, settings: Settings, keep: dict[str, 
     return n.to(settings.dtype)
 
 
-def normalised_again(norm: Norm | None, settings: Settings, kept: dict[str, Tensor]) -> Tensor:
-    """The same from what was kept."""
-    if norm is None:
-        return kept["x"].to(settings.dtype)
-    n = rms_norm_apply(
-        kept["x"],
-        kept["norm_weight"],
-        kept["rstd"],
-        rounding=norm.rounding,
-        unit_offset=norm.unit_offset,
-        row_count=settings.row_count,
-        implementation=settings.implementation,
-    )
-    return n.to(settings.dtype)
-
-
 def normalise_backward(
     dn: Tensor | None,
     norm: Norm | None,
@@ -143,24 +127,36 @@ def normalise_backward(
     kept: dict[str, Tensor],
     passed_on: Tensor | None,
     need_weight: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and of the norm's weight; ``passed_on`` reaches x past the norm."""
-    if dn is None:
-        return passed_on, None
+    *,
+    again: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What :func:`normalise` made, where it is wanted ``again``, and the gradients of x and of the norm's weight.
+
+    Args:
+        dn: its gradient, which the caller gives up, or None.
+        passed_on: what reaches x past the norm.
+    """
+    x = kept["x"]
     if norm is None:
-        return (dn if passed_on is None else passed_on + dn), None
-    return rms_norm_backward(
-        dn.to(kept["x"].dtype),
-        kept["x"],
-        kept["norm_weight"],
-        kept["rstd"],
-        rounding=norm.rounding,
-        unit_offset=norm.unit_offset,
-        grad_summed=passed_on,
-        need_weight=need_weight,
-        row_count=settings.row_count,
-        implementation=settings.implementation,
+        n = x.to(settings.dtype) if again else None
+        return n, passed_on if dn is None else dn if passed_on is None else passed_on + dn, None
+    weight, rstd = kept["norm_weight"], kept["rstd"]
+    how: dict[str, Any] = {
+        "rounding": norm.rounding,
+        "unit_offset": norm.unit_offset,
+        "row_count": settings.row_count,
+        "implementation": settings.implementation,
+    }
+    if dn is None:
+        return rms_norm_apply(x, weight, rstd, **how).to(settings.dtype) if again else None, passed_on, None
+    normed: Tensor | None = None
+    if again:
+        dtype = rms_norm_dtype(x, weight, norm.rounding)
+        normed = dn if dn.dtype == dtype and dn.is_contiguous() else torch.empty(dn.shape, dtype=dtype, device=x.device)
+    dx, dweight = rms_norm_backward(
+        dn.to(x.dtype), x, weight, rstd, grad_summed=passed_on, need_weight=need_weight, normed=normed, **how
     )
+    return None if normed is None else normed.to(settings.dtype), dx, dweight
 
 
 def group_forward(

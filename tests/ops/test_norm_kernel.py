@@ -169,6 +169,14 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
         frozen, none = rms_norm_backward(grad, summed, weight, rstd, grad_summed=direct, need_weight=False, **how)
         assert relative(frozen, dx) <= torch.finfo(dx.dtype).eps
         assert none is None
+        for need_weight in (True, False):  # the normalised tensor again on the way, over the gradient
+            over = grad.clone()
+            found = rms_norm_backward(
+                over, summed, weight, rstd, grad_summed=direct, need_weight=need_weight, normed=over, **how
+            )
+            assert torch.equal(over, normed)
+            assert torch.equal(found[0], dx if need_weight else frozen)
+            assert found[1] is None if not need_weight else torch.equal(found[1], dweight)
         without, _ = rms_norm_backward(grad, summed, weight, rstd, **how)
         assert relative(without + direct, dx) <= 1.5 * torch.finfo(dx.dtype).eps, "each of three is rounded"
         assert relative(without, dx) > 0.1
@@ -199,9 +207,10 @@ def test_rows_that_do_not_count(device: str, width: int, eps: float, counted: in
         normed, summed, rstd = rms_norm_forward(x, weight, eps, residual=residual, **how)
         again = rms_norm_apply(summed, weight, rstd, **how)
         dx, dweight = rms_norm_backward(grad, summed, weight, rstd, grad_summed=direct, **how)
-        alone, _ = rms_norm_backward(grad, summed, weight, rstd, need_weight=False, **how)
+        over = grad.clone()
+        alone, _ = rms_norm_backward(over, summed, weight, rstd, need_weight=False, normed=over, **how)
         assert dweight is not None
-        return [dweight, normed, summed, again, dx, alone]
+        return [dweight, normed, summed, again, dx, alone, over]
 
     of_weight, *ours = run(x, residual, grad, direct, count)
     if not counted:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import relative
 from torch import Tensor
 
 from fastpack.ops.products import RowCount
@@ -131,7 +132,7 @@ def test_gradients_over_gate_and_up(device: str, implementation: Any, with_updat
         return h, *out
 
     for elsewhere, over in zip(run((torch.empty_like(gate), torch.empty_like(up))), run((gate, up)), strict=True):
-        assert torch.equal(elsewhere, over)
+        assert relative(over, elsewhere) <= 1e-6, "other distances of rows are another compilation"
 
 
 def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,30 +61,19 @@ def _scale(weight, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr):
     return scale
 
 
+@triton.jit
+def _weighted(normed, scale, dtype: tl.constexpr, ROUND_BEFORE: tl.constexpr):
+    if ROUND_BEFORE:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed * scale
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
-    X,
-    RESIDUAL,
-    WEIGHT,
-    BIAS,
-    OUT,
-    SUM,
-    MEAN,
-    RSTD,
-    COUNT,
-    tokens,
-    x_stride,
-    residual_stride,
-    eps,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROUND_BEFORE: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    GIVEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    X, RESIDUAL, WEIGHT, BIAS, OUT, SUM, MEAN, RSTD, COUNT, tokens, x_stride, residual_stride, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Centred where there is a MEAN; with rstd as it is where GIVEN."""
     wait_for_inputs(EARLY)
     counted = rows_that_count(COUNT, tokens)
@@ -114,9 +103,7 @@ def _forward_kernel(
         tl.store(RSTD + row, rstd, mask=there)
 
     normed = wide * tl.where(counts, rstd, 0.0)[:, None]  # one over the root of zero is infinite
-    if ROUND_BEFORE:
-        normed = normed.to(x.dtype).to(tl.float32)
-    normed *= _scale(weight, ROUND_BEFORE, UNIT_OFFSET)
+    normed = _weighted(normed, _scale(weight, ROUND_BEFORE, UNIT_OFFSET), x.dtype, ROUND_BEFORE)
     if BIAS is not None:
         normed += bias.to(tl.float32)
     tl.store(OUT + row[:, None] * WIDTH + column[None, :], normed.to(OUT.dtype.element_ty), mask=stored)
@@ -124,19 +111,9 @@ def _forward_kernel(
 
 @triton.jit
 def _load_rows(
-    GRAD,
-    X,
-    GRAD_SUM,
-    MEAN,
-    RSTD,
-    grad_stride,
-    x_stride,
-    grad_sum_stride,
-    row,
-    counts,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    GRAD, X, GRAD_SUM, MEAN, RSTD, grad_stride, x_stride, grad_sum_stride, row, counts,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """What the gradient of these rows takes; where there is no GRAD_SUM or MEAN, something in its place."""
     column = tl.arange(0, BLOCK)
     mask = counts[:, None] & (column < WIDTH)[None, :]
@@ -154,21 +131,11 @@ def _load_rows(
 
 @triton.jit
 def _gradient_of_rows(
-    x,
-    grad,
-    direct,
-    mean,
-    rstd,
-    DX,
-    scale,
-    row,
-    there,
-    CENTRED: tl.constexpr,
-    ADDED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes dx of these rows; returns their gradient, zero outside, and the normalised x, for the weight's."""
+    x, grad, direct, mean, rstd, DX, NORMED, scale, row, there,
+    CENTRED: tl.constexpr, ADDED: tl.constexpr, ROUND_BEFORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes dx of these rows, and the forward's result where there is a NORMED; returns their gradient, zero outside,
+    and the normalised x, for the weight's."""
     column = tl.arange(0, BLOCK)
     stored = there[:, None] & (column < WIDTH)[None, :]
     grad = grad.to(tl.float32)
@@ -185,31 +152,18 @@ def _gradient_of_rows(
         if ADDED:
             dx += direct.to(tl.float32)
         tl.store(DX + row[:, None] * WIDTH + column[None, :], dx.to(DX.dtype.element_ty), mask=stored)
+    if NORMED is not None:
+        again = _weighted(normed, scale, x.dtype, ROUND_BEFORE).to(NORMED.dtype.element_ty)
+        tl.store(NORMED + row[:, None] * WIDTH + column[None, :], again, mask=stored)
     return grad, normed
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
-    GRAD,
-    X,
-    WEIGHT,
-    GRAD_SUM,
-    DX,
-    MEAN,
-    RSTD,
-    COUNT,
-    tokens,
-    grad_stride,
-    x_stride,
-    grad_sum_stride,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROUND_BEFORE: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    GRAD, X, WEIGHT, GRAD_SUM, DX, NORMED, MEAN, RSTD, COUNT, tokens, grad_stride, x_stride, grad_sum_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     wait_for_inputs(EARLY)
     counted = rows_that_count(COUNT, tokens)
     row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, counted, ROWS)
@@ -218,34 +172,18 @@ def _backward_kernel(
         GRAD, X, GRAD_SUM, MEAN, RSTD, grad_stride, x_stride, grad_sum_stride, row, counts, WIDTH, BLOCK
     )
     _gradient_of_rows(
-        x, grad, direct, mean, rstd, DX, scale, row, there, MEAN is not None, GRAD_SUM is not None, WIDTH, BLOCK
-    )
+        x, grad, direct, mean, rstd, DX, NORMED, scale, row, there, MEAN is not None, GRAD_SUM is not None,
+        ROUND_BEFORE, WIDTH, BLOCK,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_weight_kernel(
-    GRAD,
-    X,
-    WEIGHT,
-    GRAD_SUM,
-    DX,
-    MEAN,
-    RSTD,
-    DWEIGHT,
-    DBIAS,
-    COUNT,
-    tokens,
-    grad_stride,
-    x_stride,
+    GRAD, X, WEIGHT, GRAD_SUM, DX, NORMED, MEAN, RSTD, DWEIGHT, DBIAS, COUNT, tokens, grad_stride, x_stride,
     grad_sum_stride,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROUND_BEFORE: tl.constexpr,
-    UNIT_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """The same over many groups of rows, the next of which is on its way while one is worked on; DWEIGHT and DBIAS are
     ``[programs, H]``."""
     wait_for_inputs(EARLY)
@@ -267,8 +205,9 @@ def _backward_weight_kernel(
             GRAD, X, GRAD_SUM, MEAN, RSTD, grad_stride, x_stride, grad_sum_stride, row_after, counts, WIDTH, BLOCK
         )
         wide, normed = _gradient_of_rows(
-            x, grad, direct, mean, rstd, DX, scale, row, there, MEAN is not None, GRAD_SUM is not None, WIDTH, BLOCK
-        )
+            x, grad, direct, mean, rstd, DX, NORMED, scale, row, there, MEAN is not None, GRAD_SUM is not None,
+            ROUND_BEFORE, WIDTH, BLOCK,
+        )  # fmt: skip
         dweight += wide * normed
         if DBIAS is not None:
             dbias += wide
@@ -347,8 +286,14 @@ def backward(
     kind: Kind,
     needed: tuple[bool, bool, bool],
     count: Tensor | None = None,
+    normed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias (float32), those that are ``needed``; ``count`` as of :func:`forward`."""
+    """Gradients of x, weight and bias (float32), those that are ``needed``.
+
+    Args:
+        count: as of :func:`forward`.
+        normed: contiguous, where its result goes once more, without a bias; may be ``grad``.
+    """
     device, width = x.device, x.shape[-1]
     heads = weight.numel() // width
     tokens = rstd.numel() // heads
@@ -356,7 +301,7 @@ def backward(
     grad, grad_stride = in_rows(grad, width)
     x, x_stride = in_rows(x, width)
     grad_summed, grad_sum_stride = in_rows(grad_summed, width)
-    tensors = (grad, x, weight.contiguous(), grad_summed, dx, mean, rstd)
+    tensors = (grad, x, weight.contiguous(), grad_summed, dx, normed, mean, rstd)
     strides = (grad_stride, x_stride, grad_sum_stride)
     constants = (heads, width, kind.round_before, kind.unit_offset)
     if not needed[1] and not needed[2]:

@@ -17,7 +17,10 @@ from fastpack.ops.implementation import KERNEL_DTYPES
 from fastpack.ops.kernels.launch import early, on_device, processors, threes, wait_for_inputs
 
 TILE = {"BLOCK_T": 256, "BLOCK_M": 32, "num_warps": 8}
-TILE_OF_FEW_ROWS = {"BLOCK_T": 16, "BLOCK_M": 512, "num_warps": 8}
+TILES_OF_FEW_ROWS = (
+    {"BLOCK_T": 8, "BLOCK_M": 512, "num_warps": 4},
+    {"BLOCK_T": 16, "BLOCK_M": 512, "num_warps": 8},
+)
 """Where no matrix has more rows."""
 STAGES_OF_FEW, STAGES_OF_MANY = 3, 1
 """Tiles on their way: where a multiprocessor has at most two programs, and where it has more. Measured on an H200."""
@@ -93,4 +96,5 @@ def _blocks(xs: Sequence[Tensor]) -> int:
 
 
 def _tile(xs: Sequence[Tensor]) -> dict[str, int]:
-    return TILE_OF_FEW_ROWS if all(len(x) <= TILE_OF_FEW_ROWS["BLOCK_T"] for x in xs) else TILE
+    longest = max(map(len, xs))
+    return next((tile for tile in TILES_OF_FEW_ROWS if longest <= tile["BLOCK_T"]), TILE)
