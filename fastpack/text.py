@@ -1,12 +1,14 @@
-"""Rich's tables as plain text, for ``print`` and for messages."""
+"""Rich's tables: as plain text, for ``print`` and for messages, and as wide as there is room."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
+    from rich.table import Table
 
 WIDTH = 100
 """Columns, where the terminal has as many, or where there is none."""
@@ -16,8 +18,29 @@ def as_text(shown: RenderableType) -> str:
     """Without colours, and without a line end."""
     from rich.console import Console
 
-    terminal, _ = shutil.get_terminal_size((WIDTH, 0))
-    console = Console(width=min(WIDTH, terminal), color_system=None)
+    console = Console(width=room_for(WIDTH), color_system=None)
     with console.capture() as capture:
         console.print(shown)
     return capture.get().rstrip("\n")
+
+
+def room_for(wanted: int) -> int:
+    """So many columns, or the terminal's where there is one that has fewer (or ``COLUMNS`` says so)."""
+    return min(wanted, shutil.get_terminal_size((wanted, 0)).columns)
+
+
+def print_fitting(console: Console, make: Callable[[Collection[str]], Table], spare: Sequence[str]) -> Table:
+    """Print the table that ``make`` makes without some columns, and say which: as many of ``spare``, from its first
+    on, as have to go for the others to fit the console."""
+    gone: list[str] = []
+    table = make(gone)
+    for name in spare:
+        if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+            break
+        there = len(table.columns)
+        table = make([*gone, name])
+        gone += [name] if len(table.columns) < there else []
+    console.print(table)
+    if gone:
+        console.print(f"no room for {', '.join(gone)}: --json has them, or a wider terminal", style="dim")
+    return table

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Collection
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -10,6 +13,7 @@ from rich.text import Text
 from fastpack.bench.power import Drawn
 from fastpack.bench.runner import Outcome
 from fastpack.bench.settings import Figures, spread
+from fastpack.text import print_fitting, room_for
 
 WIDTH, WIDTH_WITH_POWER = 140, 165
 COLUMNS = (
@@ -27,15 +31,21 @@ COLUMNS = (
     "busy",
 )
 POWER_COLUMNS = ("W", "MHz")
+SPARE = ("busy", "kernels", "p10-p90", "held", "x first", "attention", "floor")
+"""What goes first where a terminal is narrow."""
 
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
     """The table and the verdict; where the losses disagree, the losses alone."""
-    console = console or Console(width=width_of(outcome))
-    console.print(_speeds(outcome) if outcome.verdict.agree else _losses(outcome))
+    console = console or Console(width=room_for(width_of(outcome)))
+    if outcome.verdict.agree:
+        table = print_fitting(console, functools.partial(_speeds, outcome), SPARE)
+    else:
+        console.print(_losses(outcome))
     console.print(str(outcome.verdict), style="green" if outcome.verdict.agree else "bold red", highlight=False)
     if outcome.verdict.agree:
-        console.print(_legend(outcome), style="dim", highlight=False)
+        shown = {str(column.header) for column in table.columns}
+        console.print(_legend(outcome, shown), style="dim", highlight=False)
     for row in outcome.ran:
         if row.drawn is not None and row.drawn["unknown"] is not None:
             console.print(f"power of {row.contestant}: {row.drawn['unknown']}", style="yellow", highlight=False)
@@ -49,24 +59,29 @@ def width_of(outcome: Outcome) -> int:
     return WIDTH_WITH_POWER if _powered(outcome) else WIDTH
 
 
+def _on_gpu(outcome: Outcome) -> bool:
+    return any(row.held_memory is not None for row in outcome.ran)
+
+
 def _powered(outcome: Outcome) -> bool:
     return any(map(_power, outcome.ran))
 
 
-def _speeds(outcome: Outcome) -> Table:
+def _speeds(outcome: Outcome, without: Collection[str]) -> Table:
     columns = COLUMNS + (POWER_COLUMNS if _powered(outcome) else ())
     cells = {row.contestant: _cells(row, outcome) for row in outcome.ran}
     empty = {at for at in range(len(columns)) if not any(at < len(row) and row[at] for row in cells.values())}
+    left_out = {at for at, name in enumerate(columns) if name and (at in empty or name in without)}
     table = Table(title=outcome.title, box=box.ROUNDED)
     for at, name in enumerate(columns):
-        if at not in empty or not name:
+        if at not in left_out:
             table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
     best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
     for row in outcome.figures:
         if row.error is not None:
             table.add_row(row.contestant, Text(row.error, style="red"))
         else:
-            shown = [cell for at, cell in enumerate(cells[row.contestant]) if at not in empty]
+            shown = [cell for at, cell in enumerate(cells[row.contestant]) if at not in left_out]
             table.add_row(*shown, style="bold" if row.tokens_per_second == best else None)
     return table
 
@@ -111,20 +126,19 @@ def _losses(outcome: Outcome) -> Table:
     return table
 
 
-def _legend(outcome: Outcome) -> str:
-    """What the columns mean that are there."""
+def _legend(outcome: Outcome, shown: Collection[str]) -> str:
+    """What the columns mean that are shown."""
     ceiling, steps = outcome.ceiling, outcome.settings.steps
-    told = ["x best: times the best stock one"] if outcome.best_stock is not None else []
-    told.append(
-        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "
-        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product})"
-    )
-    if any(row.held_memory is not None for row in outcome.ran):
-        told.append("GiB in tensors, and held by the allocator")
-    else:
-        told.append("GiB: most that the process had")
-    if any(row.busy is not None for row in outcome.ran):
-        told.append("busy: ms in which any kernel ran")
+    meanings = {
+        "x first": "x first: times the first row",
+        "x best": "x best: times the best stock one",
+        "floor": f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would "
+        f"allow at the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product})",
+        "GiB": "GiB in tensors" if _on_gpu(outcome) else "GiB: most that the process had",
+        "held": "held by the allocator for them",
+        "busy": "busy: ms in which any kernel ran",
+    }
+    told = [meaning for name, meaning in meanings.items() if name in shown]
     drawn = next(filter(None, map(_power, outcome.ran)), None)
     limits = () if drawn is None else ((drawn.watts_limit, "W"), (drawn.mhz_limit, "MHz"))
     told += [f"{unit}: on average, of {limit:,.0f} at most" for limit, unit in limits if limit is not None]

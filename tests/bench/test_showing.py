@@ -26,6 +26,7 @@ from fastpack.bench.shapes import make_config
 from fastpack.bench.table import print_outcome, width_of
 from fastpack.cli import main
 from fastpack.errors import FastpackError
+from fastpack.text import room_for
 
 CEILING = Ceiling(790e12, 4.3e12, "8192^3 bfloat16", "a GPU")
 
@@ -69,6 +70,22 @@ def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
     assert "in tensors" in printed(outcome([made_up("stock padded", 500)]))
     (line,) = (line for line in text.splitlines() if "stock padded " in line and "kernel" in line)
     assert len(line.strip("│").split("│")) == len(head.strip("│").split("│")) == 9
+
+
+@pytest.mark.parametrize(("width", "gone"), [(100, ["busy", "kernels", "p10-p90", "held"]), (140, [])])
+def test_a_narrow_terminal_has_what_matters_most(width: int, gone: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = io.StringIO()
+    found = outcome([made_up("stock + FA2 + Liger", 1000), made_up("fastpack collated", 1800)])
+    print_outcome(found, Console(width=room_for(width_of(found)), file=shown))
+    text = shown.getvalue()
+    (head,) = (line for line in text.splitlines() if "real tokens/s" in line and "step ms" in line)
+    assert [name for name in ("busy", "kernels", "p10-p90", "held") if name not in head] == gone
+    assert ("no room for busy, kernels, p10-p90, held: --json has them" in text) is bool(gone)
+    assert ("ms in which any kernel ran" in text) is not bool(gone)
+    assert "x best" in head
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "…" not in text
 
 
 def test_no_speeds_where_losses_disagree() -> None:

@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Collection, Mapping
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.ops.case import PLAIN, Case
 from fastpack.bench.ops.runner import OpFigures, OpsOutcome, Pass
+from fastpack.text import print_fitting, room_for
 
 WIDTH = 132
+SPARE = ("host", "GB/s", "TFLOP/s", "error", "MiB", "share")
+"""What goes first where a terminal is narrow."""
 
 
 def print_ops(outcome: OpsOutcome, cases: Mapping[str, Case], console: Console | None = None) -> None:
     """All tables, what the columns mean, and which results are not exact enough."""
-    console = console or Console(width=WIDTH)
+    console = console or Console(width=room_for(WIDTH))
+    shown: set[str] = set()
     for op in dict.fromkeys(row.op for row in outcome.figures):
-        console.print(_table(cases[op], [row for row in outcome.figures if row.op == op]))
-    ceiling = outcome.ceiling
-    console.print(
-        "forward, backward: us on the device, inputs not in the cache, the graph retained, so that a loss's gradients "
-        "are copied, which in training stay in their place; share: of the measured copy bandwidth, "
-        f"{ceiling.bandwidth / 1e12:.3g} TB/s, or of {ceiling.flops / 1e12:,.3g} TFLOP/s of matrix products "
-        f"({ceiling.product}), for what the op can't do without; host: us until a forward is launched; "
-        "MiB: peak of forward and backward beyond inputs and gradients (of a loss: in times the logits); x torch: "
-        "both together; error: of results and gradients, as a share of what is allowed (1.5 times torch's own in half "
-        "precision, 1e-5 in float32)",
-        style="dim",
-        highlight=False,
-    )
+        rows = [row for row in outcome.figures if row.op == op]
+        table = print_fitting(console, functools.partial(_table, cases[op], rows), SPARE)
+        shown |= {str(column.header) for column in table.columns}
+    console.print(_legend(outcome.ceiling, shown), style="dim", highlight=False)
     inexact = outcome.inexact
     for row in inexact:
         console.print(
@@ -43,17 +40,32 @@ def print_ops(outcome: OpsOutcome, cases: Mapping[str, Case], console: Console |
     console.print(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim", highlight=False)
 
 
-def _table(case: Case, rows: list[OpFigures]) -> Table:
+def _legend(ceiling: Ceiling, shown: Collection[str]) -> str:
+    """What the columns mean that are shown."""
+    meanings = {
+        "forward": "forward, backward: us on the device, inputs not in the cache, the graph retained, so that a loss's "
+        "gradients are copied, which in training stay in their place",
+        "share": f"share: of the measured copy bandwidth, {ceiling.bandwidth / 1e12:.3g} TB/s, or of "
+        f"{ceiling.flops / 1e12:,.3g} TFLOP/s of matrix products ({ceiling.product}), for what the op can't do without",
+        "x torch": "x torch: both together",
+        "host": "host: us until a forward is launched",
+        "MiB": "MiB: peak of forward and backward beyond inputs and gradients (of a loss: in times the logits)",
+        "error": "error: of results and gradients, as a share of what is allowed (1.5 times torch's own in half "
+        "precision, 1e-5 in float32)",
+    }
+    return "; ".join(meaning for name, meaning in meanings.items() if name in shown)
+
+
+def _table(case: Case, rows: list[OpFigures], without: Collection[str]) -> Table:
     rate = "TFLOP/s" if any(row.both and row.both.flops for row in rows) else "GB/s"
-    table = Table(title=f"{case.name}: {case.what}", box=box.HORIZONTALS)
-    columns = ["T", "", "forward", "share", "backward", "share", "both us", rate, "share", "x torch", "host"]
-    for name in [*columns, "MiB", "error"]:
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    names = ["T", "", "forward", "share", "backward", "share", "both us", rate, "share", "x torch", "host"]
+    names += ["MiB", "error"]
+    lines: list[tuple[OpFigures, bool, list[str]]] = []
     for tokens in dict.fromkeys(row.tokens for row in rows):
         group = [row for row in rows if row.tokens == tokens]
         plain = next((row.both.seconds for row in group if row.implementation == PLAIN and row.both), None)
         for i, row in enumerate(group):
-            table.add_row(
+            cells = [
                 f"{tokens:,}" if i == 0 else "",
                 row.implementation,
                 *(_cells(row.forward)),
@@ -63,9 +75,14 @@ def _table(case: Case, rows: list[OpFigures]) -> Table:
                 f"{row.forward.host_seconds * 1e6:,.0f}" if row.forward and row.forward.host_seconds else "",
                 _memory(row),
                 f"{row.deviation:.2f}" if row.deviation is not None else "",
-                style=None if row.exact else "red",
-                end_section=i == len(group) - 1,
-            )
+            ]
+            lines.append((row, i == len(group) - 1, cells))
+    kept = [at for at, name in enumerate(names) if name not in without and any(cells[at] for *_, cells in lines)]
+    table = Table(title=f"{case.name}: {case.what}", box=box.HORIZONTALS)
+    for at in kept:
+        table.add_column(names[at], justify="left" if not names[at] else "right", no_wrap=True)
+    for row, last, cells in lines:
+        table.add_row(*(cells[at] for at in kept), style=None if row.exact else "red", end_section=last)
     return table
 
 
