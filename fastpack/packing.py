@@ -9,6 +9,7 @@ keyword. Where shapes have to repeat from batch to batch (CUDA graphs, ``torch.c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -358,7 +359,13 @@ def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     """The lengths as Python ints; raise unless there are some and each is at least 1."""
     if isinstance(lengths, Tensor):
         check_vector(lengths)
-    values = [int(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    try:
+        values = [operator.index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+    except TypeError as error:
+        raise PackingError(
+            f"packed_seq_lens={str(lengths)[:80]!r} ({type(lengths).__name__}): pass the sequences' lengths, whole "
+            "numbers such as [3, 2] in a list or a 1-D tensor, or a PackedSeqLens."
+        ) from error
     if not values or min(values) < 1:
         raise PackingError(f"packed_seq_lens must be lengths of at least 1 token each; got {values[:8]}.")
     return values

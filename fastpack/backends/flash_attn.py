@@ -53,6 +53,8 @@ NOT_INSTALLED = "not installed"
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why no installed generation can compute this, or None."""
+    if shape.device.type != "cuda":
+        return needs_cuda(shape, (8, 0))
     why: dict[int, str] = {}
     for generation in GENERATIONS:
         reason = _rejects(generation, shape)

@@ -15,7 +15,7 @@ from fastpack.compiling import known_once
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why xformers can't compute this, or None."""
-    why = _unusable()
+    why = needs_cuda(shape, (7, 0)) if shape.device.type != "cuda" else _unusable()
     if why is not None:
         return why
     if torch.compiler.is_compiling():
