@@ -14,6 +14,7 @@ from fastpack.commands import UsageError
 from fastpack.rungs import WORDS
 
 if TYPE_CHECKING:
+    from fastpack.families import Family
     from fastpack.smoke.record import Record
 
 
@@ -54,10 +55,23 @@ def family_rows() -> list[dict[str, str]]:
     from fastpack.families import FAMILIES
 
     rows = [
-        {"model_type": name, "rung": str(family.rung), "backbone": family.backbone} for name, family in FAMILIES.items()
+        {"model_type": name, "rung": _rung(family), "backbone": family.backbone} for name, family in FAMILIES.items()
     ]
     order = _rungs(rows)
     return sorted(rows, key=lambda row: (order.index(row["rung"]), row["model_type"]))
+
+
+def _rung(family: Family) -> str:
+    """The one that it is on without kernels of others: convolutions alone run packed everywhere."""
+    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.rung)
+
+
+def _recurrent() -> list[str]:
+    """Those whose mixers other packages' kernels run packed."""
+    from fastpack.families import FAMILIES
+
+    scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
+    return sorted(name for name, found in scans.items() if found - {"conv"} and None not in found)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
@@ -84,7 +98,9 @@ def _show_run(run: Path, into: Path | None) -> int:
 
     try:
         section = proved(Record.read(run))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise UsageError(f"--from {run}: {error.strerror or error}; pass what gists/smoke.sh --json wrote") from error
+    except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
     if into is None:
         print(section)
@@ -146,4 +162,8 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     console.print(table)
     for rung, what in WORDS.items():
         console.print(f"[bold]{rung}[/bold]: {what}")
+    console.print(
+        f"{', '.join(_recurrent())}: varlen too on a GPU, where kernels of flash-linear-attention or mamba-ssm run "
+        "their recurrence packed."
+    )
     console.print("Others find their rung when they are patched: fastpack verify MODEL says which, and proves it.")

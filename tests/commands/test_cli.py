@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ import pytest
 import torch
 from cli_runs import SIZES, STEPS, assert_one_line, losses, run_sft, sft_flags, trains_on_cpu
 from oracle import FLOAT32_BOUND
+from readme import claimed
 
 import fastpack
 from fastpack import commands
 from fastpack.cli import main
+from fastpack.commands.families import family_rows
 from fastpack.commands.meter import Feeding, Summary, count_slots, hint
 from fastpack.families import FAMILIES
 
@@ -333,7 +336,18 @@ def test_families(capsys: pytest.CaptureFixture[str]) -> None:
     markdown = capsys.readouterr().out
     assert all(f"`{name}`" in markdown for name in FAMILIES)
     assert main(["families"]) == 0
-    assert "LlamaModel" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "LlamaModel" in printed
+    (recurrent,) = re.findall(r"([a-z0-9_, ]+): varlen too on a GPU", printed)
+    assert {"mamba2", "qwen3_next"} <= set(recurrent.split(", "))
+    assert "lfm2" not in recurrent
+
+
+def test_families_are_on_the_rung_that_a_run_proved() -> None:
+    """Without a GPU, as the README's table was made; names of wrappers are in that alone."""
+    proved = claimed()
+    told = {row["model_type"]: row["rung"] for row in family_rows()}
+    assert {name: rung for name, rung in told.items() if proved.get(name, rung) != rung} == {}
 
 
 def test_the_module_is_the_command_and_starts_light() -> None:
