@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from fastpack.attention_dispatch import check_name
-from fastpack.errors import PatchError
+from fastpack.errors import KernelUnavailableError, PatchError
 from fastpack.ops.implementation import Implementation, why_no_kernels
 
 if TYPE_CHECKING:
@@ -69,8 +69,9 @@ class PatchOptions:
 
         Raises:
             BackendUnavailableError: no attention backend has this name.
-            PatchError: another option has a value that it doesn't take; Triton was asked for and nothing here can run
-                it; ``graphs`` was asked for together with ``share_prefixes``.
+            KernelUnavailableError: Triton was asked for, and nothing here can run it.
+            PatchError: another option has a value that it doesn't take; ``graphs`` was asked for together with
+                ``share_prefixes``.
         """
         check_name(self.attention)
         for name, allowed in (
@@ -85,7 +86,7 @@ class PatchOptions:
             if value not in allowed:
                 raise PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
         if self.kernels == "triton" and (reason := why_no_kernels()) is not None:
-            raise PatchError(f"kernels='triton', but {reason}")
+            raise KernelUnavailableError(f"kernels='triton', but {reason}")
         if self.graphs is not None and self.share_prefixes is not None:
             raise PatchError(
                 f"graphs={self.graphs!r} and share_prefixes={self.share_prefixes!r} exclude each other: a recorded "

@@ -363,7 +363,7 @@ def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
         values = [operator.index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
     except TypeError as error:
         raise PackingError(
-            f"packed_seq_lens={str(lengths)[:80]!r} ({type(lengths).__name__}): pass the sequences' lengths, whole "
+            f"packed_seq_lens={str(lengths)[:80]} ({type(lengths).__name__}): pass the sequences' lengths, whole "
             "numbers such as [3, 2] in a list or a 1-D tensor, or a PackedSeqLens."
         ) from error
     if not values or min(values) < 1:

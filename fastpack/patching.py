@@ -115,6 +115,7 @@ def patch(
     Raises:
         UnsupportedModelError: an encoder, an encoder-decoder, a vision-language model, or a family not covered.
         BackendUnavailableError: the backend asked for by name can't serve this model here.
+        KernelUnavailableError: ``kernels="triton"``, and nothing here can run them.
         PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or the trainer will build another
             one (``model_init``); or ``strict`` is not met; or an option has a value that it does not take; or prefixes
             can't be shared exactly in this model; or ``max_tokens`` can't be kept with this trainer. Nothing has been

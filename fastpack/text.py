@@ -35,12 +35,18 @@ def print_fitting(console: Console, make: Callable[[Collection[str]], Table], sp
     gone: list[str] = []
     table = make(gone)
     for name in spare:
-        if console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width:
+        if _fits(table, console):
             break
         there = len(table.columns)
         table = make([*gone, name])
         gone += [name] if len(table.columns) < there else []
     console.print(table)
-    if gone:
-        console.print(f"no room for {', '.join(gone)}: --json has them, or a wider terminal", style="dim")
+    said = [f"no room for {', '.join(gone)}: --json has them, or a wider terminal"] if gone else []
+    said += [] if _fits(table, console) else ["the terminal is narrower than what is left, and cuts it"]
+    if said:
+        console.print("; ".join(said), style="dim")
     return table
+
+
+def _fits(table: Table, console: Console) -> bool:
+    return console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width

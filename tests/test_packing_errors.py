@@ -36,8 +36,8 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
     # lengths
     "lengths sum short": (FIVE, {"packed_seq_lens": [2, 2]}, ("packed_seq_lens sum to 4", "5 real tokens")),
     "lengths sum far": (FIVE, {"packed_seq_lens": T([2, 4])}, ("packed_seq_lens sum to 6", "5 real tokens")),
-    "lengths in words": (FIVE, {"packed_seq_lens": "abc"}, ("packed_seq_lens='abc' (str)", "such as [3, 2]")),
-    "one length": (FIVE, {"packed_seq_lens": 5}, ("packed_seq_lens='5' (int)", "such as [3, 2]")),
+    "lengths in words": (FIVE, {"packed_seq_lens": "abc"}, ("packed_seq_lens=abc (str)", "such as [3, 2]")),
+    "one length": (FIVE, {"packed_seq_lens": 5}, ("packed_seq_lens=5 (int)", "such as [3, 2]")),
     "lengths that are not whole": (FIVE, {"packed_seq_lens": [2.5, 2.5]}, ("[2.5, 2.5]", "whole numbers")),
     "ready-made lengths of another batch": (
         FIVE,

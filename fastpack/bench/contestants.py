@@ -30,8 +30,10 @@ class Contestant:
     shared: bool = False
     trainers: tuple[str, ...] = ("sft",)
 
-    def unavailable(self, on_gpu: bool) -> str | None:
-        """Why it can't take part here, or None."""
+    def unavailable(self, on_gpu: bool, graphs: str | None = None) -> str | None:
+        """Why it can't take part here, or with these graphs, or None."""
+        if self.shared and graphs is not None:
+            return "shares prefixes, which --graphs excludes"
         if (self.varlen or self.liger) and not on_gpu:
             return "needs a GPU"
         if self.liger and importlib.util.find_spec("liger_kernel") is None:

@@ -64,7 +64,7 @@ OF_OPS = ("ops", "tokens", "json", "plot")
 
 
 def check_together(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Raise where a flag was given that nobody would read.
+    """Raise where a flag is not at its default and nobody would read it.
 
     Raises:
         UsageError: training's flags with ``--ops``, or the sweep's without.
@@ -82,14 +82,17 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
     """What the flags ask for.
 
     Raises:
-        UsageError: what would do nothing here: a loss where TRL's trainer has its own, offloading of what is not
-            checkpointed, graphs and offloading on a CPU; a plain loop of DPO; power where it can't be asked for.
+        UsageError: what would do nothing here: a loss where TRL's trainer has its own, a trainer's waits where there
+            is none, offloading of what is not checkpointed, graphs and offloading on a CPU; a plain loop of DPO; power
+            where it can't be asked for.
     """
     dpo = arguments.trainer == "dpo"
     if dpo and arguments.loop == "plain":
         raise UsageError("--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss.")
     if arguments.loss and arguments.loop != "plain":
         raise UsageError("--loss is for --loop plain: TRL's trainers bring a loss of their own, which stays in force.")
+    if arguments.trainer_waits and arguments.loop == "plain":
+        raise UsageError("--trainer-waits is for --loop trl: a plain loop has no trainer.")
     if arguments.offload and not arguments.checkpointing:
         raise UsageError("--offload is for what is checkpointed: pass --checkpointing too.")
     for flag, value in (("--graphs", arguments.graphs), ("--offload", arguments.offload)):
@@ -127,33 +130,37 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
 
     Raises:
         UsageError: no such lengths.
-        PatchError: kernels that nothing here can run.
+        KernelUnavailableError: kernels that nothing here can run.
         BackendUnavailableError: no such attention backend, or one that can't serve here.
     """
     import torch
 
-    from fastpack.attention_dispatch import AttentionShape, choose
+    from fastpack.attention_dispatch import AttentionShape
+    from fastpack.attention_dispatch import choose as choose_backend
 
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
     config = make_config(settings.shape)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     device = torch.device("cuda" if on_gpu else "cpu")
-    choose(AttentionShape(device, dtype_of(settings, device), heads, kv_heads, size, size), settings.attention)
+    shape = AttentionShape(device, dtype_of(settings, device), heads, kv_heads, size, size)
+    choose_backend(shape, settings.attention)
     try:
         settings.timed_batches()
     except (OSError, ValueError) as error:
         raise UsageError(f"--lengths {settings.lengths}: {error}") from error
 
 
-def choose(only: list[str] | None, *, on_gpu: bool, trainer: str = "sft") -> tuple[list[str], dict[str, str]]:
+def choose(
+    only: list[str] | None, *, on_gpu: bool, trainer: str = "sft", graphs: str | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Who takes part, and who of this trainer's ways does not and why.
 
     Raises:
         UsageError: one that was asked for by name can't.
     """
     ways = {name: contestant for name, contestant in CONTESTANTS.items() if trainer in contestant.trainers}
-    reasons = {name: contestant.unavailable(on_gpu) for name, contestant in ways.items()}
+    reasons = {name: contestant.unavailable(on_gpu, graphs) for name, contestant in ways.items()}
     for name in only or ():
         if name not in ways:
             raise UsageError(f"--only {name!r}: not a way of --trainer {trainer}, whose are {', '.join(ways)}.")
@@ -182,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
     from fastpack.bench.table import print_outcome
 
     settings = make_settings(arguments, on_gpu=on_gpu)
-    names, left_out = choose(arguments.only, on_gpu=on_gpu, trainer=arguments.trainer)
+    names, left_out = choose(arguments.only, on_gpu=on_gpu, trainer=arguments.trainer, graphs=arguments.graphs)
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)

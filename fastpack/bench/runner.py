@@ -74,10 +74,15 @@ class Outcome:
             "floor_tokens_per_second": self.floor_rate,
             "verdict": asdict(self.verdict),
             "left_out": self.left_out,
-            "contestants": [
-                row.to_dict() | ({"floor_share": row.tokens_per_second / self.floor_rate} if row.error is None else {})
-                for row in self.figures
-            ],
+            "contestants": [row.to_dict() | (self._compared(row) if row.error is None else {}) for row in self.figures],
+        }
+
+    def _compared(self, row: Figures) -> dict[str, float | None]:
+        rate, stock = row.tokens_per_second, self.best_stock
+        return {
+            "floor_share": rate / self.floor_rate,
+            "times_first": rate / self.ran[0].tokens_per_second,
+            "times_best_stock": None if stock is None else rate / stock.tokens_per_second,
         }
 
 

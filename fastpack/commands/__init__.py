@@ -29,8 +29,11 @@ def require(command: str, *packages: str, extra: str) -> None:
         )
 
 
-def require_file(flag: str, name: str | Path | None) -> None:
+def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:
     """Raise unless a file of this name can be written, before the work whose result goes there; None asks for none.
+
+    Args:
+        made: a folder that the work will have made by then.
 
     Raises:
         UsageError: it names the flag, and what is in the way.
@@ -40,6 +43,8 @@ def require_file(flag: str, name: str | Path | None) -> None:
     path = Path(name).absolute()
     if path.is_dir():
         raise UsageError(f"{flag} {name}: it is a folder; pass the name of a file.")
+    if made is not None and path.parent == Path(made).absolute() and not path.parent.exists():
+        return
     if not path.parent.is_dir():
         raise UsageError(f"{flag} {name}: there is no folder {path.parent}; pass a file in one that exists.")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

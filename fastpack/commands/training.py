@@ -66,7 +66,8 @@ def run(command: Command, arguments: Sequence[str]) -> int:
     from fastpack.metrics import attach
 
     given = parse(command, arguments)
-    require_file("--json", given.ours.json)
+    if given.training.process_index == 0:  # which writes it
+        require_file("--json", given.ours.json, made=given.training.output_dir)
     try:
         trainer = make_trainer(command, given)
         if given.ours.patch:

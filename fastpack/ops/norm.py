@@ -214,11 +214,6 @@ def rms_norm_backward(
     return dx, dweight
 
 
-def rms_norm_dtype(x: Tensor, weight: Tensor, rounding: Rounding) -> torch.dtype:
-    """Of what :func:`rms_norm_forward` makes of x."""
-    return torch.promote_types(x.dtype, weight.dtype) if rounding == "before" else x.dtype
-
-
 def rms_norm_apply(
     x: Tensor,
     weight: Tensor,
@@ -316,7 +311,8 @@ def _backward(
     row_count: RowCount | None = None,
     normed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias (float32), those that are ``needed``; of a layer norm by the kernel alone."""
+    """Gradients of x, weight and bias (float32), those that are ``needed``; of a layer norm by the kernel alone. The
+    normalised tensor goes into ``normed``, last of all, where there is one."""
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 

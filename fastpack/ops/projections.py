@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation, use_triton
-from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_dtype, rms_norm_forward
+from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import TERMS, RowCount, serves, sum_of_products
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
@@ -151,7 +151,7 @@ def normalise_backward(
         return rms_norm_apply(x, weight, rstd, **how).to(settings.dtype) if again else None, passed_on, None
     normed: Tensor | None = None
     if again:
-        dtype = rms_norm_dtype(x, weight, norm.rounding)
+        dtype = norm.result_dtype(x)
         normed = dn if dn.dtype == dtype and dn.is_contiguous() else torch.empty(dn.shape, dtype=dtype, device=x.device)
     dx, dweight = rms_norm_backward(
         dn.to(x.dtype), x, weight, rstd, grad_summed=passed_on, need_weight=need_weight, normed=normed, **how

@@ -141,5 +141,10 @@ def test_flags() -> None:
 
 def test_who_takes_part() -> None:
     assert choose(None, on_gpu=True, trainer="dpo") == (["stock padded", "fastpack", "fastpack, prompts shared"], {})
+    with pytest.raises(FastpackError, match="it shares prefixes, which --graphs excludes"):
+        choose(["fastpack, prompts shared"], on_gpu=True, trainer="dpo", graphs="auto")
+    names, left_out = choose(None, on_gpu=True, trainer="dpo", graphs="auto")
+    assert names == ["stock padded", "fastpack"]
+    assert left_out == {"fastpack, prompts shared": "shares prefixes, which --graphs excludes"}
     with pytest.raises(FastpackError, match="not a way of --trainer dpo, whose are stock padded, fastpack"):
         choose(["fastpack packed"], on_gpu=torch.cuda.is_available(), trainer="dpo")

@@ -86,6 +86,15 @@ def test_a_narrow_terminal_has_what_matters_most(width: int, gone: list[str], mo
     assert "x best" in head
     assert all(len(line) <= width for line in text.splitlines())
     assert "…" not in text
+    assert "cuts it" not in text
+    *_, ours = found.to_dict()["contestants"]
+    assert (ours["times_first"], ours["times_best_stock"]) == pytest.approx((1.8, 1.8))
+
+
+def test_a_terminal_that_is_too_narrow_for_anything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    print_outcome(outcome([made_up("fastpack collated", 1800)]), Console(width=40, file=shown))
+    assert "the terminal is narrower than what is left" in " ".join(shown.getvalue().split())
 
 
 def test_no_speeds_where_losses_disagree() -> None:
@@ -168,6 +177,7 @@ def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--attention", "flash_attn"), "attention='flash_attn' can't serve float32 on cpu"),
         (("--kernels", "triton"), "there is no GPU here"),
         (("--loss",), "--loss is for --loop plain"),
+        (("--loop", "plain", "--trainer-waits"), "--trainer-waits is for --loop trl"),
         (("--offload", "checkpoints"), "--offload is for what is checkpointed"),
         (("--checkpointing", "--offload", "checkpoints"), "--offload needs a GPU"),
         (("--graphs",), "--graphs needs a GPU"),

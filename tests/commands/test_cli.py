@@ -213,6 +213,19 @@ def test_errors_are_one_line(
     assert_one_line(arguments, said, capsys)
 
 
+@trains_on_cpu
+def test_figures_in_the_folder_that_is_made(work: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    arguments = sft_flags(work)
+    for flag, value in (("--output_dir", folder), ("--json", folder / "run.json")):
+        if flag in arguments:
+            arguments[arguments.index(flag) + 1] = str(value)
+        else:
+            arguments += [flag, str(value)]
+    assert main(arguments) == 0
+    assert json.loads((folder / "run.json").read_text())["summary"]["steps"] == STEPS
+
+
 def test_kernels_that_nothing_here_can_run(
     work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,26 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
         assert_no_worse(value, plain[at], truth[at])
 
 
+@pytest.mark.parametrize("shape", [(700, 40), (33, 1100)], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_normalised_again_over_the_gradient(
+    device: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where programs walk over rows and have read the next ones before they write over these."""
+    monkeypatch.setattr(kernels, "processors", lambda _: 1)
+    x, grad, direct = drawn(3, *shape, device=device, dtype=torch.float16).unbind()
+    weight = drawn(shape[1], device=device, dtype=torch.float16)
+    normed, _, rstd = rms_norm_forward(x, weight, EPS, implementation="triton")
+    want = rms_norm_backward(grad, x, weight, rstd, grad_summed=direct, implementation="triton")
+    over = grad.clone()
+    found = rms_norm_backward(over, x, weight, rstd, grad_summed=direct, normed=over, implementation="triton")
+    assert torch.equal(over, normed)
+    for ours, right in zip(found, want, strict=True):
+        assert ours is not None
+        assert right is not None
+        assert relative(ours, right) <= torch.finfo(torch.float16).eps
+
+
 @pytest.mark.parametrize("counted", [0, 1, 5, 9])
 @pytest.mark.parametrize(("width", "eps"), [(40, EPS), (40, 0.0), (1100, EPS)])
 @pytest.mark.parametrize("device", DEVICES)

@@ -132,7 +132,10 @@ def test_gradients_over_gate_and_up(device: str, implementation: Any, with_updat
         return h, *out
 
     for elsewhere, over in zip(run((torch.empty_like(gate), torch.empty_like(up))), run((gate, up)), strict=True):
-        assert relative(over, elsewhere) <= 1e-6, "other distances of rows are another compilation"
+        if device == "cuda" and implementation == "triton":  # other distances of rows are another compilation
+            assert relative(over, elsewhere) <= 1e-6
+        else:
+            assert torch.equal(over, elsewhere)
 
 
 def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack.commands import UsageError, quiet, require, require_file, require_picture, require_trl_on_cpu
+from fastpack.commands import PICTURES, UsageError, quiet, require, require_file, require_picture, require_trl_on_cpu
 
 TOLERANCE = 1e-4
 """How far apart the losses of a step may be, relative to the stock one."""
@@ -51,7 +51,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run")
     parser.add_argument("--rows", type=int, default=384, help="rows of the data set")
     parser.add_argument("--seed", type=int, default=0, help="of data, weights and order")
-    parser.add_argument("--plot", default="fastpack-demo.png", help="where the picture goes")
+    parser.add_argument("--plot", default="fastpack-demo.png", help=f"where the picture goes ({', '.join(PICTURES)})")
     parser.add_argument("--json", help="where the same figures go, for programs")
     given = parser.parse_args(arguments)
     if given.steps <= WARM_UP:
