@@ -25,7 +25,7 @@ NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 
 class Verdict:
     """Where any contestant is furthest from the first, measured by the bound that holds there.
 
-    ``contestant`` is None where there was nothing to compare.
+    ``contestant`` is None where there was nothing to compare; ``steps`` are those that were.
     """
 
     agree: bool
@@ -35,13 +35,14 @@ class Verdict:
     step: int = 0
     difference: float = 0.0
     bound: float = 0.0
+    steps: int = 0
 
     def __str__(self) -> str:
         if self.contestant is None:
             return "nothing was compared: fewer than two contestants ran"
         found = "agree" if self.agree else "DISAGREE"
         return (
-            f"losses and gradients {found} over the first {GATE_STEPS} steps: the furthest from {self.against!r} is "
+            f"losses and gradients {found} over the first {self.steps} steps: the furthest from {self.against!r} is "
             f"{self.contestant!r}, in the {self.what} of step {self.step}, by {self.difference:.1e} of it "
             f"(bound {self.bound:g})"
         )
@@ -51,6 +52,7 @@ def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
     """The verdict on all contestants that ran."""
     ran = [row for row in figures if row.error is None]
     worst, worst_ratio = Verdict(agree=True), -1.0
+    steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
     for row in ran[1:]:
         for what, bound, ours, theirs in (
             ("loss", LOSS_BOUND[precision], row.losses, ran[0].losses),
@@ -61,5 +63,5 @@ def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
                 ratio = math.inf if math.isnan(difference) else difference / bound
                 if ratio > worst_ratio:
                     worst_ratio = ratio
-                    worst = Verdict(ratio <= 1, row.contestant, ran[0].contestant, what, step, difference, bound)
+                    worst = Verdict(ratio <= 1, row.contestant, ran[0].contestant, what, step, difference, bound, steps)
     return worst

@@ -157,6 +157,7 @@ def test_the_verdict_names_the_worst() -> None:
         1,
     )
     assert "'fastpack packed'" in str(verdict)
+    assert "over the first 2 steps" in str(verdict)
     assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], "half precision").agree
     assert compare([first], "half precision").contestant is None
     assert compare([first, Figures("fastpack", error="out of memory")], "half precision").contestant is None
