@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,17 +29,22 @@ def room_for(wanted: int) -> int:
     return min(wanted, shutil.get_terminal_size((wanted, 0)).columns)
 
 
-def print_fitting(console: Console, make: Callable[[Collection[str]], Table], spare: Sequence[str]) -> Table:
-    """Print the table that ``make`` makes without some columns, and say which: as many of ``spare``, from its first
-    on, as have to go for the others to fit the console."""
+def without_empty(table: Table) -> Table:
+    """The table, whose columns without anything in a cell are taken out."""
+    table.columns = [column for column in table.columns if any(column.cells)]
+    return table
+
+
+def print_fitting(console: Console, table: Table, spare: Sequence[str]) -> Table:
+    """Print a table of which some columns are taken out, and say which: as many of ``spare``, from its first on, as
+    have to go for the others to fit the console."""
     gone: list[str] = []
-    table = make(gone)
     for name in spare:
         if _fits(table, console):
             break
-        there = len(table.columns)
-        table = make([*gone, name])
-        gone += [name] if len(table.columns) < there else []
+        kept = [column for column in table.columns if column.header != name]
+        gone += [name] if len(kept) < len(table.columns) else []
+        table.columns = kept
     console.print(table)
     said = [f"no room for {', '.join(gone)}: --json has them, or a wider terminal"] if gone else []
     said += [] if _fits(table, console) else ["the terminal is narrower than what is left, and cuts it"]

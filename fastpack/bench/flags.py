@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastpack.bench import power
 from fastpack.bench.contestants import CONTESTANTS, TRAINERS
+from fastpack.bench.flops import head_dim
 from fastpack.bench.models import dtype_of
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
@@ -140,8 +141,7 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
 
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
     config = make_config(settings.shape)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     device = torch.device("cuda" if on_gpu else "cpu")
     shape = AttentionShape(device, dtype_of(settings, device), heads, kv_heads, size, size)
     choose_backend(shape, settings.attention)

@@ -74,10 +74,11 @@ class Outcome:
             "floor_tokens_per_second": self.floor_rate,
             "verdict": asdict(self.verdict),
             "left_out": self.left_out,
-            "contestants": [row.to_dict() | (self._compared(row) if row.error is None else {}) for row in self.figures],
+            "contestants": [row.to_dict() | (self.compared(row) if row.error is None else {}) for row in self.figures],
         }
 
-    def _compared(self, row: Figures) -> dict[str, float | None]:
+    def compared(self, row: Figures) -> dict[str, float | None]:
+        """A contestant's rate over the floor's, the first one's, and that of the best stock one, if any is stock."""
         rate, stock = row.tokens_per_second, self.best_stock
         return {
             "floor_share": rate / self.floor_rate,

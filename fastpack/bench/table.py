@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection
 
 from rich import box
@@ -13,7 +12,7 @@ from rich.text import Text
 from fastpack.bench.power import Drawn
 from fastpack.bench.runner import Outcome
 from fastpack.bench.settings import Figures, spread
-from fastpack.text import print_fitting, room_for
+from fastpack.text import print_fitting, room_for, without_empty
 
 WIDTH, WIDTH_WITH_POWER = 140, 165
 COLUMNS = (
@@ -39,7 +38,7 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
     """The table and the verdict; where the losses disagree, the losses alone."""
     console = console or Console(width=room_for(width_of(outcome)))
     if outcome.verdict.agree:
-        table = print_fitting(console, functools.partial(_speeds, outcome), SPARE)
+        table = print_fitting(console, _speeds(outcome), SPARE)
     else:
         console.print(_losses(outcome))
     console.print(str(outcome.verdict), style="green" if outcome.verdict.agree else "bold red", highlight=False)
@@ -67,38 +66,33 @@ def _powered(outcome: Outcome) -> bool:
     return any(map(_power, outcome.ran))
 
 
-def _speeds(outcome: Outcome, without: Collection[str]) -> Table:
-    columns = COLUMNS + (POWER_COLUMNS if _powered(outcome) else ())
-    cells = {row.contestant: _cells(row, outcome) for row in outcome.ran}
-    empty = {at for at in range(len(columns)) if not any(at < len(row) and row[at] for row in cells.values())}
-    left_out = {at for at, name in enumerate(columns) if name and (at in empty or name in without)}
+def _speeds(outcome: Outcome) -> Table:
     table = Table(title=outcome.title, box=box.ROUNDED)
-    for at, name in enumerate(columns):
-        if at not in left_out:
-            table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
+    for name in COLUMNS + (POWER_COLUMNS if _powered(outcome) else ()):
+        table.add_column(name, justify="left" if name in ("", "attention") else "right", no_wrap=True)
     best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
+    before_rate = [""] * (COLUMNS.index("real tokens/s") - 1)
     for row in outcome.figures:
         if row.error is not None:
-            table.add_row(row.contestant, Text(row.error, style="red"))
+            table.add_row(row.contestant, *before_rate, Text(row.error, style="red"))
         else:
-            shown = [cell for at, cell in enumerate(cells[row.contestant]) if at not in left_out]
-            table.add_row(*shown, style="bold" if row.tokens_per_second == best else None)
-    return table
+            table.add_row(*_cells(row, outcome), style="bold" if row.tokens_per_second == best else None)
+    return without_empty(table)
 
 
 def _cells(row: Figures, outcome: Outcome) -> list[str]:
     low, high = spread(row.seconds)
-    rate = row.tokens_per_second
-    stock = outcome.best_stock
+    against = outcome.compared(row)
+    best_stock = against["times_best_stock"]
     return [
         row.contestant,
         row.backend,
         f"{row.step_median * 1e3:,.0f}",
         f"{low * 1e3:,.0f}-{high * 1e3:,.0f}",
-        f"{rate:,.0f}",
-        f"{rate / outcome.ran[0].tokens_per_second:.2f}",
-        f"{rate / stock.tokens_per_second:.2f}" if stock else "",
-        f"{rate / outcome.floor_rate:.0%}",
+        f"{row.tokens_per_second:,.0f}",
+        f"{against['times_first']:.2f}",
+        f"{best_stock:.2f}" if best_stock is not None else "",
+        f"{against['floor_share']:.0%}",
         f"{row.peak_memory:.2f}",
         f"{row.held_memory:.1f}" if row.held_memory is not None else "",
         f"{row.kernels:,}" if row.kernels is not None else "",

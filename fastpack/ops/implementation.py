@@ -41,7 +41,7 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
         raise KernelUnavailableError(
             "kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'."
         )
-    if implementation == "triton" and x.device.type == "cpu" and not interprets():
+    if implementation == "triton" and x.device.type == "cpu" and not _interprets():
         raise KernelUnavailableError(
             "kernels='triton' was asked for and the tensors are on the CPU, for which Triton compiles nothing. Move "
             "the model to a GPU, pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
@@ -49,8 +49,7 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
     return implementation == "triton"
 
 
-def interprets() -> bool:
-    """True where kernels run in Triton's interpreter, on a CPU too."""
+def _interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -58,7 +57,7 @@ def why_no_kernels() -> str | None:
     """Why no kernel can run on this machine, wherever tensors are; None if one can."""
     if not triton_installed():
         return "Triton is not installed: pip install triton, or pass kernels='auto'."
-    if not torch.accelerator.is_available() and not interprets():
+    if not torch.accelerator.is_available() and not _interprets():
         return (
             "there is no GPU here. Pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
         )

@@ -138,8 +138,9 @@ def normalise_backward(
     """
     x = kept["x"]
     if norm is None:
-        n = x.to(settings.dtype) if again else None
-        return n, passed_on if dn is None else dn if passed_on is None else passed_on + dn, None
+        if dn is not None:
+            passed_on = dn if passed_on is None else passed_on + dn
+        return x.to(settings.dtype) if again else None, passed_on, None
     weight, rstd = kept["norm_weight"], kept["rstd"]
     how: dict[str, Any] = {
         "rounding": norm.rounding,

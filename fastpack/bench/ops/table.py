@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping
 
 from rich import box
@@ -12,7 +11,7 @@ from rich.table import Table
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.ops.case import PLAIN, Case
 from fastpack.bench.ops.runner import OpFigures, OpsOutcome, Pass
-from fastpack.text import print_fitting, room_for
+from fastpack.text import print_fitting, room_for, without_empty
 
 WIDTH = 132
 SPARE = ("host", "GB/s", "TFLOP/s", "error", "MiB", "share")
@@ -25,7 +24,7 @@ def print_ops(outcome: OpsOutcome, cases: Mapping[str, Case], console: Console |
     shown: set[str] = set()
     for op in dict.fromkeys(row.op for row in outcome.figures):
         rows = [row for row in outcome.figures if row.op == op]
-        table = print_fitting(console, functools.partial(_table, cases[op], rows), SPARE)
+        table = print_fitting(console, _table(cases[op], rows), SPARE)
         shown |= {str(column.header) for column in table.columns}
     console.print(_legend(outcome.ceiling, shown), style="dim", highlight=False)
     inexact = outcome.inexact
@@ -56,16 +55,17 @@ def _legend(ceiling: Ceiling, shown: Collection[str]) -> str:
     return "; ".join(meaning for name, meaning in meanings.items() if name in shown)
 
 
-def _table(case: Case, rows: list[OpFigures], without: Collection[str]) -> Table:
+def _table(case: Case, rows: list[OpFigures]) -> Table:
     rate = "TFLOP/s" if any(row.both and row.both.flops for row in rows) else "GB/s"
-    names = ["T", "", "forward", "share", "backward", "share", "both us", rate, "share", "x torch", "host"]
-    names += ["MiB", "error"]
-    lines: list[tuple[OpFigures, bool, list[str]]] = []
+    table = Table(title=f"{case.name}: {case.what}", box=box.HORIZONTALS)
+    columns = ["T", "", "forward", "share", "backward", "share", "both us", rate, "share", "x torch", "host"]
+    for name in [*columns, "MiB", "error"]:
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for tokens in dict.fromkeys(row.tokens for row in rows):
         group = [row for row in rows if row.tokens == tokens]
         plain = next((row.both.seconds for row in group if row.implementation == PLAIN and row.both), None)
         for i, row in enumerate(group):
-            cells = [
+            table.add_row(
                 f"{tokens:,}" if i == 0 else "",
                 row.implementation,
                 *(_cells(row.forward)),
@@ -75,15 +75,10 @@ def _table(case: Case, rows: list[OpFigures], without: Collection[str]) -> Table
                 f"{row.forward.host_seconds * 1e6:,.0f}" if row.forward and row.forward.host_seconds else "",
                 _memory(row),
                 f"{row.deviation:.2f}" if row.deviation is not None else "",
-            ]
-            lines.append((row, i == len(group) - 1, cells))
-    kept = [at for at, name in enumerate(names) if name not in without and any(cells[at] for *_, cells in lines)]
-    table = Table(title=f"{case.name}: {case.what}", box=box.HORIZONTALS)
-    for at in kept:
-        table.add_column(names[at], justify="left" if not names[at] else "right", no_wrap=True)
-    for row, last, cells in lines:
-        table.add_row(*(cells[at] for at in kept), style=None if row.exact else "red", end_section=last)
-    return table
+                style=None if row.exact else "red",
+                end_section=i == len(group) - 1,
+            )
+    return without_empty(table)
 
 
 def _cells(found: Pass | None, *, rate: bool = False) -> list[str]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import sys
 import time
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = _with_progress(cases, work, noise=given.noise)
     console = Console(width=room_for(150))
     title = f"{len(rows)} runs of {work.steps} steps of {work.pairs} pairs each, patched against stock"
-    print_fitting(console, functools.partial(table, rows, title), (OF_FLOAT32, *FIGURES))
+    print_fitting(console, table(rows, title), (OF_FLOAT32, *FIGURES))
     console.print(_legend(time.monotonic() - begun), style="dim", highlight=False)
     for row in rows:
         if row.left_out is not None:
@@ -157,14 +156,13 @@ FIGURES = {"loss": "loss", "grad norm": "grad_norm", "log-probs": "log_probs", "
 OF_FLOAT32 = "(float32)"
 
 
-def table(rows: Sequence[Row], title: str, without: Collection[str] = ()) -> Table:
+def table(rows: Sequence[Row], title: str) -> Table:
     """For people: a line for each case; beside each figure what float32 itself is off by, where that was measured."""
-    noise = any(row.noise is not None for row in rows) and OF_FLOAT32 not in without
-    shown = {name: figure for name, figure in FIGURES.items() if name not in without}
+    noise = any(row.noise is not None for row in rows)
     made = Table(title=title, title_justify="left", box=box.ROUNDED)
     for name in ("trainer", "variant"):
         made.add_column(name)
-    for name in shown:
+    for name in FIGURES:
         made.add_column(name, justify="right")
         if noise:
             made.add_column(OF_FLOAT32, justify="right", style="dim")
@@ -172,7 +170,7 @@ def table(rows: Sequence[Row], title: str, without: Collection[str] = ()) -> Tab
     before = ""
     for row in rows:
         measured = [None if row.verdict is None else row.verdict.off] + [row.noise] * noise
-        figures = [_shown(off, name) for name in shown.values() for off in measured]
+        figures = [_shown(off, name) for name in FIGURES.values() for off in measured]
         name = row.case.trainer if row.case.trainer != before else ""
         said = "left out" if row.verdict is None else "FAILED" if row.problems else "equal"
         made.add_row(name, row.case.variant, *figures, said, style="bold red" if row.problems else None)
