@@ -50,7 +50,7 @@ def sum_of_products(count: int, dtype: str, rank: int) -> int:
     blocks = [products.BLOCK_K] * (count - 1) + [products._block(rank)] * (products.TERMS + 1 - count)
     constants: dict[str, Any] = {"NUMBER": count, "BASE": True, "BIAS": True, "EARLY": True, "PROGRAMS": 132}
     constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
-    constants["LEAST_SAVED"] = products.LEAST_SAVED
+    constants |= {name: getattr(products, name) for name in ("LEAST_SAVED", "MORE_SAVED", "MOST_MEMBERS")}
     types = {"base": (products.BLOCK_T, products.BLOCK_N // 2), "out": (products.BLOCK_T, products.BLOCK_N // 2)}
     for i, block in enumerate(blocks):
         constants |= {f"BLOCK{i}": block, f"T{i}": i == 0}

@@ -96,8 +96,36 @@ def test_a_last_round_is_shared(
     device: str, programs: int, rows: int, least: int, parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By programs of which each that does not end a tile leaves its part of it to another."""
+    check_sharing(device, programs, rows, parts, monkeypatch, LEAST_SAVED=least)
+
+
+@pytest.mark.parametrize(
+    ("programs", "rows", "saved", "most", "parts"),
+    [
+        (7, 128, 0, 4, 4),  # two tiles of six steps, each for three programs of seven
+        (8, 128, 0, 4, 6),
+        (12, 128, 0, 6, 10),
+        (12, 128, 0, 3, 4),  # no more are allowed
+        (8, 128, 1, 4, 4),  # a fourth would have to spare twelve steps, not two
+        (9, T, 0, 4, 6),  # three for two tiles as ever
+        (13, 1, 0, 6, 10),  # a step each
+    ],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tile_is_shared_by_several(
+    device: str, programs: int, rows: int, saved: int, most: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"LEAST_SAVED": 1, "MORE_SAVED": saved, "MOST_MEMBERS": most}
+    check_sharing(device, programs, rows, parts, monkeypatch, **settings)
+
+
+def check_sharing(
+    device: str, programs: int, rows: int, parts: int, monkeypatch: pytest.MonkeyPatch, **settings: int
+) -> None:
+    """With so many programs: results, who left parts, and the flags."""
     monkeypatch.setattr(kernels, "processors", lambda _: programs)
-    monkeypatch.setattr(kernels, "LEAST_SAVED", least)
+    for name, value in settings.items():
+        monkeypatch.setattr(kernels, name, value)
     torch.manual_seed(0)
     given = make_terms(2, torch.float16, device)
     total = torch.randn(T, N, device=device).to(torch.float16)

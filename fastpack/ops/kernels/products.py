@@ -2,11 +2,12 @@
 :mod:`fastpack.ops.products`, which holds its definition.
 
 One program for each processor walks over tiles of the output. The terms of a tile are summed in registers, what they
-are added to is read at its end, and a tile behind the last row that counts has no terms. How many tiles there are, only
-the device knows: those of a last round in which many programs would have none are shared, by teams of one program more
-than they have tiles, each of which takes as many steps of their sums as the next (Osama et al., "Stream-K",
-arXiv:2301.03598, section 4, where all programs are one team; teams read the same operands at the same time). Tiles come
-into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where a tile sticks out.
+are added to is read at its end, and a tile behind the last row that counts has no terms. How many tiles there are,
+only the device knows: those of a last round in which many programs would have none are shared, by teams of one program
+more than they have tiles, or of several for one tile, each of which takes as many steps of their sums as the next
+(Osama et al., "Stream-K", arXiv:2301.03598, section 4, where all programs are one team; teams read the same operands
+at the same time). Tiles come into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where
+a tile sticks out.
 
 Shape suffixes: T rows, K summed over, N columns.
 """
@@ -27,8 +28,9 @@ from fastpack.ops.products import TERMS
 BLOCK_T, BLOCK_N, BLOCK_K = 128, 256, 64
 GROUP = 32
 """Tiles below each other that are made at the same time: they share what they read of the second factors."""
-LEAST_SAVED = 20
-"""Steps of a sum, of which a program has to be spared so many for its part to be written, read and added up."""
+LEAST_SAVED, MORE_SAVED, MOST_MEMBERS = 20, 6, 8
+"""Steps of a sum, of which a program has to be spared so many for its part to be written, read and added up, and so
+many for each part more; and the programs that share a tile, at most."""
 STAGES, WARPS = 3, 8
 """All measured on an H200, with the shapes of an 8B model and 2,944 tokens."""
 
@@ -78,15 +80,23 @@ def _place(tile, down, across, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _tiles_of_a_team(left, PROGRAMS: tl.constexpr):
-    """The fewest with which so many tiles leave a program more for each team; 0 if five programs for four are too many.
+def _team(
+    left, steps, PROGRAMS: tl.constexpr, LEAST_SAVED: tl.constexpr, MORE_SAVED: tl.constexpr, MOST_MEMBERS: tl.constexpr
+):  # fmt: skip
+    """Tiles and programs of a team that shares sums of so many steps; no tiles, where each is a program's own.
 
-    Fewer than two programs for a tile save more than they cost, more than two do not.
+    The fewest tiles with which a program more for each team leaves ``left`` tiles programs enough, which is none where
+    five programs for four are too many; a team of one tile takes as many programs as are there and worth their part.
     """
-    team = 0
-    for tiles in tl.static_range(4, 0, -1):
-        team = tl.where(tl.cdiv(left, tiles) * (tiles + 1) <= PROGRAMS, tiles, team)
-    return team
+    tiles = 0
+    for few in tl.static_range(4, 0, -1):
+        tiles = tl.where(tl.cdiv(left, few) * (few + 1) <= PROGRAMS, few, tiles)
+    tiles = tl.where(steps // (tiles + 1) >= LEAST_SAVED, tiles, 0)
+    members = tiles + 1
+    for more in tl.static_range(3, MOST_MEMBERS + 1):
+        worth = (tiles == 1) & (left * more <= PROGRAMS) & (steps >= MORE_SAVED * more * (more - 1))
+        members = tl.where(worth, more, members)
+    return tiles, members
 
 
 @triton.jit
@@ -103,7 +113,7 @@ def _products_kernel(
     NUMBER: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
     T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LEAST_SAVED: tl.constexpr,
-    PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
+    MORE_SAVED: tl.constexpr, MOST_MEMBERS: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
@@ -116,9 +126,8 @@ def _products_kernel(
     steps = steps0 + steps1 + steps2 + steps3
 
     left = down * across % PROGRAMS
-    team = _tiles_of_a_team(left, PROGRAMS)
-    # without teams that are small enough, or steps to spare, each is a program's own
-    left = tl.where((team > 0) & (steps // (team + 1) >= LEAST_SAVED), left, 0)
+    team, members = _team(left, steps, PROGRAMS, LEAST_SAVED, MORE_SAVED, MOST_MEMBERS)
+    left = tl.where(team > 0, left, 0)
     whole = down * across - left
     # flattened, the next tile is on its way while this one is stored; a compiler does so with a single loop inside
     for tile in tl.range(program, whole, PROGRAMS, flatten=NUMBER == 1):
@@ -136,7 +145,6 @@ def _products_kernel(
         _store_half(low, base, out, bias, row, column, columns, HALF, BASE, BIAS)
         _store_half(high, base, out, bias, row, column + HALF, columns, HALF, BASE, BIAS)
 
-    members = team + 1
     member, before_team = program % members, program // members * team
     shared = tl.minimum(team, left - before_team)
     if shared > 0:
@@ -223,8 +231,8 @@ def sum_products(
         _products_kernel[(programs,)](
             rows, tokens, columns, parts, flags, *arguments, source, rows if bias is None else bias.contiguous(),
             target, NUMBER=len(terms), **blocks, BASE=base is not None, BIAS=bias is not None, BLOCK_T=BLOCK_T,
-            BLOCK_N=BLOCK_N, GROUP=GROUP, LEAST_SAVED=LEAST_SAVED, PROGRAMS=programs, num_stages=STAGES,
-            num_warps=WARPS, **early(out),
+            BLOCK_N=BLOCK_N, GROUP=GROUP, LEAST_SAVED=LEAST_SAVED, MORE_SAVED=MORE_SAVED, MOST_MEMBERS=MOST_MEMBERS,
+            PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS, **early(out),
         )  # fmt: skip
 
 
