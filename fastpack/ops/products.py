@@ -56,15 +56,32 @@ class RowCount:
         self.flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.rows.device)
 
 
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """Terms x_i ``[T, K_i]`` and m_i ``[K_i, N]``, of which m_i may be a transposed view, and a bias ``[N]``."""
+
+    terms: Sequence[tuple[Tensor, Tensor]]
+    bias: Tensor | None = None
+
+    def new_output(self) -> Tensor:
+        """Memory for it."""
+        x, m = self.terms[0]
+        return x.new_empty(len(x), m.shape[1])
+
+
 def rows_of(count: RowCount | None) -> Tensor | None:
     """What kernels take."""
     return None if count is None else count.rows
 
 
 def serves(
-    implementation: Implementation, count: RowCount | None, x: Tensor, columns: int, operands: Sequence[Tensor | None]
+    implementation: Implementation,
+    count: RowCount | None,
+    x: Tensor,
+    columns: Sequence[int],
+    operands: Sequence[Tensor | None],
 ) -> bool:
-    """True where :func:`sum_of_products` may be called for ``x [T, K]`` and so many columns.
+    """True where :func:`sum_of_products` may be called for ``x [T, K]`` and so many columns, of one sum or of several.
 
     On a GPU: where its kernel is as fast as a library's on all rows, which is on Hopper, in half precision, for large
     weights and many rows.
@@ -80,13 +97,13 @@ def serves(
     if x.is_cuda:
         if x.dtype not in (torch.bfloat16, torch.float16) or capability(x.device)[0] != 9:
             return False
-        narrow = min(x.shape[1], columns)
+        narrow = min(x.shape[1], sum(columns))
         if narrow < NARROWEST or kernels.tiles(len(x), narrow) < FEWEST_TILES * processors(x.device):
             return False
     elif x.dtype not in KERNEL_DTYPES:
         return False
     # a descriptor of the result, too, wants its rows apart by a multiple of 16 bytes
-    if columns * x.element_size() % 16:
+    if any(width * x.element_size() % 16 for width in columns):
         return False
     return all(t.dtype == x.dtype and kernels.is_aligned(t) for t in (x, *operands) if t is not None)
 
@@ -108,15 +125,32 @@ def sum_of_products(
         bias: ``[N]``.
         out: where it goes, also ``base`` itself; new memory by default.
     """
+    one = Sum(terms, bias)
+    out = one.new_output() if out is None else out
+    _run([one], count, base, [out])
+    return out
+
+
+def sums_of_products(sums: Sequence[Sum], count: RowCount) -> list[Tensor]:
+    """Each sum, ``[T, N_i]``, in one launch, where :func:`go_together` says that there is one; not differentiable."""
+    outs = [one.new_output() for one in sums]
+    _run(sums, count, None, outs)
+    return outs
+
+
+def go_together(sums: Sequence[Sum]) -> bool:
+    """Whether :func:`sums_of_products` may be called, of sums each of whose factors :func:`serves` has seen."""
+    from fastpack.ops.kernels import products as kernels
+
+    return kernels.go_together(sums)
+
+
+def _run(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
     from fastpack.ops.kernels.products import sum_products
 
-    if out is None:
-        x, m = terms[0]
-        out = x.new_empty(len(x), m.shape[1])
     count.products += 1
-    count.work += sum(2 * m.numel() for _, m in terms)
-    sum_products(terms, count.rows, count.flags, base, bias, out)
-    return out
+    count.work += sum(2 * m.numel() for one in sums for _, m in one.terms)
+    sum_products(sums, count.rows, count.flags, base, outs)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
 from fastpack.ops.once import differentiable_once
-from fastpack.ops.products import TERMS, RowCount, serves, sum_of_products
+from fastpack.ops.products import TERMS, RowCount, Sum, go_together, serves, sum_of_products, sums_of_products
 from fastpack.ops.projection_parts import Norm, Projection, Settings, tensors_of
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward, update_gradients
 
@@ -180,7 +180,6 @@ def group_forward(
     """
     if updates is None:
         updates = expand_forward(n, settings, flat, keep, prefix=prefix)
-    outputs: list[Tensor] = []
     # selective checkpointing keeps results of operations as they come: then nothing is added in place
     in_place = not torch._C._len_torch_dispatch_stack()
     count = settings.row_count
@@ -188,9 +187,13 @@ def group_forward(
     if count is not None:
         for i, weight in enumerate(flat[0::4]):
             assert weight is not None
-            thin, wide = updates.get(i, (None, None))
-            if _leaves_out(settings, n, [(i, weight)], 0, (residual, thin, None if wide is None else wide.t())):
+            if _leaves_out(settings, n, [(i, weight)], 0, (residual, *_as_they_lie(updates, i))):
                 short.add(i)
+        if residual is None and len(short) < len(settings.loras):
+            together = _outputs_together(n, settings, flat, keep, updates, count, prefix)
+            if together:
+                return together
+    outputs: list[Tensor] = []
     alone = {i: update for i, update in updates.items() if i not in short}
     ready = expanded(alone, [residual] * len(settings.loras), settings)
     for i in range(len(settings.loras)):
@@ -216,6 +219,44 @@ def group_forward(
     return outputs
 
 
+def _outputs_together(
+    n: Tensor,
+    settings: Settings,
+    flat: Sequence[Tensor | None],
+    keep: dict[str, Tensor],
+    updates: dict[int, tuple[Tensor, Tensor]],
+    count: RowCount,
+    prefix: str,
+) -> list[Tensor]:
+    """As :func:`group_forward` in one launch; none, where there is no such launch.
+
+    Dense copies of 4-bit weights are not held together.
+    """
+    if any(state is not None for state in settings.quant_states):
+        return []
+    weights = [weight for weight in flat[0::4] if weight is not None]
+    others = [t for i in updates for t in _as_they_lie(updates, i)]
+    if not _leaves_out(settings, n, list(enumerate(weights)), 0, others):
+        return []
+    dense = [_dense(weight, settings, i) for i, weight in enumerate(weights)]
+    sums: list[Sum] = []
+    for i, bias in enumerate(flat[1::4]):
+        terms = [updates[i]] if i in updates else []
+        sums.append(Sum([*terms, (n, dense[i].t())], None if bias is None else bias.to(settings.dtype)))
+    if not go_together(sums):
+        return []
+    keep.update((f"{prefix}w{i}", weight) for i, weight in enumerate(dense))
+    return sums_of_products(sums, count)
+
+
+def _as_they_lie(updates: dict[int, tuple[Tensor, Tensor]], i: int) -> list[Tensor]:
+    """Both factors of an update, if there is one, with rows of stride 1."""
+    if i not in updates:
+        return []
+    thin, wide = updates[i]
+    return [thin, wide.t()]
+
+
 def _leaves_out(
     settings: Settings,
     x: Tensor,
@@ -223,15 +264,14 @@ def _leaves_out(
     side: Literal[0, 1],
     others: Sequence[Tensor | None],
 ) -> bool:
-    """Whether a sum of x's product with weights, by projection, leaves out the rows of ``x [T, ...]`` that don't count.
+    """Whether x's products with weights, by projection, leave out the rows of ``x [T, ...]`` that don't count.
 
     Args:
-        side: of weights ``[O, H]`` the one that the sum's columns are.
-        others: its other factors, and what is added to it.
+        side: of weights ``[O, H]``: 0 for outputs of their own, 1 for one sum of all, which has the columns of any.
+        others: other factors, and what is added.
     """
-    first, weight = weights[0]
-    state = settings.quant_states[first]
-    columns = (weight if state is None else state).shape[side]
+    shapes = [weight.shape if (state := settings.quant_states[i]) is None else state.shape for i, weight in weights]
+    columns = [shape[0] for shape in shapes] if side == 0 else [shapes[0][1]]
     # others are made dense, or cast, into memory of their own
     ready = [w for i, w in weights if settings.quant_states[i] is None and w.dtype == settings.dtype]
     return serves(settings.implementation, settings.row_count, x, columns, (*ready, *others))

@@ -45,24 +45,26 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
     return int(made.metadata.shared)
 
 
-def sum_of_products(count: int, dtype: str, rank: int) -> int:
-    """What the sum of so many products takes on Hopper, the last of them LoRA's update; the first transposed."""
-    blocks = [products.BLOCK_K] * (count - 1) + [products._block(rank)] * (products.TERMS + 1 - count)
-    constants: dict[str, Any] = {"NUMBER": count, "BASE": True, "BIAS": True, "EARLY": True, "PROGRAMS": 132}
+def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
+    """What so many sums of so many products take on Hopper, one of each LoRA's update; every other transposed."""
+    blocks = [products._block(rank), *[products.BLOCK_K] * 3]
+    constants: dict[str, Any] = {"NUMBER": count, "OUTPUTS": outputs, "BASE": outputs == 1, "BIAS": True}
     constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
     constants |= {name: getattr(products, name) for name in ("LEAST_SAVED", "MORE_SAVED", "MOST_MEMBERS")}
-    types = {"base": (products.BLOCK_T, products.BLOCK_N // 2), "out": (products.BLOCK_T, products.BLOCK_N // 2)}
-    for i, block in enumerate(blocks):
-        constants |= {f"BLOCK{i}": block, f"T{i}": i == 0}
-        types |= {f"x{i}": (products.BLOCK_T, block)}
-        types[f"m{i}"] = (products.BLOCK_N, block) if i == 0 else (block, products.BLOCK_N)
+    constants |= {"EARLY": True, "PROGRAMS": 132}
+    types = dict.fromkeys(("base", "out0", "out1", "out2"), (products.BLOCK_T, products.BLOCK_N // 2))
+    for i in range(2 * products.MOST_OUTPUTS):
+        block = blocks[i if outputs == 1 and i < 4 else i % 2]
+        tile = (products.BLOCK_N, block) if i % 2 == 0 else (block, products.BLOCK_N)
+        types |= {f"x{i}": (products.BLOCK_T, block), f"m{i}": tile}
+        constants |= {f"BLOCK{i}": block, f"T{i}": i % 2 == 0} if i < 4 else {}
     signature: dict[str, str] = {}
     for name in products._products_kernel.arg_names:
         if name in types:
             signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
         else:
             pointers = {"count": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
-            signature[name] = "constexpr" if name in constants else pointers.get(name, "i32")
+            signature[name] = "constexpr" if name in constants else pointers.get(name.rstrip("012"), "i32")
     kernel: Any = products._products_kernel
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": products.WARPS, "num_stages": products.STAGES}
@@ -70,8 +72,8 @@ def sum_of_products(count: int, dtype: str, rank: int) -> int:
 
 
 def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:
-    if name == "products":
-        taken = sum_of_products(count, dtype, rank)
+    if name in ("products", "outputs"):
+        taken = sums_of_products(count, dtype, rank, 1 if name == "products" else products.MOST_OUTPUTS)
         return {"stages": products.STAGES, "taken": taken, "limit": LIMITS[capability]}
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     thins = [torch.empty(4, rank, dtype=of)] * count

@@ -10,9 +10,9 @@ import torch
 from common import DEVICES, KERNEL_DTYPES, assert_no_worse, relative
 from torch import Tensor
 
-from fastpack.ops import products
+from fastpack.ops import products, projections
 from fastpack.ops.gated_mlp import gated_mlp
-from fastpack.ops.products import RowCount, serves, sum_of_products
+from fastpack.ops.products import RowCount, Sum, go_together, serves, sum_of_products, sums_of_products
 from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.projections import project
 
@@ -150,6 +150,72 @@ def check_sharing(
     assert not count.flags.any(), "as they were found"
 
 
+# --- several sums in one launch ---------------------------------------------------------------------------------------
+
+
+def make_sums(widths: Sequence[int], terms: int, bias: bool, dtype: torch.dtype, device: str) -> list[Sum]:
+    """Of one first factor, and a thin one for each where there are two terms."""
+    x = torch.randn(T, 136, device=device).to(dtype)
+    made: list[Sum] = []
+    for width in widths:
+        pairs = [(x, torch.randn(width, 136, device=device).to(dtype).t())]
+        if terms == 2:
+            thin = torch.randn(T, 16, device=device).to(dtype)
+            pairs.insert(0, (thin, torch.randn(width, 16, device=device).to(dtype).t()))
+        made.append(Sum(pairs, torch.randn(width, device=device).to(dtype) if bias else None))
+    return made
+
+
+@pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
+@pytest.mark.parametrize("rows", [1, 200, T])
+@pytest.mark.parametrize(("widths", "terms", "bias"), [((264, 40, 72), 2, True), ((40, 300), 1, False)])
+@pytest.mark.parametrize("programs", [3, 7])
+def test_several_outputs_are_several_sums(
+    programs: int,
+    widths: Sequence[int],
+    terms: int,
+    bias: bool,
+    rows: int,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Shared by programs or not, each output is the same as by itself."""
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("not served")
+    monkeypatch.setattr(kernels, "processors", lambda _: programs)
+    monkeypatch.setattr(kernels, "LEAST_SAVED", 1)
+    torch.manual_seed(0)
+    sums, count = make_sums([-(-w // 8) * 8 for w in widths], terms, bias, dtype, device), counted(rows, device)
+    assert go_together(sums)
+    outs = sums_of_products(sums, count)
+    assert count.products == 1
+    last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
+    for one, out in zip(sums, outs, strict=True):
+        rest = added(None, one.bias)
+        truth = sum((x.double() @ m.double() for x, m in one.terms), start=rest)
+        plain = sum((x @ m for x, m in one.terms[1:]), start=one.terms[0][0] @ one.terms[0][1])
+        plain = plain if one.bias is None else plain + one.bias
+        assert_no_worse(out[:rows], plain[:rows], truth[:rows])
+        behind = torch.zeros_like(truth) + rest
+        assert torch.equal(out[last:], behind[last:].to(dtype))
+        lost = one.terms[-1][0].double() @ one.terms[-1][1].double()
+        assert terms == 1 or relative(lost[:rows], truth[:rows]) > 0.1, "the check can fail"
+    assert relative(outs[0][:rows, :40], outs[1][:rows, :40]) > 0.1, "so would another's columns"
+    assert not count.flags.any()
+
+
+def test_which_sums_go_together() -> None:
+    one, other, third = make_sums([64, 32, 32], 2, True, torch.float16, "cpu")
+    assert go_together([one, other, third])
+    assert not go_together([one, other, third, other]), "too many"
+    assert not go_together([one, Sum(other.terms)]), "a bias, and none"
+    assert not go_together([one, Sum(other.terms[1:], other.bias)]), "an update, and none"
+    thin, wide = other.terms[0]
+    assert not go_together([one, Sum([(thin[:, :8], wide[:8]), other.terms[1]], other.bias)]), "ranks differ"
+    assert not go_together([one, Sum([other.terms[0], (one.terms[1][0], other.terms[1][1].contiguous())], other.bias)])
+
+
 @pytest.mark.gpu
 def test_a_recorded_launch_serves_other_counts() -> None:
     """In a CUDA graph: what it leaves out is read from the device each time."""
@@ -190,7 +256,7 @@ def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         how: Any = "triton",
         columns: int = 512,
     ) -> bool:
-        return serves(how, of, x, columns, operands)
+        return serves(how, of, x, [columns], operands)
 
     assert asked([m, None]) == hopper
     assert not asked([m], of=None), "all rows count"
@@ -234,11 +300,22 @@ def outcome(outs: Sequence[Tensor], wanted: Sequence[Tensor], rows: int) -> list
     return [*(o[:rows] for o in outs), *torch.autograd.grad(outs, wanted, cotangents)]
 
 
+def refuse_narrow(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
+    """As on a GPU: sums with fewer columns than this are not served."""
+
+    def wide(how: Any, count: RowCount | None, x: Tensor, columns: Sequence[int], operands: Any) -> bool:
+        return sum(columns) >= least and serves(how, count, x, columns, operands)
+
+    monkeypatch.setattr(projections, "serves", wide)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 @pytest.mark.parametrize(("rank", "bias"), [(8, False), (8, True), (0, True)])
-@pytest.mark.parametrize("which", ["group", "residual", "mlp"])
-def test_groups_leave_rows_out(which: str, rank: int, bias: bool) -> None:
+@pytest.mark.parametrize("which", ["group", "together", "residual", "mlp"])
+def test_groups_leave_rows_out(which: str, rank: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results and gradients are those of a batch without the other rows; and these stay finite."""
+    if which == "together":
+        refuse_narrow(monkeypatch, 64)
     torch.manual_seed(0)
     size, inner, rows = 64, 96, 130
     x = torch.randn(T, size)
@@ -250,7 +327,7 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool) -> None:
 
     def run(x: Tensor, count: RowCount | None, implementation: Any) -> tuple[Sequence[Tensor], list[Tensor]]:
         options: dict[str, Any] = {"row_count": count, "implementation": implementation}
-        if which == "group":
+        if which in ("group", "together"):
             outs, passed = project(x, three, norm=norm, **options)
             return (*outs, passed), [norm.weight, *trained(*three)]
         if which == "residual":
@@ -268,7 +345,7 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool) -> None:
     outs, wanted = run(x, count, "triton")
     assert all(out.isfinite().all() for out in outs)
     found = outcome(outs, [x, *wanted], rows)
-    assert count.products == {"group": 3 + 1, "residual": 1 + 1, "mlp": 3 + 2}[which]
+    assert count.products == {"group": 3 + 1, "together": 1 + 1, "residual": 1 + 1, "mlp": 3 + 2}[which]
     at = len(outs)  # of the input's gradient
     assert not found[at][rows:].any()
     found[at] = found[at][:rows]
@@ -276,6 +353,19 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool) -> None:
         assert relative(ours, right) < 1e-5
     count.rows.fill_(kernels.BLOCK_T)  # two rows too few
     assert relative(outcome(run(x, count, "triton")[0], [x], rows)[0], truth[0]) > 0.1, "the check can fail"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
+@pytest.mark.parametrize(("case", "launches"), [("ranks", 1), ("least", 0), ("one", 0)])
+def test_who_is_not_made_together(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each that is wide enough has a launch of its own, and the library makes the others."""
+    refuse_narrow(monkeypatch, 256 if case == "least" else 64)
+    ranks = [8, 16, 8] if case == "ranks" else [8, 8, 8]
+    three = [projection(out, 64, rank=rank) for out, rank in zip((64, 32, 32), ranks, strict=True)]
+    x, count = torch.randn(T, 64), counted(40, "cpu")
+    outs, _ = project(x, three[1:2] if case == "one" else three, row_count=count, implementation="triton")
+    assert count.products == launches
+    assert outs[-1][200:].any(), "the library's has all rows"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")

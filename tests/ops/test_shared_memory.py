@@ -26,6 +26,8 @@ FITS = [
     (90, "bf16", 32, 3, "glu and sums"),
     (90, "bf16", 16, 2, "products"),
     (90, "fp16", 48, 4, "products"),
+    (90, "bf16", 16, 2, "outputs"),
+    (90, "bf16", 256, 2, "outputs"),
 ]
 """Compute capability, dtype, rank, how many projections, kernel."""
 DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
