@@ -28,8 +28,8 @@ TERMS = 4
 """At most: three projections and LoRA's update."""
 
 NARROWEST = 3584
-"""Columns, and terms of a sum, from which on a chip works at its limit of power, where the kernel is as fast as a
-library's products. Below it, these are up to twice as fast: they have tiles of more shapes."""
+"""Columns, of all outputs of a launch, and terms of a sum, from which on a chip works at its limit of power, where the
+kernel is as fast as a library's products. Below it, these are up to twice as fast: they have tiles of more shapes."""
 MOST_PROGRAMS = 1024
 """As many as no device has processors."""
 FEWEST_TILES = 2
@@ -42,7 +42,7 @@ class RowCount:
 
     Attributes:
         rows: int32 ``[1]``, which may change from replay to replay of whatever was recorded with it.
-        products: how many sums of products have read it.
+        products: how many launches have read it.
         work: floating-point operations that they left out for each row that does not count.
         flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
     """

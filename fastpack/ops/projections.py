@@ -189,6 +189,7 @@ def group_forward(
             assert weight is not None
             if _leaves_out(settings, n, [(i, weight)], 0, (residual, *_as_they_lie(updates, i))):
                 short.add(i)
+        # those that are wide enough alone fill their rounds, and with one term each they run on from tile to tile
         if residual is None and len(short) < len(settings.loras):
             together = _outputs_together(n, settings, flat, keep, updates, count, prefix)
             if together:
@@ -238,14 +239,14 @@ def _outputs_together(
     others = [t for i in updates for t in _as_they_lie(updates, i)]
     if not _leaves_out(settings, n, list(enumerate(weights)), 0, others):
         return []
-    dense = [_dense(weight, settings, i) for i, weight in enumerate(weights)]
-    sums: list[Sum] = []
-    for i, bias in enumerate(flat[1::4]):
-        terms = [updates[i]] if i in updates else []
-        sums.append(Sum([*terms, (n, dense[i].t())], None if bias is None else bias.to(settings.dtype)))
-    if not go_together(sums):
+    thin = [[updates[i]] if i in updates else [] for i in range(len(weights))]
+    as_they_are = zip(thin, weights, flat[1::4], strict=True)
+    if not go_together([Sum([*terms, (n, weight.t())], bias) for terms, weight, bias in as_they_are]):
         return []
-    keep.update((f"{prefix}w{i}", weight) for i, weight in enumerate(dense))
+    sums: list[Sum] = []
+    for i, (terms, weight, bias) in enumerate(zip(thin, weights, flat[1::4], strict=True)):
+        dense = keep[f"{prefix}w{i}"] = _dense(weight, settings, i)
+        sums.append(Sum([*terms, (n, dense.t())], None if bias is None else bias.to(settings.dtype)))
     return sums_of_products(sums, count)
 
 

@@ -46,18 +46,19 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
 
 
 def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
-    """What so many sums of so many products take on Hopper, one of each LoRA's update; every other transposed."""
+    """What so many sums of so many products take on Hopper, one of each LoRA's update; the first two transposed."""
     blocks = [products._block(rank), *[products.BLOCK_K] * 3]
     constants: dict[str, Any] = {"NUMBER": count, "OUTPUTS": outputs, "BASE": outputs == 1, "BIAS": True}
     constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
     constants |= {name: getattr(products, name) for name in ("LEAST_SAVED", "MORE_SAVED", "MOST_MEMBERS")}
     constants |= {"EARLY": True, "PROGRAMS": 132}
     types = dict.fromkeys(("base", "out0", "out1", "out2"), (products.BLOCK_T, products.BLOCK_N // 2))
-    for i in range(2 * products.MOST_OUTPUTS):
+    for i in range(2 * products.MOST):
         block = blocks[i if outputs == 1 and i < 4 else i % 2]
-        tile = (products.BLOCK_N, block) if i % 2 == 0 else (block, products.BLOCK_N)
+        transposed = i < 2 or outputs > 1
+        tile = (products.BLOCK_N, block) if transposed else (block, products.BLOCK_N)
         types |= {f"x{i}": (products.BLOCK_T, block), f"m{i}": tile}
-        constants |= {f"BLOCK{i}": block, f"T{i}": i % 2 == 0} if i < 4 else {}
+        constants |= {f"BLOCK{i}": block, f"T{i}": transposed} if i < 4 else {}
     signature: dict[str, str] = {}
     for name in products._products_kernel.arg_names:
         if name in types:
@@ -73,7 +74,7 @@ def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
 
 def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> dict[str, Any]:
     if name in ("products", "outputs"):
-        taken = sums_of_products(count, dtype, rank, 1 if name == "products" else products.MOST_OUTPUTS)
+        taken = sums_of_products(count, dtype, rank, 1 if name == "products" else products.MOST)
         return {"stages": products.STAGES, "taken": taken, "limit": LIMITS[capability]}
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     thins = [torch.empty(4, rank, dtype=of)] * count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,9 +107,9 @@ def test_a_last_round_is_shared(
         (8, 128, 0, 4, 6),
         (12, 128, 0, 6, 10),
         (12, 128, 0, 3, 4),  # no more are allowed
-        (8, 128, 1, 4, 4),  # a fourth would have to spare twelve steps, not two
+        (8, 128, 1, 4, 4),  # a fourth would want a sum of twelve steps
         (9, T, 0, 4, 6),  # three for two tiles as ever
-        (13, 1, 0, 6, 10),  # a step each
+        (40, 1, 0, 8, 10),  # a step each, of six
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
@@ -117,6 +118,19 @@ def test_a_tile_is_shared_by_several(
 ) -> None:
     settings = {"LEAST_SAVED": 1, "MORE_SAVED": saved, "MOST_MEMBERS": most}
     check_sharing(device, programs, rows, parts, monkeypatch, **settings)
+
+
+def watch_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Where programs leave what others take: numbers where one has, NaN elsewhere."""
+    made: list[Tensor] = []
+    empty = torch.empty
+
+    def kept(*args: Any, **kwargs: Any) -> Tensor:
+        made.append(empty(*args, **kwargs).fill_(float("nan")))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "empty", kept)
+    return made
 
 
 def check_sharing(
@@ -134,14 +148,7 @@ def check_sharing(
     last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
     behind = total[last:].clone()
     count = counted(rows, device)
-    made: list[Tensor] = []
-    empty = torch.empty
-
-    def kept(*args: Any, **kwargs: Any) -> Tensor:
-        made.append(empty(*args, **kwargs).fill_(float("nan")))
-        return made[-1]
-
-    monkeypatch.setattr(torch, "empty", kept)
+    made = watch_parts(monkeypatch)
     out = sum_of_products(given, count, base=total, out=total)
     assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
     if rows:
@@ -167,15 +174,24 @@ def make_sums(widths: Sequence[int], terms: int, bias: bool, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
-@pytest.mark.parametrize("rows", [1, 200, T])
-@pytest.mark.parametrize(("widths", "terms", "bias"), [((264, 40, 72), 2, True), ((40, 300), 1, False)])
-@pytest.mark.parametrize("programs", [3, 7])
+@pytest.mark.parametrize(
+    ("programs", "rows", "widths", "terms", "parts"),
+    [
+        (3, 300, (264, 40, 72), 2, 0),  # four rounds of the twelve tiles
+        (8, 300, (264, 40, 72), 2, 4),  # the last four, one or two of each output, for two programs each
+        (9, 200, (264, 40, 72), 2, 0),
+        (12, 1, (264, 40, 72), 2, 8),  # four for three each
+        (5, 300, (40, 304), 1, 0),  # four of nine tiles are left for five programs, which would spare no step of three
+        (7, 300, (40, 304), 1, 4),  # two for three each
+        (6, 1, (40, 304), 1, 3),
+    ],
+)
 def test_several_outputs_are_several_sums(
     programs: int,
+    rows: int,
     widths: Sequence[int],
     terms: int,
-    bias: bool,
-    rows: int,
+    parts: int,
     dtype: torch.dtype,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -183,13 +199,16 @@ def test_several_outputs_are_several_sums(
     """Shared by programs or not, each output is the same as by itself."""
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("not served")
+    for name, value in {"LEAST_SAVED": 1, "MORE_SAVED": 0, "MOST_MEMBERS": 3}.items():
+        monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr(kernels, "processors", lambda _: programs)
-    monkeypatch.setattr(kernels, "LEAST_SAVED", 1)
     torch.manual_seed(0)
-    sums, count = make_sums([-(-w // 8) * 8 for w in widths], terms, bias, dtype, device), counted(rows, device)
+    sums, count = make_sums(widths, terms, terms == 2, dtype, device), counted(rows, device)
     assert go_together(sums)
+    made = watch_parts(monkeypatch)
     outs = sums_of_products(sums, count)
     assert count.products == 1
+    assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
     last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
     for one, out in zip(sums, outs, strict=True):
         rest = added(None, one.bias)
@@ -254,13 +273,15 @@ def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         of: Any = count,
         x: Tensor = x,
         how: Any = "triton",
-        columns: int = 512,
+        columns: Sequence[int] = (512,),
     ) -> bool:
-        return serves(how, of, x, [columns], operands)
+        return serves(how, of, x, columns, operands)
 
     assert asked([m, None]) == hopper
+    assert asked([m], columns=[256, 128, 128]) == hopper
+    assert not asked([m], columns=[256, 510 if device == "cuda" else 511]), "nor the rows of one of several"
     assert not asked([m], of=None), "all rows count"
-    assert not asked([m[:510]], columns=510 if device == "cuda" else 511), "rows of the result are not aligned"
+    assert not asked([m[:510]], columns=[510 if device == "cuda" else 511]), "rows of the result are not aligned"
     assert not asked([m], how="torch")
     assert not asked([m.double()]), "dtypes differ"
     assert not asked([m.double()], x=x.double())
@@ -274,6 +295,10 @@ def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(products, "FEWEST_TILES", 0)
         monkeypatch.setattr(products, "NARROWEST", 65)
         assert not asked([m]), "a library has the better tiles for it"
+        monkeypatch.setattr(products, "NARROWEST", 384)
+        wide = torch.randn(256, 512, device=device).to(dtype)
+        assert not asked([m], x=wide, columns=[256])
+        assert asked([m], x=wide, columns=[256, 128]) == hopper, "beside another it is wide enough"
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
@@ -353,6 +378,28 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool, monkeypatch: p
         assert relative(ours, right) < 1e-5
     count.rows.fill_(kernels.BLOCK_T)  # two rows too few
     assert relative(outcome(run(x, count, "triton")[0], [x], rows)[0], truth[0]) > 0.1, "the check can fail"
+
+
+@pytest.mark.gpu
+def test_narrow_ones_go_with_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, as it is asked there: q is wide enough, k and v only beside it."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("ITS DESCRIPTORS ARE HOPPER'S")
+    monkeypatch.setattr(products, "NARROWEST", 512)
+    monkeypatch.setattr(products, "FEWEST_TILES", 0)
+    torch.manual_seed(0)
+    rows = 200
+    x = torch.randn(T, 512, device="cuda").bfloat16()
+    x[rows:] = 0
+    three = [projection(out, 512, rank=16, bias=True, device="cuda") for out in (512, 128, 128)]
+    three = [replace(p, weight=p.weight.bfloat16(), dtype=torch.bfloat16) for p in three]
+    for given in (three, three[1:]):
+        count = counted(rows, "cuda")
+        outs, _ = project(x, given, row_count=count)
+        assert count.products == (1 if given is three else 0)
+        plain, _ = project(x, given, implementation="torch")
+        for out, other in zip(outs, plain, strict=True):
+            assert relative(out[:rows], other[:rows]) < 2e-2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")

@@ -23,12 +23,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpack.ops.kernels.launch import early, on_device, processors, rows_that_count, wait_for_inputs
+from fastpack.ops.kernels.launch import MOST, early, on_device, processors, rows_that_count, wait_for_inputs
 from fastpack.ops.products import TERMS, Sum
 
 BLOCK_T, BLOCK_N, BLOCK_K = 128, 256, 64
-MOST_OUTPUTS = 3
-"""Of one launch, at most: q, k and v."""
 GROUP = 32
 """Tiles below each other that are made at the same time: they share what they read of the second factors."""
 LEAST_SAVED, MORE_SAVED, MOST_MEMBERS = 20, 6, 8
@@ -133,7 +131,7 @@ def _team(
     tiles = tl.where(steps // (tiles + 1) >= LEAST_SAVED, tiles, 0)
     members = tiles + 1
     for more in tl.static_range(3, MOST_MEMBERS + 1):
-        worth = (tiles == 1) & (left * more <= PROGRAMS) & (steps >= MORE_SAVED * more * (more - 1))
+        worth = (tiles == 1) & (left * more <= PROGRAMS) & (steps >= tl.maximum(MORE_SAVED * (more - 1), 1) * more)
         members = tl.where(worth, more, members)
     return tiles, members
 
@@ -311,7 +309,7 @@ def sum_products(sums: Sequence[Sum], rows: Tensor, flags: Tensor, base: Tensor 
     assert len(sums) == 1 or base is None
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
-    pairs = _filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST_OUTPUTS)
+    pairs = _filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)
     arguments: list[object] = []
     blocks: dict[str, int | bool] = {}
     for place, (x, m) in enumerate(pairs):
@@ -330,7 +328,7 @@ def sum_products(sums: Sequence[Sum], rows: Tensor, flags: Tensor, base: Tensor 
         source = TensorDescriptor.from_tensor(base, [BLOCK_T, BLOCK_N // 2])
     biases = [one.bias for one in sums]
     first = outs[0]
-    programs = min(processors(first.device), 2 * sum(tiles(tokens, width) for width in columns))
+    programs = min(processors(first.device), MOST_MEMBERS * sum(tiles(tokens, width) for width in columns))
     parts = torch.empty(programs, BLOCK_T, BLOCK_N, dtype=torch.float32, device=first.device)
     with on_device(first):
         _products_kernel[(programs,)](
@@ -344,13 +342,14 @@ def sum_products(sums: Sequence[Sum], rows: Tensor, flags: Tensor, base: Tensor 
 
 
 def go_together(sums: Sequence[Sum]) -> bool:
-    """Whether one launch may make several sums: of so many terms as long and as they lie, all with a bias or none."""
+    """Whether one launch makes several sums: of one or two terms, which are as long and lie as those of the first, and
+    all with a bias or none."""
     shapes = {tuple((x.shape, _is_transposed(m)) for x, m in one.terms) for one in sums}
-    few = len(sums) <= MOST_OUTPUTS and len(sums[0].terms) <= 2
+    few = len(sums) <= MOST and len(sums[0].terms) <= 2
     return few and len(shapes) == 1 and len({one.bias is None for one in sums}) == 1
 
 
-def _filled(given: Sequence[Any], places: int = MOST_OUTPUTS) -> list[Any]:
+def _filled(given: Sequence[Any], places: int = MOST) -> list[Any]:
     """The last one again in places that are not looked at."""
     return [*given, *[given[-1]] * (places - len(given))]
 
