@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastpack.layers.drop_ins import is_drop_in
 from fastpack.layers.interface import SCOPE, STOCK_CONFIG
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import FORWARDS, bound_with, call_stock, without_itself
+from fastpack.layers.stock import FORWARDS, HELD, Held, bound_with, call_stock, without_itself
 
 TakeBack = Callable[[], None]
 
@@ -152,7 +153,7 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Take
     for module in copies.values():
         if id(module) in known or not carries_ours(module):
             continue
-        for place in (*FORWARDS, "config"):
+        for place in (*FORWARDS, HELD, "config"):
             if place in module.__dict__:
                 take_backs.append(functools.partial(setattr, module, place, module.__dict__[place]))
         _take_off_forwards(module)
@@ -171,7 +172,23 @@ def _weights(module: nn.Module) -> tuple[type, int] | None:
 
 def carries_ours(module: nn.Module) -> bool:
     """True where a module has a forward of ours, or attends through our interface."""
-    return any(_is_ours(module.__dict__.get(place)) for place in FORWARDS) or _stock_config(module) is not None
+    ours = HELD in module.__dict__ or any(_is_ours(module.__dict__.get(place)) for place in FORWARDS)
+    return ours or _stock_config(module) is not None
+
+
+def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
+    """How many modules have a drop-in over our forward, or had one under it."""
+    found: set[int] = set()
+    forwards = (change for change in changes if isinstance(change, Attribute) and change.name in FORWARDS)
+    before = {id(change.module): change.previous for change in forwards}
+    for module in backbone.modules():
+        held: Held | None = module.__dict__.get(HELD)
+        if held is None:
+            continue
+        stands = (module.__dict__.get("forward"), before.get(id(module)))
+        if any(is_drop_in(module, forward, held.spec) for forward in stands):
+            found.add(id(module))
+    return len(found)
 
 
 def scopes_of(module: nn.Module) -> tuple[PackingScope | None, PackingScope | None]:
@@ -192,6 +209,7 @@ def take_off_head(head: nn.Module) -> None:
 
 
 def _take_off_forwards(module: nn.Module) -> None:
+    module.__dict__.pop(HELD, None)
     for place in FORWARDS:
         if _is_ours(module.__dict__.get(place)):
             _take_off(module, place)

@@ -18,14 +18,16 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections
-from fastpack.changes import Attribute, Change, Hook, TakeBack, take_off_copies, take_off_head
+from fastpack.changes import Attribute, Change, Hook, TakeBack, count_drop_ins, take_off_copies, take_off_head
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
+from fastpack.layers.drop_ins import count_of_its_classes
 from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, register_interface
 from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
 from fastpack.layers.scope import PackingScope
+from fastpack.layers.stock import HELD, Held
 from fastpack.mixing import Mixing
 from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
@@ -212,6 +214,7 @@ def report(target: Any) -> PatchReport:
     budget = getattr(target, "__dict__", {}).get(BUDGET)
     if budget is not None:
         notes += (budget.describe(),)
+    notes += _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers())
     if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state)
@@ -219,6 +222,19 @@ def report(target: Any) -> PatchReport:
         notes += ("loss: fused in training with labels=, where out.logits is None",) if reason is None else ()
     projections = count_projections(backbone)
     return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
+
+
+def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
+    notes: list[str] = []
+    drop_ins, its_own = count_drop_ins(backbone, state.changes), count_of_its_classes(backbone)
+    if drop_ins:
+        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: what a layer fuses, it computes itself instead")
+    if its_own:
+        notes.append(
+            f"{its_own} modules are Liger's own, since it had replaced the family's classes when the model was built: "
+            "they are called as modules"
+        )
+    return tuple(notes)
 
 
 def _why_no_fused_loss(head: nn.Module | None, state: PatchState) -> str | None:
@@ -282,7 +298,10 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
     state = PatchState(options, plan.report, plan.mixing)
     configs: dict[int, Any] = {}
     for swap in plan.forwards:
-        state.changes.append(Attribute.put(swap.module, swap.attribute, swap.bind))
+        change = Attribute.put(swap.module, swap.attribute, swap.bind)
+        state.changes.append(change)
+        if swap.kind in ("norm", "mlp"):
+            state.changes.append(Attribute.put(swap.module, HELD, functools.partial(_held, change.ours)))
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
@@ -291,6 +310,10 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
         module.config = configs[id(original)]
     state.changes += [Hook.put(module, hook) for module, hook in plan.pre_hooks]
     plan.backbone.__dict__[STATE] = state
+
+
+def _held(forward: functools.partial[Any], _: Any) -> Held:
+    return Held(forward)
 
 
 def _restore(model: nn.Module) -> list[TakeBack]:

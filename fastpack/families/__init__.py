@@ -12,7 +12,7 @@ import hashlib
 import inspect
 import sys
 import textwrap
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -86,20 +86,22 @@ _LEFT_OUT = ("eager_attention_forward",)
 
 
 UNREADABLE = "no source"
+_ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}") for which in ("", "_gpt_oss")}
+"""Liger's, each of which stands for the family's own."""
 
 
 def source_hash(cls: Any) -> str:
     """Hash of what a class's forward computes: the forward, and what it calls of its own class and module.
 
     Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter, and
-    each time anew: others replace forwards and helpers. :data:`UNREADABLE` where one of them has no source to read.
+    each time anew: others replace forwards and helpers. A helper for which Liger's stands is read where it was
+    written. :data:`UNREADABLE` where one of them has no source to read.
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
-    waiting = [("forward", inspect.unwrap(cls.forward))]
+    waiting = [("forward", _read(inspect.unwrap(cls.forward)))]
     while waiting:
-        name, function = waiting.pop()
-        said = _read(function)
+        name, said = waiting.pop()
         if said is None:
             return UNREADABLE
         parts[name] = said.text
@@ -110,7 +112,9 @@ def source_hash(cls: Any) -> str:
             if inspect.isfunction(found) and other not in (*parts, *_LEFT_OUT):
                 helper = inspect.unwrap(found)
                 if helper.__module__ == module.__name__:
-                    waiting.append((other, helper))
+                    waiting.append((other, _read(helper)))
+                elif (helper.__globals__.get("__name__"), helper.__name__) in _ROTATIONS:
+                    waiting.append((other, _read_as_written(module, other)))
     return _short_hash("\n".join(parts[name] for name in sorted(parts)))
 
 
@@ -139,8 +143,20 @@ def _read(function: FunctionType) -> _Said | None:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     except (OSError, TypeError, SyntaxError):
         return None
-    if not isinstance(tree, ast.FunctionDef):
+    return _said(tree) if isinstance(tree, ast.FunctionDef) else None
+
+
+@functools.cache
+def _read_as_written(module: ModuleType, name: str) -> _Said | None:
+    """Of a function that somebody has replaced since; None where the module's source has none of this name."""
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError):
         return None
+    return next((_said(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+
+
+def _said(tree: ast.FunctionDef) -> _Said:
     tree.decorator_list = []
     tree.returns = None
     for argument in ast.walk(tree.args):

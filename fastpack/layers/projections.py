@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from fastpack.adapters import read_projection, read_update, refuse_rows, takes
 from fastpack.families.spec import NormSpec
 from fastpack.hooks import has_hooks
+from fastpack.layers.drop_ins import is_drop_in
 from fastpack.layers.norm import norm_forward
+from fastpack.layers.stock import HELD, Held
 from fastpack.ops.lora import add_updates
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
@@ -22,9 +24,13 @@ from fastpack.sharding import is_partitioned
 
 
 def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:
-    """The settings that ``function`` was bound to ``module`` with; None where another forward stands there, or hooks
-    do more than it."""
+    """The settings that ``function`` was bound to ``module`` with; None where another forward stands there that
+    computes something else, or hooks do more than it."""
     forward = module.__dict__.get("forward")
+    if not isinstance(forward, functools.partial) and not torch.compiler.is_compiling():
+        held: Held | None = module.__dict__.get(HELD)
+        if held is not None and is_drop_in(module, forward, held.spec):
+            forward = held.forward
     if not isinstance(forward, functools.partial) or forward.func is not function:
         return None
     if has_hooks(module):

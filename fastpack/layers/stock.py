@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,20 @@ Forward = Callable[..., Any]
 T = TypeVar("T")
 FORWARDS = ("forward", "_old_forward")
 """Where a module's forward may be: accelerate's hooks keep the one that they wrap under the second."""
+HELD = "_fastpack_forward"
+"""Where a norm or MLP keeps ours too, for when a drop-in is put over it (:mod:`fastpack.layers.drop_ins`)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A forward of ours, which nobody calls under this name: it is no partial, which could be put to sleep."""
+
+    forward: functools.partial[Any]
+
+    @property
+    def spec(self) -> Any:
+        """What it computes."""
+        return self.forward.args[1]
 
 
 def call_stock(module: nn.Module, stock: Forward | None, /, *args: Any, **kwargs: Any) -> Any:

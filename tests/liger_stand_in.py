@@ -1,0 +1,81 @@
+"""What Liger's kernels do to a model, in plain torch: the same names in the same places, and a count of the calls."""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+CALLS: Counter[str] = Counter()
+
+
+class LigerRMSNorm(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        CALLS["norm"] += 1
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (self.weight * x.to(hidden_states.dtype)).to(hidden_states.dtype)
+
+
+class LigerSwiGLUMLP(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        CALLS["mlp"] += 1
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LigerGEGLUMLP(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        CALLS["mlp"] += 1
+        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
+class LigerExperts(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        CALLS["mlp"] += 1
+        return 2 * self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def liger_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> Any:
+    CALLS["rope"] += 1
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turned(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return torch.cat([-second, first], -1)
+
+    return q * cos + turned(q) * sin, k * cos + turned(k) * sin
+
+
+def _written_in(place: str, function: Any) -> Any:
+    """The same function, of another module."""
+    named = {**function.__globals__, "__name__": f"liger_kernel.transformers.{place}"}
+    made = types.FunctionType(function.__code__, named, function.__name__, function.__defaults__)
+    made.__qualname__ = function.__qualname__
+    return made
+
+
+for cls, place in ((LigerRMSNorm, "rms_norm"), (LigerSwiGLUMLP, "swiglu"), (LigerExperts, "swiglu")):
+    cls.forward = _written_in(place, cls.forward)  # type: ignore[method-assign]
+LigerGEGLUMLP.forward = _written_in("geglu", LigerGEGLUMLP.forward)  # type: ignore[method-assign]
+liger_rotary_pos_emb = _written_in("rope", liger_rotary_pos_emb)
+
+
+def bind(module: Any, cls: type[nn.Module]) -> None:
+    """As Liger binds it: past ``setattr``."""
+    module.__dict__["forward"] = cls.forward.__get__(module, type(module))
+
+
+def apply(model: Any, mlp: type[nn.Module] = LigerSwiGLUMLP) -> None:
+    """To a Llama, or what is built like one."""
+    backbone = model.base_model
+    norms = [backbone.norm]
+    for layer in backbone.layers:
+        bind(layer.mlp, mlp)
+        norms += [layer.input_layernorm, layer.post_attention_layernorm]
+    for norm in norms:
+        norm.offset = 0.0
+        bind(norm, LigerRMSNorm)
