@@ -131,6 +131,8 @@ def patch(
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
+    if not isinstance(verify, bool):
+        raise PatchError(f"verify={verify!r} is not a choice. Choose one of: False, True.")
     models = models_of(target)
     _refuse_model_init(target, options)
     set_budget = _plan_budget(target, max_tokens)

@@ -229,6 +229,7 @@ def test_lost_packing_is_loud() -> None:
         ({"loss": "mean"}, "None, 'fused'"),
         ({"offload": "everything"}, "None, 'checkpoints'"),
         ({"strict": "yes"}, "False, True"),
+        ({"verify": "yes"}, "False, True"),
     ],
 )
 def test_options_say_what_is_allowed(option: dict[str, Any], allowed: str) -> None:

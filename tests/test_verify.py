@@ -188,6 +188,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert json.loads(capsys.readouterr().out)["rung"] == "fast"
     for wrong in (["nowhere.json"], [str(tmp_path / "model"), "--dtype", "int3"], [str(tmp_path)]):
         assert main(["verify", *wrong, "--device", "cpu"]) == 2
+    assert main(["verify", str(tmp_path / "modle"), "--device", "cpu"]) == 2
+    assert "modle: there is nothing there" in capsys.readouterr().err
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for flag, value, said in (
         ("--device", "nosuch", "--device nosuch can't be used here: "),

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--power", action="store_true", help="ask nvidia-smi ten times a second what the GPU draws, and for its clock"
     )
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, help=what)
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=None, metavar="NAME", help=what)
     ours = parser.add_argument_group("how fastpack patches")
     ours.add_argument("--attention", default="auto", help="attention backend")
     ours.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")

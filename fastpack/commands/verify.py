@@ -71,6 +71,8 @@ def _load(given: argparse.Namespace, device: Any) -> Any:
             raise UsageError(f"--dtype {given.dtype}: no such dtype; float32, bfloat16 or float16")
     if given.model.endswith(".json") and not (given.random and Path(given.model).is_file()):
         raise UsageError(f"{given.model}: pass --random with a config.json that exists, or a model's folder or name")
+    if given.model.startswith((".", "/", "~")) and not Path(given.model).expanduser().exists():
+        raise UsageError(f"{given.model}: there is nothing there; pass a model's folder, or its name on the hub")
     try:
         if given.random:
             settings = {} if dtype == "auto" else {"dtype": dtype}
