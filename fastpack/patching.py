@@ -21,7 +21,7 @@ from fastpack.adapters import count_opaque, count_projections
 from fastpack.changes import Attribute, Change, Hook, TakeBack, count_drop_ins, take_off_copies, take_off_head
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
-from fastpack.layers.drop_ins import count_of_its_classes
+from fastpack.layers.drop_ins import count_unknown
 from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, register_interface
 from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
@@ -228,14 +228,11 @@ def report(target: Any) -> PatchReport:
 
 def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     notes: list[str] = []
-    drop_ins, its_own = count_drop_ins(backbone, state.changes), count_of_its_classes(backbone)
+    drop_ins, unknown = count_drop_ins(backbone, state.changes), count_unknown(backbone)
     if drop_ins:
         notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: what a layer fuses, it computes itself instead")
-    if its_own:
-        notes.append(
-            f"{its_own} modules are Liger's own, since it had replaced the family's classes when the model was built: "
-            "they are called as modules"
-        )
+    if unknown:
+        notes.append(f"{unknown} modules are of Liger's own classes: they are called as modules")
     return tuple(notes)
 
 

@@ -40,7 +40,7 @@ from fastpack.layers.causal_lm import (
     head_pre_hook,
 )
 from fastpack.layers.decoder import decoder_forward
-from fastpack.layers.drop_ins import is_drop_in
+from fastpack.layers.drop_ins import spec_of, stands_for
 from fastpack.layers.loss import FusedLoss, fused_loss_rejects
 from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
@@ -277,13 +277,16 @@ def _plan_module(
     if mixer is not None and _own(module, family):
         bind = functools.partial(_bind, mixer_forward, module, (mixer, plan.scope))
         plan.forwards.append(ForwardSwap(module, bind, MIXER))
-    spec = specs.get(name)
-    if spec is None or not _own(module, family):
+    backbone: Any = plan.backbone
+    dtype: torch.dtype = backbone.dtype
+    spec = specs.get(name) if _own(module, family) else spec_of(module, dtype)
+    if spec is None:
         return
     if isinstance(spec, AttentionSpec):
         spec = _with_mask_window(module, spec, family)
     found = own_forward(module)
-    replaced = found is not None and not hasattr(module, "_hf_hook") and not _is_ligers(plan, module, found, spec)
+    replaced = found is not None and not hasattr(module, "_hf_hook")
+    replaced = replaced and not stands_for(module, found, spec, dtype)
     if isinstance(spec, AnyAttentionSpec):
         if replaced:
             raise PatchError(
@@ -309,14 +312,6 @@ def _plan_module(
         plan.forwards.append(
             ForwardSwap(module, functools.partial(_bind_plain, mlp_forward, module, spec, options), "mlp")
         )
-
-
-def _is_ligers(plan: Plan, module: nn.Module, forward: Any, spec: Spec) -> bool:
-    """Whether a forward that stands on a module may be replaced by ours as its class's own may."""
-    if not isinstance(spec, (NormSpec, MlpSpec)) or not is_drop_in(module, forward, spec):
-        return False
-    # of another dtype the class's own would promote the result, which Liger's does not
-    return isinstance(spec, MlpSpec) or getattr(module.weight, "dtype", None) == plan.backbone.dtype
 
 
 def _with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:

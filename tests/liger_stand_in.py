@@ -18,7 +18,9 @@ class LigerRMSNorm(nn.Module):
         CALLS["norm"] += 1
         x = hidden_states.float()
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight * x.to(hidden_states.dtype)).to(hidden_states.dtype)
+        if self.casting_mode == "llama":
+            x = x.to(hidden_states.dtype)
+        return ((self.weight + self.offset) * x).to(hidden_states.dtype)
 
 
 class LigerSwiGLUMLP(nn.Module):
@@ -59,6 +61,7 @@ def _written_in(place: str, function: Any) -> Any:
 
 
 for cls, place in ((LigerRMSNorm, "rms_norm"), (LigerSwiGLUMLP, "swiglu"), (LigerExperts, "swiglu")):
+    cls.__module__ = f"liger_kernel.transformers.{place}"
     cls.forward = _written_in(place, cls.forward)  # type: ignore[method-assign]
 LigerGEGLUMLP.forward = _written_in("geglu", LigerGEGLUMLP.forward)  # type: ignore[method-assign]
 liger_rotary_pos_emb = _written_in("rope", liger_rotary_pos_emb)
@@ -77,5 +80,15 @@ def apply(model: Any, mlp: type[nn.Module] = LigerSwiGLUMLP) -> None:
         bind(layer.mlp, mlp)
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
     for norm in norms:
-        norm.offset = 0.0
+        norm.offset, norm.casting_mode = 0.0, "llama"
         bind(norm, LigerRMSNorm)
+
+
+def build_of(model: Any, offset: float, casting_mode: str) -> None:
+    """A model of the same weights and Liger's own classes."""
+    for module in list(model.modules()):
+        if type(module).__name__.endswith("RMSNorm"):
+            module.__class__ = LigerRMSNorm
+            module.offset, module.casting_mode = offset, casting_mode
+        elif type(module).__name__.endswith("MLP"):
+            module.__class__ = LigerSwiGLUMLP

@@ -184,30 +184,54 @@ def test_an_offset_of_its_own_is_honoured(order: str) -> None:
         assert stand_in.CALLS["norm"] == 2
 
 
-def test_float32_norms_in_half_precision_keep_ligers() -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_float32_norms_in_half_precision_keep_ligers(own: bool) -> None:
     """Which do not promote, as the family's own would."""
     model = tiny_model("llama").bfloat16()
     for name, module in model.named_modules():
         if name.endswith("norm"):
             module.float()
-    stand_in.apply(model)
+    if own:
+        stand_in.build_of(model, 0.0, "llama")
+    else:
+        stand_in.apply(model)
     fastpack.patch(model)
-    assert [what for what, _ in fastpack.report(model).skipped] == ["LlamaRMSNorm"]
+    report = fastpack.report(model)
+    assert [what for what, _ in report.skipped] == [] if own else ["LlamaRMSNorm"]
+    assert any("called as modules" in note for note in report.notes) == own
     stand_in.CALLS.clear()
     assert model(**INPUT_KINDS["padded right"](make_sequences(VOCAB)), use_cache=False).loss.isfinite()
     assert stand_in.CALLS["norm"]
 
 
-def test_modules_of_ligers_own_classes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("offset", "casting_mode"), [(0.0, "llama"), (1.0, "gemma"), (0.0, "gemma")])
+def test_models_of_ligers_own_classes(offset: float, casting_mode: str) -> None:
     """As ``AutoLigerKernelForCausalLM`` builds them."""
     model = tiny_model("llama")
+    stand_in.build_of(model, offset, casting_mode)
     sequences = make_sequences(VOCAB)
     alone = run_alone(model, sequences)
-    own = type("LigerRMSNorm", (type(model.model.norm),), {"__module__": "liger_kernel.transformers.rms_norm"})
-    for layer in model.model.layers:
-        layer.input_layernorm.__class__ = own
+    assert (compare(run_alone(tiny_model("llama"), sequences), alone).worst > 0.01) == (offset == 1.0)
     fastpack.patch(model)
-    assert any(note.startswith("2 modules are Liger's own") for note in fastpack.report(model).notes)
+    report = fastpack.report(model)
+    layers = len(model.model.layers)
+    assert (report.rung, report.swapped["norm"], report.swapped["mlp"]) == ("fast", 2 * layers + 1, layers)
+    assert not any("Liger" in note for note in report.notes)
+    stand_in.CALLS.clear()
+    assert compare(run_batch(model, sequences, "padded right"), alone).worst <= FLOAT32_BOUND
+    assert not stand_in.CALLS
+    fastpack.unpatch(model)
+    assert compare(run_alone(model, sequences), alone).worst == 0
+
+
+def test_classes_of_ligers_that_nobody_knows_are_told() -> None:
+    model = tiny_model("llama")
+    stand_in.build_of(model, 0.5, "llama")
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(model, sequences)
+    fastpack.patch(model)
+    count = 2 * len(model.model.layers) + 1
+    assert f"{count} modules are of Liger's own classes: they are called as modules" in fastpack.report(model).notes
     assert compare(run_batch(model, sequences, "padded right"), alone).worst <= FLOAT32_BOUND
 
 
@@ -244,6 +268,21 @@ def test_liger_itself(order: str, fused: bool, real: Any) -> None:
     assert relative(out.loss.detach(), alone.loss) < 1e-4
     for name, parameter in model.named_parameters():
         assert relative(parameter.grad, alone.grads[name]) < 1e-3, name
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("real")
+def test_a_model_that_liger_built() -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    sequences = make_sequences(VOCAB)
+    alone = run_alone(tiny_model("llama").cuda(), sequences)
+    apply_liger_kernel_to_llama(fused_linear_cross_entropy=False)
+    model = fastpack.patch(tiny_model("llama").cuda())
+    assert type(model.model.norm).__module__.startswith("liger_kernel.")
+    report = fastpack.report(model)
+    assert (report.rung, report.skipped, report.swapped["mlp"]) == ("fast", (), len(model.model.layers))
+    assert compare(run_batch(model, sequences, "padded right"), alone).worst < 1e-4
 
 
 @pytest.mark.gpu

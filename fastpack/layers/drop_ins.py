@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fastpack.families.spec import MlpSpec, NormSpec
-from fastpack.layers.stock import defined_in
+from fastpack.families.spec import MlpSpec, NormSpec, Spec
+from fastpack.layers.stock import HELD, defined_in
 from fastpack.ops.glu import ActivationKind, activation_kind
+from fastpack.ops.norm import Rounding
 
 PACKAGE = "liger_kernel."
 _NORMS = {("liger_kernel.transformers.rms_norm", "LigerRMSNorm.forward")}
@@ -27,18 +29,56 @@ _MLPS: dict[tuple[str, str], ActivationKind] = {
 """Each with its activation, whatever the config names."""
 
 
+_ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
+"""By ``casting_mode``."""
+
+
 def is_drop_in(module: Any, forward: Any, spec: NormSpec | MlpSpec) -> bool:
     """Whether a forward that was bound to a module, whose class computes ``spec``, computes the same."""
     function = getattr(forward, "__func__", None)
-    if function is None or hasattr(function, "__wrapped__") or forward.__self__ is not module:
+    if function is None or forward.__self__ is not module:
         return False
-    place = (defined_in(function), function.__qualname__)
+    place = _place(function)
     if isinstance(spec, NormSpec):
         return place in _NORMS and spec.kind == "rms" and getattr(module, "offset", None) == float(spec.unit_offset)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
     return place in _MLPS and activation_kind(activation) == _MLPS[place]
 
 
-def count_of_its_classes(backbone: nn.Module) -> int:
-    """How many modules are Liger's own: of a model that was built after it had replaced the family's classes."""
-    return sum(type(module).__module__.startswith(PACKAGE) for module in backbone.modules())
+def stands_for(module: nn.Module, forward: Any, spec: Spec, dtype: torch.dtype) -> bool:
+    """Whether ours, in a model of this dtype, may stand where a drop-in stands."""
+    known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
+    return known and _keeps_dtype(module, spec, dtype)
+
+
+def spec_of(module: Any, dtype: torch.dtype) -> NormSpec | MlpSpec | None:
+    """What a module of one of Liger's own classes computes, in a model of this dtype; None for others.
+
+    Models have these that were built after Liger had put them in the place of the family's.
+    """
+    place = _place(type(module).forward)
+    if place in _NORMS and module.offset in (0.0, 1.0) and module.casting_mode in _ROUNDINGS:
+        norm = NormSpec(rounding=_ROUNDINGS[module.casting_mode], unit_offset=module.offset == 1.0)
+        return norm if _keeps_dtype(module, norm, dtype) else None
+    if _MLPS.get(place) != "silu":
+        return None
+    together = hasattr(module, "gate_up_proj")
+    return MlpSpec(gate_up=("gate_up_proj",) if together else ("gate_proj", "up_proj"), activation=None)
+
+
+def _keeps_dtype(module: Any, spec: Spec, dtype: torch.dtype) -> bool:
+    """Whether the family's own norm would not promote its input, which Liger's never does."""
+    return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == dtype
+
+
+def count_unknown(backbone: nn.Module) -> int:
+    """How many modules of Liger's own classes have no forward of ours."""
+    own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
+    return sum(HELD not in module.__dict__ for module in own)
+
+
+def _place(function: Any) -> tuple[str, str]:
+    """Where a function was written; nowhere, where it wraps another."""
+    return (
+        ("", "") if hasattr(function, "__wrapped__") else (defined_in(function), getattr(function, "__qualname__", ""))
+    )

@@ -7,7 +7,7 @@ only the device knows: those of a last round in which many programs would have n
 more than they have tiles, or of several for one tile, each of which takes as many steps of their sums as the next
 (Osama et al., "Stream-K", arXiv:2301.03598, section 4, where all programs are one team; teams read the same operands
 at the same time). Tiles come into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where
-a tile sticks out.
+a tile sticks out. The tiles of several outputs lie beside each other, and are shared as those of one.
 
 Shape suffixes: T rows, K summed over, N columns.
 """
