@@ -106,6 +106,11 @@ class Figures:
         return statistics.median(n / seconds for n, seconds in zip(self.tokens, self.seconds, strict=True))
 
     @property
+    def tokens_per_second_overall(self) -> float:
+        """Of all timed steps together, as a run would have it."""
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
     def padding_share(self) -> float:
         """Which part of the slots held no token."""
         return 1 - sum(self.tokens) / self.slots
@@ -127,7 +132,7 @@ class Figures:
                 "step_p10": low,
                 "step_p90": high,
                 "tokens_per_second": self.tokens_per_second,
-                "tokens_per_second_overall": sum(self.tokens) / sum(self.seconds),
+                "tokens_per_second_overall": self.tokens_per_second_overall,
                 "padding_share": self.padding_share,
             }
         return record

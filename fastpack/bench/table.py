@@ -44,6 +44,7 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
     console.print(str(outcome.verdict), style="green" if outcome.verdict.agree else "bold red", highlight=False)
     if outcome.verdict.agree:
         shown = {str(column.header) for column in table.columns}
+        console.print(_overall(outcome), style="dim", highlight=False)
         console.print(_legend(outcome, shown), style="dim", highlight=False)
     for row in outcome.ran:
         if row.drawn is not None and row.drawn["unknown"] is not None:
@@ -118,6 +119,18 @@ def _losses(outcome: Outcome) -> Table:
         pairs = zip(row.losses[:shown], row.gradient_norms[:shown], strict=False)
         table.add_row(row.contestant, *(f"{loss:.5f}  {norm:.4f}" for loss, norm in pairs))
     return table
+
+
+def _overall(outcome: Outcome) -> str:
+    """Rates of whole runs, each with what it is of the best stock one's, where that was compared."""
+    stock = outcome.best_stock
+
+    def told(row: Figures) -> str:
+        rate = row.tokens_per_second_overall
+        times = "" if stock in (None, row) else f" ({rate / stock.tokens_per_second_overall:.2f} x)"
+        return f"{row.contestant} {rate:,.0f}{times}"
+
+    return f"real tokens/s of all {outcome.settings.steps} steps together: " + ", ".join(map(told, outcome.ran))
 
 
 def _legend(outcome: Outcome, shown: Collection[str]) -> str:
