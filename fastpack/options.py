@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
@@ -52,6 +53,11 @@ class PatchKeywords(TypedDict, total=False):
     max_tokens: int | TokenBudget | None
 
 
+def not_a_choice(name: str, value: Any, allowed: Sequence[Any]) -> PatchError:
+    """What to raise for a value that an option does not take."""
+    return PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
+
+
 @dataclass(frozen=True)
 class PatchOptions:
     """The keyword arguments of :func:`fastpack.patch`, which documents them."""
@@ -84,7 +90,7 @@ class PatchOptions:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
+                raise not_a_choice(name, value, allowed)
         if self.kernels == "triton" and (reason := why_no_kernels()) is not None:
             raise KernelUnavailableError(f"kernels='triton', but {reason}")
         if self.graphs is not None and self.share_prefixes is not None:

@@ -31,7 +31,16 @@ from fastpack.layers.stock import HELD, Held
 from fastpack.mixing import Mixing
 from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
-from fastpack.options import Graphs, Loss, Offload, PatchKeywords, PatchOptions, SharePrefixes, TokenBudget
+from fastpack.options import (
+    Graphs,
+    Loss,
+    Offload,
+    PatchKeywords,
+    PatchOptions,
+    SharePrefixes,
+    TokenBudget,
+    not_a_choice,
+)
 from fastpack.planning import PROJECTING, Plan, make_plan
 from fastpack.report import PatchReport
 from fastpack.targets import STATE, find_parts, models_of, refuse_wrapped, way_in
@@ -132,7 +141,7 @@ def patch(
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
     if not isinstance(verify, bool):
-        raise PatchError(f"verify={verify!r} is not a choice. Choose one of: False, True.")
+        raise not_a_choice("verify", verify, (False, True))
     models = models_of(target)
     _refuse_model_init(target, options)
     set_budget = _plan_budget(target, max_tokens)

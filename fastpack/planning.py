@@ -277,16 +277,14 @@ def _plan_module(
     if mixer is not None and _own(module, family):
         bind = functools.partial(_bind, mixer_forward, module, (mixer, plan.scope))
         plan.forwards.append(ForwardSwap(module, bind, MIXER))
-    backbone: Any = plan.backbone
-    dtype: torch.dtype = backbone.dtype
-    spec = specs.get(name) if _own(module, family) else spec_of(module, dtype)
+    spec = specs.get(name) if _own(module, family) else spec_of(module, plan.backbone)
     if spec is None:
         return
     if isinstance(spec, AttentionSpec):
         spec = _with_mask_window(module, spec, family)
     found = own_forward(module)
-    replaced = found is not None and not hasattr(module, "_hf_hook")
-    replaced = replaced and not stands_for(module, found, spec, dtype)
+    hooked = hasattr(module, "_hf_hook")
+    replaced = found is not None and not hooked and not stands_for(module, found, spec, plan.backbone)
     if isinstance(spec, AnyAttentionSpec):
         if replaced:
             raise PatchError(
@@ -297,7 +295,7 @@ def _plan_module(
         plan.forwards.append(ForwardSwap(module, bind, "attention"))
     elif isinstance(spec, DecoderSpec):
         # one whose forward was replaced (offloading hooks do this) calls its own modules, which are fast each
-        if not replaced and not hasattr(module, "_hf_hook"):
+        if not replaced and not hooked:
             bind = functools.partial(_bind, decoder_forward, module, (spec, options, plan.scope))
             plan.forwards.append(ForwardSwap(module, bind, "layer"))
     elif replaced:

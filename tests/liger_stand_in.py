@@ -60,10 +60,14 @@ def _written_in(place: str, function: Any) -> Any:
     return made
 
 
-for cls, place in ((LigerRMSNorm, "rms_norm"), (LigerSwiGLUMLP, "swiglu"), (LigerExperts, "swiglu")):
+for cls, place in (
+    (LigerRMSNorm, "rms_norm"),
+    (LigerSwiGLUMLP, "swiglu"),
+    (LigerExperts, "swiglu"),
+    (LigerGEGLUMLP, "geglu"),
+):
     cls.__module__ = f"liger_kernel.transformers.{place}"
     cls.forward = _written_in(place, cls.forward)  # type: ignore[method-assign]
-LigerGEGLUMLP.forward = _written_in("geglu", LigerGEGLUMLP.forward)  # type: ignore[method-assign]
 liger_rotary_pos_emb = _written_in("rope", liger_rotary_pos_emb)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,30 +44,30 @@ def is_drop_in(module: Any, forward: Any, spec: NormSpec | MlpSpec) -> bool:
     return place in _MLPS and activation_kind(activation) == _MLPS[place]
 
 
-def stands_for(module: nn.Module, forward: Any, spec: Spec, dtype: torch.dtype) -> bool:
-    """Whether ours, in a model of this dtype, may stand where a drop-in stands."""
+def stands_for(module: nn.Module, forward: Any, spec: Spec, backbone: nn.Module) -> bool:
+    """Whether ours may stand where a drop-in stands in this model."""
     known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
-    return known and _keeps_dtype(module, spec, dtype)
+    return known and _keeps_dtype(module, spec, backbone)
 
 
-def spec_of(module: Any, dtype: torch.dtype) -> NormSpec | MlpSpec | None:
-    """What a module of one of Liger's own classes computes, in a model of this dtype; None for others.
+def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
+    """What a module of one of Liger's own classes computes, in this model; None for others.
 
     Models have these that were built after Liger had put them in the place of the family's.
     """
     place = _place(type(module).forward)
     if place in _NORMS and module.offset in (0.0, 1.0) and module.casting_mode in _ROUNDINGS:
         norm = NormSpec(rounding=_ROUNDINGS[module.casting_mode], unit_offset=module.offset == 1.0)
-        return norm if _keeps_dtype(module, norm, dtype) else None
+        return norm if _keeps_dtype(module, norm, backbone) else None
     if _MLPS.get(place) != "silu":
         return None
     together = hasattr(module, "gate_up_proj")
     return MlpSpec(gate_up=("gate_up_proj",) if together else ("gate_proj", "up_proj"), activation=None)
 
 
-def _keeps_dtype(module: Any, spec: Spec, dtype: torch.dtype) -> bool:
+def _keeps_dtype(module: Any, spec: Spec, backbone: Any) -> bool:
     """Whether the family's own norm would not promote its input, which Liger's never does."""
-    return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == dtype
+    return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
 
 
 def count_unknown(backbone: nn.Module) -> int:

@@ -203,9 +203,8 @@ def group_forward(
         dense = _dense(weight, settings, i)
         keep[f"{prefix}w{i}"] = dense if settings.quant_states[i] is None else weight
         if count is not None and i in short:
-            terms = [updates[i]] if i in updates else []
-            added = None if bias is None else bias.to(settings.dtype)
-            outputs.append(sum_of_products([*terms, (n, dense.t())], count, base=residual, bias=added))
+            one = _sum_of(n, dense, None if bias is None else bias.to(settings.dtype), updates.get(i))
+            outputs.append(sum_of_products(one.terms, count, base=residual, bias=one.bias))
             continue
         y, owned = ready.pop(i, residual), in_place and i in updates
         if bias is not None:
@@ -239,15 +238,19 @@ def _outputs_together(
     others = [t for i in updates for t in _as_they_lie(updates, i)]
     if not _leaves_out(settings, n, list(enumerate(weights)), 0, others):
         return []
-    thin = [[updates[i]] if i in updates else [] for i in range(len(weights))]
-    as_they_are = zip(thin, weights, flat[1::4], strict=True)
-    if not go_together([Sum([*terms, (n, weight.t())], bias) for terms, weight, bias in as_they_are]):
+    as_they_are = enumerate(zip(weights, flat[1::4], strict=True))
+    if not go_together([_sum_of(n, weight, bias, updates.get(i)) for i, (weight, bias) in as_they_are]):
         return []
     sums: list[Sum] = []
-    for i, (terms, weight, bias) in enumerate(zip(thin, weights, flat[1::4], strict=True)):
+    for i, (weight, bias) in enumerate(zip(weights, flat[1::4], strict=True)):
         dense = keep[f"{prefix}w{i}"] = _dense(weight, settings, i)
-        sums.append(Sum([*terms, (n, dense.t())], None if bias is None else bias.to(settings.dtype)))
+        sums.append(_sum_of(n, dense, None if bias is None else bias.to(settings.dtype), updates.get(i)))
     return sums_of_products(sums, count)
+
+
+def _sum_of(n: Tensor, weight: Tensor, bias: Tensor | None, update: tuple[Tensor, Tensor] | None) -> Sum:
+    """One output: its update first, then the base product."""
+    return Sum([*([] if update is None else [update]), (n, weight.t())], bias)
 
 
 def _as_they_lie(updates: dict[int, tuple[Tensor, Tensor]], i: int) -> list[Tensor]:

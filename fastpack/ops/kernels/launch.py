@@ -95,12 +95,16 @@ def stages_that_fit(device: torch.device, most: int, held: int, streamed: int) -
     return max(0, min(most, (shared_memory(device) - held) // streamed))
 
 
+def filled(given: Sequence[Any], places: int = MOST) -> list[Any]:
+    """As many as there are places: the last one again in those that are not looked at."""
+    return [*given, *[given[-1]] * (places - len(given))]
+
+
 def threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:
     """The arguments of each launch; those of its last entry again where there are not three."""
     for first in range(0, len(given), MOST):
         some = slice(first, first + MOST)
-        batch = given[some]
-        yield some, [argument for each in (*batch, *[batch[-1]] * (MOST - len(batch))) for argument in each]
+        yield some, [argument for each in filled(given[some]) for argument in each]
 
 
 @overload

@@ -15,7 +15,6 @@ Shape suffixes: T rows, K summed over, N columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -23,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpack.ops.kernels.launch import MOST, early, on_device, processors, rows_that_count, wait_for_inputs
+from fastpack.ops.kernels.launch import MOST, early, filled, on_device, processors, rows_that_count, wait_for_inputs
 from fastpack.ops.products import TERMS, Sum
 
 BLOCK_T, BLOCK_N, BLOCK_K = 128, 256, 64
@@ -309,7 +308,7 @@ def sum_products(sums: Sequence[Sum], rows: Tensor, flags: Tensor, base: Tensor 
     assert len(sums) == 1 or base is None
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
-    pairs = _filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)
+    pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)
     arguments: list[object] = []
     blocks: dict[str, int | bool] = {}
     for place, (x, m) in enumerate(pairs):
@@ -320,21 +319,19 @@ def sum_products(sums: Sequence[Sum], rows: Tensor, flags: Tensor, base: Tensor 
         if place < TERMS:
             arguments.append(x.shape[1])
             blocks |= {f"BLOCK{place}": block, f"T{place}": transposed}
-    tokens = len(outs[0])
-    columns = [out.shape[1] for out in outs]
+    first, biases = outs[0], [one.bias for one in sums]
+    tokens, columns = len(first), [out.shape[1] for out in outs]
     targets = [TensorDescriptor.from_tensor(out, [BLOCK_T, BLOCK_N // 2]) for out in outs]
     source = targets[0]
-    if base is not None and base is not outs[0]:
+    if base is not None and base is not first:
         source = TensorDescriptor.from_tensor(base, [BLOCK_T, BLOCK_N // 2])
-    biases = [one.bias for one in sums]
-    first = outs[0]
     programs = min(processors(first.device), MOST_MEMBERS * sum(tiles(tokens, width) for width in columns))
     parts = torch.empty(programs, BLOCK_T, BLOCK_N, dtype=torch.float32, device=first.device)
     with on_device(first):
         _products_kernel[(programs,)](
             rows, tokens, parts, flags, source,
-            *_filled([rows if bias is None else bias.contiguous() for bias in biases]), *_filled(targets),
-            *_filled(columns), *arguments, NUMBER=number, OUTPUTS=len(outs), **blocks, BASE=base is not None,
+            *filled([rows if bias is None else bias.contiguous() for bias in biases]), *filled(targets),
+            *filled(columns), *arguments, NUMBER=number, OUTPUTS=len(outs), **blocks, BASE=base is not None,
             BIAS=biases[0] is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N, GROUP=GROUP, LEAST_SAVED=LEAST_SAVED,
             MORE_SAVED=MORE_SAVED, MOST_MEMBERS=MOST_MEMBERS, PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS,
             **early(first),
@@ -347,11 +344,6 @@ def go_together(sums: Sequence[Sum]) -> bool:
     shapes = {tuple((x.shape, _is_transposed(m)) for x, m in one.terms) for one in sums}
     few = len(sums) <= MOST and len(sums[0].terms) <= 2
     return few and len(shapes) == 1 and len({one.bias is None for one in sums}) == 1
-
-
-def _filled(given: Sequence[Any], places: int = MOST) -> list[Any]:
-    """The last one again in places that are not looked at."""
-    return [*given, *[given[-1]] * (places - len(given))]
 
 
 def _is_transposed(m: Tensor) -> bool:
