@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from fastpack.bench.measure import Timing, time_calls
 from fastpack.bench.ops import runner
 from fastpack.bench.ops.case import LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.gate import check
-from fastpack.bench.ops.runner import OpsOutcome, all_cases, run_case
+from fastpack.bench.ops.runner import OpFigures, OpsOutcome, all_cases, run_case
 from fastpack.cli import main
 
 CASES = all_cases()
@@ -117,7 +118,7 @@ def test_an_op_that_works_in_place_is_timed_on_what_it_may_overwrite() -> None:
 
 def test_an_op_without_gradients_is_timed_forward_only(tmp_path: Path) -> None:
     from fastpack.bench.ops.plot import save_plot
-    from fastpack.bench.ops.table import print_ops
+    from fastpack.bench.ops.table import OpTables
 
     rows = measured(CASES["dequantize"])
     assert [row.implementation for row in rows] == ["torch", "fastpack"]
@@ -127,7 +128,9 @@ def test_an_op_without_gradients_is_timed_forward_only(tmp_path: Path) -> None:
         assert row.backward is None
         assert row.error is None
     outcome = OpsOutcome(CEILING, {"device": "this"}, rows)
-    print_ops(outcome, CASES)
+    tables = OpTables()
+    tables.print_op(CASES["dequantize"], rows)
+    tables.print_end(outcome)
     save_plot(outcome, tmp_path / "ops.png")
     assert measured(CASES["swiglu"])[0].backward is not None
 
@@ -149,6 +152,27 @@ def test_calls_take_turns() -> None:
     assert turns[3:] == [0, 1, 2, 0, 1, 2]
     assert timing.seconds >= 0
     assert timing.host_seconds is None
+
+
+def test_a_table_is_there_before_the_next_op_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    from fastpack.bench.ops.table import OpTables
+
+    file = io.StringIO()
+    before: list[str] = []
+
+    def run_case(case: Case, tokens: int, *_: Any) -> list[OpFigures]:
+        before.append(file.getvalue())
+        return [OpFigures(case.name, "torch", tokens)]
+
+    monkeypatch.setattr(runner, "run_case", run_case)
+    monkeypatch.setattr(runner, "measure", lambda: CEILING)
+    runner.run_ops([CASES["rope"], CASES["swiglu"]], [4, 9], CPU, OpTables(Console(file=file, width=132)))
+    assert before[:2] == ["", ""]
+    assert "rope: " in before[2]
+    assert "swiglu: " not in before[3]
+    assert "swiglu: " in file.getvalue()
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

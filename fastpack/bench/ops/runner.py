@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -30,6 +30,9 @@ from fastpack.bench.ops.case import (
 )
 from fastpack.bench.ops.gate import check, random_gradients
 from fastpack.errors import FastpackError
+
+if TYPE_CHECKING:
+    from fastpack.bench.ops.table import OpTables
 
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
 GATED_TOKENS = 4096
@@ -119,7 +122,7 @@ def main(
     Raises:
         FastpackError: there is no op of such a name.
     """
-    from fastpack.bench.ops.table import print_ops
+    from fastpack.bench.ops.table import OpTables
 
     cases = all_cases()
     for name in names:
@@ -127,8 +130,9 @@ def main(
             raise FastpackError(f"--ops {name!r}: no such op. Choose from: {', '.join(cases)}.")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [cases[name] for name in names or cases]
-    outcome = run_ops(chosen, sweep or SWEEP[device.type], device)
-    print_ops(outcome, cases)
+    tables = OpTables()
+    outcome = run_ops(chosen, sweep or SWEEP[device.type], device, tables)
+    tables.print_end(outcome)
     if json_path:
         json_path.write_text(json.dumps(outcome.to_dict(), indent=1))
     if plot_path:
@@ -138,20 +142,24 @@ def main(
     return 1 if outcome.inexact else 0
 
 
-def run_ops(cases: Sequence[Case], sweep: Sequence[int], device: torch.device) -> OpsOutcome:
-    """Each op at each T: the gate, then the clock."""
+def run_ops(cases: Sequence[Case], sweep: Sequence[int], device: torch.device, tables: OpTables) -> OpsOutcome:
+    """Each op at each T: the gate, then the clock. Its table is printed when its sweep has ended."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     sizes, dtype = (LLAMA_8B, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
     columns = (TextColumn("{task.description:<30}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcome = OpsOutcome(measure(), machine())
-    with Progress(*columns, transient=True) as progress:
+    bars = tables.console.is_terminal  # into a file, they would leave an empty line behind
+    with Progress(*columns, console=tables.console, transient=True, disable=not bars) as progress:
         task = progress.add_task("", total=len(cases) * len(sweep))
         for case in cases:
             progress.update(task, description=case.name)
+            found: list[OpFigures] = []
             for tokens in sweep:
-                outcome.figures += run_case(case, tokens, sizes, dtype, device, outcome.ceiling)
+                found += run_case(case, tokens, sizes, dtype, device, outcome.ceiling)
                 progress.advance(task)
+            tables.print_op(case, found)
+            outcome.figures += found
     return outcome
 
 

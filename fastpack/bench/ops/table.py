@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Collection
 
 from rich import box
 from rich.console import Console
@@ -18,25 +19,33 @@ SPARE = ("host", "GB/s", "TFLOP/s", "error", "MiB", "share")
 """What goes first where a terminal is narrow."""
 
 
-def print_ops(outcome: OpsOutcome, cases: Mapping[str, Case], console: Console | None = None) -> None:
-    """All tables, what the columns mean, and which results are not exact enough."""
-    console = console or Console(width=room_for(WIDTH))
-    shown: set[str] = set()
-    for op in dict.fromkeys(row.op for row in outcome.figures):
-        rows = [row for row in outcome.figures if row.op == op]
-        table = print_fitting(console, _table(cases[op], rows), SPARE)
-        shown |= {str(column.header) for column in table.columns}
-    console.print(_legend(outcome.ceiling, shown), style="dim", highlight=False)
-    inexact = outcome.inexact
-    for row in inexact:
-        console.print(
-            f"NOT EXACT: {row.op}, {row.implementation}, T = {row.tokens - 1}: {row.deviation:.2f} of what is allowed",
-            style="bold red",
-            highlight=False,
-        )
-    if not inexact:
-        console.print("every result of ours that was compared is exact enough", style="green")
-    console.print(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim", highlight=False)
+class OpTables:
+    """Prints each op's table as it comes, and at the end what the columns mean.
+
+    Attributes:
+        console: where to.
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(width=room_for(WIDTH))
+        self._shown: set[str] = set()
+
+    def print_op(self, case: Case, rows: list[OpFigures]) -> None:
+        """The table of one op."""
+        table = print_fitting(self.console, _table(case, rows), SPARE)
+        self._shown |= {str(column.header) for column in table.columns}
+        self.console.file.flush()
+
+    def print_end(self, outcome: OpsOutcome) -> None:
+        """What the columns mean, which results are not exact enough, and the machine."""
+        say = functools.partial(self.console.print, highlight=False)
+        say(_legend(outcome.ceiling, self._shown), style="dim")
+        for row in outcome.inexact:
+            what = f"{row.op}, {row.implementation}, T = {row.tokens - 1}: {row.deviation:.2f} of what is allowed"
+            say(f"NOT EXACT: {what}", style="bold red")
+        if not outcome.inexact:
+            say("every result of ours that was compared is exact enough", style="green")
+        say(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim")
 
 
 def _legend(ceiling: Ceiling, shown: Collection[str]) -> str:
