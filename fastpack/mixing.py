@@ -86,8 +86,9 @@ class Mixing:
         ]
 
     def _is_copy(self, module: nn.Module) -> bool:
-        """It runs as what it is a copy of: where no scope of its own, which nobody sets, has to tell it the packing."""
-        return carries_ours(module) and all(scope is None for scope in scopes_of(module))
+        """It runs as what it is a copy of: where a scope has to tell it the packing, it is this backbone's."""
+        ours = {scope for known, _ in self.modules for scope in scopes_of(known)}
+        return carries_ours(module) and ours.issuperset({*scopes_of(module)} - {None})
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}

@@ -127,8 +127,13 @@ def pack_inputs(
     positions = host.get("position_ids")
     real_positions = None if positions is None else positions[index]
     if real_positions is not None:
+        if bool((real_positions < 0).any()):
+            raise PackingError(
+                "position_ids holds negative or fractional positions of real tokens. Pass whole numbers from 0 on."
+            )
         step = real_positions.diff()
         if author is None:
+            _reject_repeats(step, boundary)
             boundary = boundary | (step <= 0)
             _reject_jumps(step, boundary, all_real=index.numel() == slots)
         else:
@@ -196,7 +201,7 @@ def _to_host(
             raise PackingError(
                 f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
             )
-        parts["position_ids"] = position_ids.reshape(-1, columns).expand(rows, columns)
+        parts["position_ids"] = _whole(position_ids).reshape(-1, columns).expand(rows, columns)
     for key, value in given.items():
         if isinstance(value, Tensor):
             if key == "packed_seq_lens":
@@ -214,11 +219,11 @@ def _to_host(
     return host
 
 
-def _whole(mask: Tensor) -> Tensor:
-    """The mask, with -1 for what is negative or fractional: integers alone can number segments."""
-    if not mask.is_floating_point():
-        return mask
-    return torch.where(mask == mask.trunc(), mask.clamp(min=-1), -1)
+def _whole(given: Tensor) -> Tensor:
+    """A mask or positions, with -1 for what is negative or fractional: integers alone can number."""
+    if not given.is_floating_point():
+        return given
+    return torch.where(given == given.trunc(), given.clamp(min=-1), -1)
 
 
 def _explicit_boundary(
@@ -283,6 +288,18 @@ def _explicit_boundary(
             f"{first} lets a sequence run over token {at}, where a new row or a new segment of attention_mask begins."
         )
     return first, boundary
+
+
+def _reject_repeats(step: Tensor, boundary: Tensor) -> None:
+    # a sequence of one token and the next may both begin at 0; inside a sequence, a position that comes twice is none
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), (boundary | (step <= 0))[:-1]])
+    repeats = (step == 0) & ~boundary & ~begins
+    if bool(repeats.any()):
+        at = int(repeats.nonzero()[0, 0]) + 1
+        raise PackingError(
+            f"position_ids repeat a position at token {at}, inside a sequence: that is no restart, and nobody can tell "
+            "what was meant. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
+        )
 
 
 def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:

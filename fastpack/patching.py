@@ -21,6 +21,7 @@ from fastpack.adapters import count_opaque, count_projections
 from fastpack.changes import Attribute, Change, Hook, TakeBack, count_drop_ins, take_off_copies, take_off_head
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
+from fastpack.layers.causal_lm import head_forward
 from fastpack.layers.drop_ins import count_unknown
 from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, register_interface
 from fastpack.layers.loss import fused_loss_fails
@@ -43,7 +44,7 @@ from fastpack.options import (
 )
 from fastpack.planning import PROJECTING, Plan, make_plan
 from fastpack.report import PatchReport
-from fastpack.targets import STATE, find_parts, models_of, refuse_wrapped, way_in
+from fastpack.targets import STATE, Parts, find_parts, models_of, refuse_wrapped, way_in
 
 T = TypeVar("T")
 BUDGET = "_fastpack_budget"
@@ -249,8 +250,7 @@ def _why_no_fused_loss(head: nn.Module | None, state: PatchState) -> str | None:
     """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells."""
     if head is None:
         return "a bare backbone has none"
-    ours = any(change.module is head for change in state.changes)
-    reason = fused_loss_fails(head) if ours else f"this {type(head).__name__} came after the patch"
+    reason = fused_loss_fails(head) if _carries(head, state) else f"this {type(head).__name__} came after the patch"
     return None if reason is None else f"{reason}: the stock loss runs"
 
 
@@ -281,10 +281,14 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
     plans: list[Plan] = []
     with ExitStack() as put_back:
         for model in models:
-            backbone = find_parts(model).backbone
-            state = _state(backbone)
-            if any(plan.backbone is backbone for plan in plans) or (state is not None and state.options == options):
+            parts = find_parts(model)
+            backbone, state = parts.backbone, _state(parts.backbone)
+            if any(plan.backbone is backbone for plan in plans):
                 continue
+            if state is not None:
+                if state.options == options and (parts.head is None or _carries(parts.head, state)):
+                    continue
+                _refuse_another_head(parts, state)
             refuse_wrapped(model)
             for take_back in _restore(model):
                 put_back.callback(take_back)  # it calls the last one first
@@ -298,6 +302,26 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
                 )
         put_back.pop_all()
     return plans
+
+
+def _carries(module: nn.Module, state: PatchState) -> bool:
+    return any(change.module is module for change in state.changes)
+
+
+def _refuse_another_head(parts: Parts, state: PatchState) -> None:
+    """Raise where a patch of this backbone has a head which this patch would leave stock without a word."""
+    heads = [change.module for change in state.changes if isinstance(change, Attribute) and _is_head(change.ours)]
+    if not heads or parts.head in heads:
+        return
+    other = "the backbone alone" if parts.head is None else f"another head, a {type(parts.head).__name__},"
+    raise PatchError(
+        f"this {type(parts.backbone).__name__} is patched with its {type(heads[0]).__name__}, and to patch it with "
+        f"{other} would leave that one stock. Patch the same model again, or unpatch it first. Nothing was changed."
+    )
+
+
+def _is_head(ours: Any) -> bool:
+    return isinstance(ours, functools.partial) and ours.func is head_forward
 
 
 def _apply(plan: Plan, options: PatchOptions) -> None:

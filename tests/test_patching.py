@@ -130,6 +130,34 @@ def test_a_second_patch_is_a_no_op_or_replans(model: nn.Module) -> None:
     assert fingerprint(model) == before
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mamba2"])
+def test_a_backbone_and_then_the_model_around_it(model_type: str) -> None:
+    model = build_tiny(model_type).eval()
+    before = fingerprint(model)
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(fastpack.patch(model.base_model))
+    fastpack.patch(model)
+    assert fastpack.report(model).swapped["head"] == 1
+    check_exact(model, alone)
+    fastpack.patch(model.base_model)
+    check_exact(model, alone)
+    fastpack.unpatch(model)
+    assert fingerprint(model) == before
+
+
+def test_what_would_leave_a_patched_head_stock() -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    with pytest.raises(fastpack.PatchError, match=r"the backbone alone would leave that one stock"):
+        fastpack.patch(model.base_model, attention="reference")
+    classifier = AutoModelForSequenceClassification.from_config(copy.deepcopy(model.config))
+    classifier.model = model.base_model
+    with pytest.raises(fastpack.PatchError, match=r"another head, a LlamaForSequenceClassification,"):
+        fastpack.patch(classifier)
+    fastpack.unpatch(model)
+    fastpack.patch(classifier)
+    assert fastpack.report(model).model == "LlamaForSequenceClassification"
+
+
 class Holder:
     """What a trainer looks like: a policy and a reference model."""
 

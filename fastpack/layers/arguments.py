@@ -45,6 +45,12 @@ def wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
     return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
 
 
+def keeps_some_logits(arguments: Mapping[str, Any]) -> bool:
+    """True where ``logits_to_keep``, a number or a tensor of places, asks for some of the logits alone."""
+    keep = arguments.get("logits_to_keep")
+    return not (keep is None or (isinstance(keep, int) and keep == 0))
+
+
 def source_of(arguments: Mapping[str, Any]) -> Any:
     """The ids of a batch, or its embeddings where it has none; None where it has neither."""
     ids = arguments.get("input_ids")

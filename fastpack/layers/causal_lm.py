@@ -16,9 +16,24 @@ from torch import Tensor, nn
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
-from fastpack.layers.arguments import accepted, bind, parameters, shape_of, source_of, wants_tuple
-from fastpack.layers.first_labels import shifts_labels, without_first_labels
-from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves
+from fastpack.layers.arguments import (
+    accepted,
+    bind,
+    keeps_some_logits,
+    parameters,
+    shape_of,
+    source_of,
+    wants_tuple,
+)
+from fastpack.layers.first_labels import (
+    hands_on,
+    ignore_index_of,
+    mentions,
+    next_labels,
+    shifts_labels,
+    without_first_labels,
+)
+from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves, has_stock_loss
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import refuse_media, refuse_packed_stock, refuse_replica, takes_stock_path
@@ -70,6 +85,7 @@ def backbone_forward(
         refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments)
     refuse_media(arguments)
+    arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -166,6 +182,8 @@ def _run_head(
         run = functools.partial(fused_head, head, loss)
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
+        if shifts_labels(head):
+            flat["shift_labels"] = packed.unpad(next_labels(kwargs["labels"], ignore_index_of(head, kwargs)))
         nothing = {"attention_mask": None, "position_ids": None}
         kwargs = {**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened()}
     outputs = run(**kwargs, return_dict=True)
@@ -190,13 +208,15 @@ _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
 
 
 def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
-    """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them."""
+    """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them, to
+    which it hands on what each token predicts."""
     if arguments.get("labels") is None or packed.batch_shape is None or packed.is_empty:
         return False
-    if packed.indices is None or arguments.get("shift_labels") is not None or arguments.get("logits_to_keep"):
+    if packed.indices is None or arguments.get("shift_labels") is not None or keeps_some_logits(arguments):
         return False
     own_head = stock_class(head).__module__.startswith("transformers.models.")
-    return own_head and not _adds_noise(find_parts(head).backbone, packed)
+    takes_targets = not shifts_labels(head) or (hands_on(head) and has_stock_loss(head))
+    return own_head and takes_targets and not _adds_noise(find_parts(head).backbone, packed)
 
 
 def head_pre_hook(
@@ -255,6 +275,9 @@ def prepare_head(
     if not torch.compiler.is_compiling():
         refuse_strange_backbone(head)
     packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments), prefixes=prefixes)
+    mask = arguments.get("attention_mask")
+    if mask is not None and _balances(head):  # tokens weigh the same, whatever their segment's number
+        arguments["attention_mask"] = (mask > 0).to(mask.dtype)
     rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
@@ -268,9 +291,16 @@ def reads_packing(
     head: Any, kind: HeadKind, scope: PackingScope | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """True where the packing is read at the head, and not only at the backbone."""
-    needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and _has_labels(head, args, kwargs))
+    needs_packing = kind == "sequence_classification" or (
+        kind == "causal_lm" and (_has_labels(head, args, kwargs) or _balances(head))
+    )
     # one break is enough, at the first door; and a head with a scope would lose what it does not read
     return needs_packing or scope is not None or torch.compiler.is_compiling()
+
+
+def _balances(head: Any) -> bool:
+    """True where a head weighs the balance of its experts by the mask."""
+    return mentions(head, "load_balancing_loss_func")
 
 
 def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

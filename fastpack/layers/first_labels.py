@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
+from fastpack.layers.arguments import keeps_some_logits
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 from fastpack.sharding import stock_class
 
@@ -22,8 +25,12 @@ UNSHIFTED = {
     "PegasusForCausalLM",
     "TrOCRForCausalLM",
     "WhisperForCausalLM",
+    "CpmAntForCausalLM",
+    "XLMWithLMHeadModel",
+    "XLNetLMHeadModel",
 }
-"""Decoders of encoder-decoders, whose own loss compares each token's logits with the label in the same place."""
+"""Whose own loss compares each token's logits with the label in the same place: decoders of encoder-decoders, and three
+more."""
 
 
 def shifts_labels(head: Any) -> bool:
@@ -44,9 +51,9 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
-    ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
-    if ignore_index != IGNORE_INDEX and not _hands_on(head):
-        ignore_index = IGNORE_INDEX
+    if keeps_some_logits(arguments) and labels.shape != packed.batch_shape:
+        return arguments  # those of the logits that are kept, which nobody but the caller knows
+    ignore_index = ignore_index_of(head, arguments)
     masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
     as_it_is = arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty
@@ -55,9 +62,29 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked, ignore_index)}
 
 
-def _hands_on(head: Any) -> bool:
+def next_labels(labels_BS: Tensor, ignore_index: int) -> Tensor:
+    """What each slot predicts: the label of the next one of its row, whether that is padding or not.
+
+    A label is not dropped with the slot that it stands in: where an end token is padding too, and its slot has mask 0,
+    the last token of the text learns it all the same.
+    """
+    return functional.pad(labels_BS, (0, 1), value=ignore_index)[:, 1:]
+
+
+def ignore_index_of(head: Any, arguments: Mapping[str, Any]) -> int:
+    """The label that is none, in a call of this head."""
+    given: int = arguments.get("ignore_index", IGNORE_INDEX)
+    return given if hands_on(head) else IGNORE_INDEX
+
+
+def hands_on(head: Any) -> bool:
     """True where keywords of a head reach transformers' loss; XLM's own loss knows none."""
-    return "loss_function" in inspect.unwrap(stock_class(head).forward).__code__.co_names
+    return mentions(head, "loss_function")
+
+
+def mentions(head: Any, name: str) -> bool:
+    """True where the stock forward of a head's class reads this global or attribute."""
+    return name in inspect.unwrap(stock_class(head).forward).__code__.co_names
 
 
 def _column_0_counts(head: Any) -> bool:

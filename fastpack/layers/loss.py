@@ -23,6 +23,8 @@ from fastpack.adapters import read_projection
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
+from fastpack.layers.arguments import keeps_some_logits
+from fastpack.layers.first_labels import next_labels
 from fastpack.layers.stock import defined_in
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
@@ -76,9 +78,7 @@ def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:
     Warns:
         FastpackWarning: something was changed about the head since it was patched, so that its stock loss runs.
     """
-    keep = arguments.get("logits_to_keep")
-    sliced = not (keep is None or (isinstance(keep, int) and keep == 0))
-    if not head.training or arguments.get("labels") is None or sliced:
+    if not head.training or arguments.get("labels") is None or keeps_some_logits(arguments):
         return False
     reason = _why_not_now(head)
     if reason is not None:
@@ -93,11 +93,16 @@ def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:
 _STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 
 
+def has_stock_loss(head: Any) -> bool:
+    """True where a head's ``loss_function`` is transformers' own of causal LMs, not one that somebody has set."""
+    loss = head.loss_function
+    return (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _STOCK_LOSS
+
+
 def _why_not_now(head: Any) -> str | None:
     """What users and PEFT may change at any time."""
-    loss = head.loss_function
-    if (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) != _STOCK_LOSS:
-        return f"the loss_function of {type(head).__name__} is {loss!r}"
+    if not has_stock_loss(head):
+        return f"the loss_function of {type(head).__name__} is {head.loss_function!r}"
     module = _serving(head.lm_head)
     if any(isinstance(d, nn.Dropout) and d.p > 0 for d in getattr(module, "lora_dropout", {}).values()):
         return "there is dropout before the LoRA of lm_head"
@@ -172,7 +177,7 @@ def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: 
     if shift_labels is not None:
         targets = shift_labels.reshape(-1)  # every slot's, as they came
     else:
-        targets = packed.unpad(labels)[0]
+        targets = packed.unpad(next_labels(labels, ignore_index))[0]
         throw_away = packed.total_tokens if packed.is_empty else sum(packed.tail)
         if throw_away:
             ignored = targets.new_full((throw_away,), ignore_index)
@@ -194,7 +199,6 @@ def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: 
         reduction="mean",
         num_items=arguments.get("num_items_in_batch"),
         num_kept=count(),
-        shift=shift_labels is None,
         implementation=fused.implementation,
     )
     if spec.experts is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +18,12 @@ Checkpointed = Sequence[tuple[nn.Module, Callable[..., Any]]]
 """Modules that are checkpointed, and what does it."""
 
 
-@dataclass(eq=False)
-class PackingScope:
+class PackingScope(threading.local):
     """One for each patched model whose modules, or whose head, drop keywords; bound into its swapped forwards.
 
     Checkpointed layers run again in the backward pass, when other forwards may have begun: each is given the packing
-    of its own forward.
+    of its own forward. Each thread has its own batch under way. A copy of a layer or of a model shares it, so that a
+    layer's copy, of which PEFT's ``modules_to_save`` trains one, finds the packing where the layer does.
 
     Attributes:
         packed: what the backbone runs on; None outside its forward.
@@ -32,6 +32,12 @@ class PackingScope:
     packed: PackedSeqLens | None = None
     _offered: tuple[Tensor, PackedSeqLens] | None = None
     _in_rows: bool = False
+
+    def __deepcopy__(self, memo: Any) -> PackingScope:
+        return self
+
+    def __reduce__(self) -> tuple[type[PackingScope], tuple[()]]:
+        return PackingScope, ()  # a pickle holds no batch
 
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
         """Before a head's forward: what it read of a batch, for the backbone that will be given the same ``source``,
@@ -111,9 +117,6 @@ class PackingScope:
                 "layers; or checkpoint around the whole model."
             )
         return self.packed
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy or a pickle holds no batch
 
 
 _CHECKPOINT = "_gradient_checkpointing_func"

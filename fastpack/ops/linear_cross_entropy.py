@@ -56,7 +56,6 @@ def linear_cross_entropy(
     reduction: Reduction = "sum",
     num_items: int | Tensor | None = None,
     num_kept: int | None = None,
-    shift: bool = False,
     chunk: int | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -81,15 +80,12 @@ def linear_cross_entropy(
         reduction: the float32 result is the sum of all losses, their mean, or each loss ``[T]``, 0 where ignored.
         num_items: what the mean divides by; by default the number of labels that are not ignored.
         num_kept: that number, or any that is not below it, where the host knows it.
-        shift: token t predicts label t + 1, and the last one nothing.
         chunk: rows of logits at a time.
 
     Raises:
         ValueError: shapes don't fit, or an argument has a value that it doesn't take.
     """
     _check(hidden, labels, reduction, num_items, chunk)
-    if shift:
-        labels = torch.cat([labels[1:], labels.new_full((min(1, len(labels)),), ignore_index)])
     labels = labels.to(hidden.device).contiguous()
     tracing = torch.compiler.is_compiling()
     if num_kept is None and hidden.device.type == "cpu" and not tracing:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -184,6 +186,63 @@ def test_copies_come_back_patched(model_type: str, how: str) -> None:
         want = fresh(input_ids=ids, packed_seq_lens=[5, 7]).logits
         assert torch.equal(twin(input_ids=ids, packed_seq_lens=[5, 7]).logits, want)
     assert fastpack.is_patched(twin)
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "bamba", "bloom", "falcon", "opt"])
+def test_a_copy_of_a_layer_finds_the_packing(model_type: str) -> None:
+    """As PEFT's ``modules_to_save`` makes one, of a patched model too."""
+    model, stock = (build_tiny(model_type).eval() for _ in range(2))
+    fastpack.patch(model)
+    for changed in (model, stock):
+        layers = next(m for m in find_parts(changed).backbone.modules() if isinstance(m, nn.ModuleList))
+        layers[1] = copy.deepcopy(layers[1])
+        with torch.no_grad():
+            next(layers[1].parameters()).mul_(0.5)
+    ids = plain_tokens(1, 12, seed=0)
+    with torch.no_grad():
+        alone = torch.cat([stock(input_ids=part).logits for part in ids.split([5, 7], 1)], 1)
+        found = model(input_ids=ids, packed_seq_lens=[5, 7]).logits
+    assert float((found - alone).abs().max()) <= 1e-5 * float(alone.abs().max())
+    assert not any("put into the model" in why for _, why in fastpack.report(model).skipped)
+
+
+def test_a_layer_of_another_patched_model_is_reported() -> None:
+    model, other = (fastpack.patch(build_tiny("mamba2").eval()) for _ in range(2))
+    mine, theirs = (
+        next(m for m in find_parts(each).backbone.modules() if isinstance(m, nn.ModuleList)) for each in (model, other)
+    )
+    mine[1] = theirs[1]
+    assert any("put into the model" in why for _, why in fastpack.report(model).skipped)
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", "falcon"])
+def test_each_thread_has_its_own_batch(model_type: str) -> None:
+    model = fastpack.patch(build_tiny(model_type).eval())
+    batches = [
+        {"input_ids": plain_tokens(1, 12, seed=i), "packed_seq_lens": [1 + i, 11 - i]} for i in range(4)
+    ]  # fmt: skip
+    with torch.no_grad():
+        wanted = [model(**batch).logits for batch in batches]
+    all_inside = threading.Barrier(len(batches), timeout=60)
+    waited = threading.local()
+
+    def wait(*_: Any) -> None:
+        """In the first layer, whose forward has begun in every thread before it goes on in any."""
+        if not getattr(waited, "once", False):
+            waited.once = True
+            all_inside.wait()
+
+    def run(batch: dict[str, Any]) -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(**batch).logits
+        return logits
+
+    layers = next(m for m in find_parts(model).backbone.modules() if isinstance(m, nn.ModuleList))
+    handle = layers[0].register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(len(batches)) as threads:
+        found = list(threads.map(run, batches))
+    handle.remove()
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bamba", "bloom", "opt", "roberta", "zaya", "rwkv"])

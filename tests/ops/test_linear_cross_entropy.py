@@ -215,13 +215,6 @@ def test_another_index_to_ignore() -> None:
     assert relative(computed(inputs, labels), truth) > 1e-2
 
 
-def test_shift() -> None:
-    inputs, labels = draw(Case())
-    aligned = torch.cat([labels[1:], torch.tensor([-100])])
-    assert torch.equal(computed(inputs, labels, shift=True), computed(inputs, aligned))
-    assert relative(computed(inputs, labels), computed(inputs, aligned)) > 1e-3
-
-
 @pytest.mark.parametrize("num_items", [50, torch.tensor(50), torch.tensor([50])])
 def test_what_a_mean_divides_by(num_items: int | Tensor) -> None:
     inputs, labels = draw(Case())
