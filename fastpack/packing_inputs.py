@@ -315,8 +315,9 @@ def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
 
 
 def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
-    # Several packed rows may hold one sequence each, whose positions need not restart in any visible way.
-    wrong = torch.where(explicit, (step == 1) & ~new_row, step != 1)
+    # Several packed rows may hold one sequence each, whose positions need not restart in any visible way. Who passes
+    # packed_seq_lens may skip positions; other libraries' keywords come with positions that restart.
+    wrong = torch.where(explicit, (step == 1) & ~new_row, step <= 0 if author == "packed_seq_lens" else step != 1)
     if bool(wrong.any()):
         at = int(wrong.nonzero()[0, 0]) + 1
         what = "begin a sequence" if bool(explicit[at - 1]) else "continue one"

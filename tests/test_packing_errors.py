@@ -87,6 +87,11 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
         {"packed_seq_lens": [2, 3], "positions": torch.arange(5)},
         ("packed_seq_lens and position_ids disagree", "token 2 should begin a sequence"),
     ),
+    "lengths against positions that restart inside one, after a skip": (
+        FIVE,
+        {"packed_seq_lens": [5], "positions": T([[0, 4, 5, 0, 1]])},
+        ("packed_seq_lens and position_ids disagree", "token 3 should continue one"),
+    ),
     "seq_idx against a skipped position": (
         FIVE,
         {"seq_idx": T([[0, 0, 0, 1, 1]]), "positions": T([[0, 1, 3, 0, 1]])},

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
-PER_TOKEN = ("token_type_ids",)
+PER_TOKEN = ("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids", "langs")
 """Other arguments of shape ``[B, S]``, un-padded with the tokens."""
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from fastpack.compiling import known_once
 from fastpack.layers.arguments import keeps_some_logits
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 from fastpack.sharding import stock_class
@@ -84,7 +85,13 @@ def hands_on(head: Any) -> bool:
 
 def mentions(head: Any, name: str) -> bool:
     """True where the stock forward of a head's class reads this global or attribute."""
-    return name in inspect.unwrap(stock_class(head).forward).__code__.co_names
+    return name in _names(stock_class(head))
+
+
+@known_once
+def _names(cls: Any) -> tuple[str, ...]:
+    found: tuple[str, ...] = inspect.unwrap(cls.forward).__code__.co_names
+    return found
 
 
 def _column_0_counts(head: Any) -> bool:

@@ -24,10 +24,14 @@ MEDIA = (
     "input_values",
 )
 
+OF_ROWS = ("lang_ids", "lengths", "perm_mask", "input_mask")
+"""Arguments of shape ``[B]`` or ``[B, S, S]``, and a mask the other way round: they speak of rows."""
+
 
 def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
-    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were."""
-    if _has_cache(arguments):
+    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were; or
+    XLNet generates."""
+    if _has_cache(arguments) or arguments.get("target_mapping") is not None:
         return True
     wants_attentions = arguments.get("output_attentions")
     if wants_attentions is None:
@@ -84,7 +88,13 @@ def _numbers_segments(mask: Tensor) -> bool:
 
 
 def refuse_media(arguments: Mapping[str, Any]) -> None:
-    """Raise where images, audio or an encoder's states came with the batch."""
+    """Raise where images, audio, an encoder's states or something about rows came with the batch."""
+    rows = [name for name in OF_ROWS if arguments.get(name) is not None]
+    if rows:
+        raise UnsupportedModelError(
+            f"{', '.join(rows)} came with the batch: that is about its rows, and a patched model runs tokens without "
+            "rows. Leave it out, or train this model unpatched (fastpack.unpatch(model))."
+        )
     if arguments.get("encoder_hidden_states") is not None:
         raise UnsupportedModelError(
             "encoder_hidden_states came with the batch: cross-attention is not covered. Train this model unpatched "
