@@ -29,8 +29,8 @@ from fastpack.layers.first_labels import (
     hands_on,
     ignore_index_of,
     mentions,
-    next_labels,
     shifts_labels,
+    targets_of,
     without_first_labels,
 )
 from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves, has_stock_loss
@@ -183,7 +183,7 @@ def _run_head(
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
         if shifts_labels(head):
-            flat["shift_labels"] = packed.unpad(next_labels(kwargs["labels"], ignore_index_of(head, kwargs)))
+            flat["shift_labels"] = targets_of(packed, kwargs["labels"], ignore_index_of(head, kwargs))
         nothing = {"attention_mask": None, "position_ids": None}
         kwargs = {**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened()}
     outputs = run(**kwargs, return_dict=True)

@@ -63,13 +63,17 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked, ignore_index)}
 
 
-def next_labels(labels_BS: Tensor, ignore_index: int) -> Tensor:
-    """What each slot predicts: the label of the next one of its row, whether that is padding or not.
+def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> Tensor:
+    """``[1, T]``: what each token predicts, the label of the next slot of its row, whether that is padding or not.
 
     A label is not dropped with the slot that it stands in: where an end token is padding too, and its slot has mask 0,
-    the last token of the text learns it all the same.
+    the last token of the text learns it all the same. Tokens that stand for none predict nothing.
     """
-    return functional.pad(labels_BS, (0, 1), value=ignore_index)[:, 1:]
+    targets = packed.unpad(functional.pad(labels_BS, (0, 1), value=ignore_index)[:, 1:])
+    throw_away = packed.total_tokens if packed.is_empty else sum(packed.tail)
+    if not throw_away:
+        return targets
+    return functional.pad(targets[:, : packed.total_tokens - throw_away], (0, throw_away), value=ignore_index)
 
 
 def ignore_index_of(head: Any, arguments: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
 from fastpack.layers.arguments import keeps_some_logits
-from fastpack.layers.first_labels import next_labels
+from fastpack.layers.first_labels import targets_of
 from fastpack.layers.stock import defined_in
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
@@ -177,11 +177,7 @@ def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: 
     if shift_labels is not None:
         targets = shift_labels.reshape(-1)  # every slot's, as they came
     else:
-        targets = packed.unpad(next_labels(labels, ignore_index))[0]
-        throw_away = packed.total_tokens if packed.is_empty else sum(packed.tail)
-        if throw_away:
-            ignored = targets.new_full((throw_away,), ignore_index)
-            targets = torch.cat([targets[: len(targets) - throw_away], ignored])
+        targets = targets_of(packed, labels, ignore_index)[0]
     count = _begin_count(targets, ignore_index)
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state

@@ -14,6 +14,7 @@ from torch.nn import functional
 import fastpack
 from fastpack.layers import causal_lm
 from fastpack.layers import loss as fused
+from fastpack.packing_inputs import pack_inputs
 from fastpack.smoke.tiny import build_tiny, plain_tokens
 
 END = 2
@@ -57,6 +58,11 @@ def test_an_end_that_is_padding_too_is_learned(model_type: str, loss: Any, num_i
     stock = loss_and_grads(model, batch)
     fastpack.patch(model, loss=loss)
     assert off_by(model, batch, stock) <= FLOAT32_BOUND
+    read = pack_inputs(tuple(batch["input_ids"].shape), torch.device("cpu"), attention_mask=batch["attention_mask"])
+    rounded = read.bucketed()
+    assert rounded.tail
+    for packed in (read, rounded):
+        assert off_by(model, {**batch, "packed_seq_lens": packed}, stock) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("loss", [None, "fused"])
@@ -65,8 +71,10 @@ def test_negative_control(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = loss_and_grads(model, batch)
     dropped = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
     for module in (causal_lm, fused):
-        plain = module.next_labels
-        monkeypatch.setattr(module, "next_labels", lambda _, ignored, plain=plain: plain(dropped, ignored))
+        plain = module.targets_of
+        monkeypatch.setattr(
+            module, "targets_of", lambda packed, _, ignored, plain=plain: plain(packed, dropped, ignored)
+        )
     fastpack.patch(model, loss=loss)
     assert off_by(model, batch, stock) > NAIVE_BOUND
 

@@ -92,7 +92,7 @@ def test_negative_control(kind: str, what: str, monkeypatch: pytest.MonkeyPatch)
     alone = run_alone(model, sequences)
     if what == "not shifted":
         for reader in (module, causal_lm):
-            monkeypatch.setattr(reader, "next_labels", lambda labels, _: labels)
+            monkeypatch.setattr(reader, "targets_of", lambda packed, labels, _: packed.unpad(labels))
     else:
         monkeypatch.setattr(PackedSeqLens, "mask_first_labels", lambda self, labels, *_: labels)
     fastpack.patch(model, loss="fused")
