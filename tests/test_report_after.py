@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from oracle import FLOAT32_BOUND, INPUT_KINDS, make_sequences, relative
+from oracle import FLOAT32_BOUND, INPUT_KINDS, make_sequences, relative, run_alone
+from patch_checks import check_exact
 from peft import LoraConfig, get_peft_model
 from test_patching_covered import ours_in
 from tiny import VOCAB, tiny_model
@@ -117,14 +118,16 @@ def test_a_refused_patch_leaves_copies_patched(saved: Any) -> None:
     assert (loss_of(model), ours_in(model)) == (want, ours)
 
 
-def test_copies_that_a_scope_does_not_reach() -> None:
-    """They would run as if a packed row were one sequence: nobody is told that they are served."""
-    model = fastpack.patch(tiny_model("bloom"))
+def test_copies_share_the_scope_that_tells_them_the_packing() -> None:
+    model, plain = fastpack.patch(tiny_model("bloom").eval()), tiny_model("bloom").eval()
     before = fastpack.report(model)
-    replicate(layers_of(model))
+    for each in (model, plain):
+        replicate(layers_of(each))
     found = fastpack.report(model)
-    assert found.layers == before.layers
-    assert [name for name, _ in found.skipped] == ["BloomAttention"]
+    (rung,) = before.layers
+    assert len(found.layers[rung]) == len(before.layers[rung]) + 1
+    assert not found.skipped
+    check_exact(model, run_alone(plain, make_sequences(VOCAB)))
 
 
 def skipped_loss(target: Any) -> list[str]:

@@ -25,7 +25,7 @@ from fastpack.layers.arguments import (
     source_of,
     wants_tuple,
 )
-from fastpack.layers.first_labels import (
+from fastpack.layers.labels import (
     hands_on,
     ignore_index_of,
     mentions,

@@ -24,7 +24,7 @@ from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
 from fastpack.layers.arguments import keeps_some_logits
-from fastpack.layers.first_labels import targets_of
+from fastpack.layers.labels import targets_of
 from fastpack.layers.stock import defined_in
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation

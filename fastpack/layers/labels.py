@@ -1,4 +1,4 @@
-"""The first label of each sequence, which nothing predicts, and what a loss divides by without it."""
+"""Labels: what each token predicts; the first of a sequence, which nothing does, and what a loss divides by then."""
 
 from __future__ import annotations
 
