@@ -79,16 +79,17 @@ class Mixing:
         """Those that are there still, and copies that were made of them since (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}
+        scopes = {None, *(scope for module, _ in self.modules for scope in scopes_of(module))}
+
+        def runs_as_its_original(module: nn.Module) -> bool:
+            """Where a scope has to tell it the packing, that is this backbone's."""
+            return carries_ours(module) and scopes.issuperset(scopes_of(module))
+
         return [
             (module, known.get(id(module), by_class[type(module)]))
             for module in self.backbone.modules()
-            if id(module) in known or (type(module) in by_class and self._is_copy(module))
+            if id(module) in known or (type(module) in by_class and runs_as_its_original(module))
         ]
-
-    def _is_copy(self, module: nn.Module) -> bool:
-        """It runs as what it is a copy of: where a scope has to tell it the packing, it is this backbone's."""
-        ours = {scope for known, _ in self.modules for scope in scopes_of(known)}
-        return carries_ours(module) and ours.issuperset({*scopes_of(module)} - {None})
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}

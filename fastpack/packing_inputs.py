@@ -133,8 +133,9 @@ def pack_inputs(
             )
         step = real_positions.diff()
         if author is None:
-            _reject_repeats(step, boundary)
-            boundary = boundary | (step <= 0)
+            restarts = boundary | (step <= 0)
+            _reject_repeats(step, boundary, restarts)
+            boundary = restarts
             _reject_jumps(step, boundary, all_real=index.numel() == slots)
         else:
             _check_positions(author, step, boundary, new_row)
@@ -290,9 +291,9 @@ def _explicit_boundary(
     return first, boundary
 
 
-def _reject_repeats(step: Tensor, boundary: Tensor) -> None:
+def _reject_repeats(step: Tensor, boundary: Tensor, restarts: Tensor) -> None:
     # a sequence of one token and the next may both begin at 0; inside a sequence, a position that comes twice is none
-    begins = torch.cat([torch.ones(1, dtype=torch.bool), (boundary | (step <= 0))[:-1]])
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), restarts[:-1]])
     repeats = (step == 0) & ~boundary & ~begins
     if bool(repeats.any()):
         at = int(repeats.nonzero()[0, 0]) + 1

@@ -28,7 +28,7 @@ from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import HELD, Held
+from fastpack.layers.stock import HELD, Held, binds
 from fastpack.mixing import Mixing
 from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
@@ -310,7 +310,8 @@ def _carries(module: nn.Module, state: PatchState) -> bool:
 
 def _refuse_another_head(parts: Parts, state: PatchState) -> None:
     """Raise where a patch of this backbone has a head which this patch would leave stock without a word."""
-    heads = [change.module for change in state.changes if isinstance(change, Attribute) and _is_head(change.ours)]
+    attributes = (change for change in state.changes if isinstance(change, Attribute))
+    heads = [change.module for change in attributes if binds(change.ours, head_forward)]
     if not heads or parts.head in heads:
         return
     other = "the backbone alone" if parts.head is None else f"another head, a {type(parts.head).__name__},"
@@ -318,10 +319,6 @@ def _refuse_another_head(parts: Parts, state: PatchState) -> None:
         f"this {type(parts.backbone).__name__} is patched with its {type(heads[0]).__name__}, and to patch it with "
         f"{other} would leave that one stock. Patch the same model again, or unpatch it first. Nothing was changed."
     )
-
-
-def _is_head(ours: Any) -> bool:
-    return isinstance(ours, functools.partial) and ours.func is head_forward
 
 
 def _apply(plan: Plan, options: PatchOptions) -> None:

@@ -36,10 +36,10 @@ from fastpack.layers.labels import (
 from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves, has_stock_loss
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
-from fastpack.layers.refusals import refuse_media, refuse_packed_stock, refuse_replica, takes_stock_path
+from fastpack.layers.refusals import refuse_packed_stock, refuse_replica, refuse_uncovered, takes_stock_path
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, defined_in, mask_stand_in, without_itself
+from fastpack.layers.stock import Forward, binds, call_stock, defined_in, mask_stand_in, without_itself
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.sharding import stock_class
@@ -84,7 +84,7 @@ def backbone_forward(
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments)
-    refuse_media(arguments)
+    refuse_uncovered(arguments)
     arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():
@@ -234,7 +234,7 @@ def head_pre_hook(
     """
     refuse_replica(module)
     forward = module.__dict__.get("forward")
-    if isinstance(forward, functools.partial) and forward.func is head_forward:
+    if binds(forward, head_forward):
         return None  # it does so itself
     if not reads_packing(module, kind, scope, args, kwargs):
         return None

@@ -27,7 +27,6 @@ _MLPS: dict[tuple[str, str], ActivationKind] = {
 }
 """Each with its activation, whatever the config names."""
 
-
 _ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
 """By ``casting_mode``."""
 
@@ -78,6 +77,6 @@ def count_unknown(backbone: nn.Module) -> int:
 
 def _place(function: Any) -> tuple[str, str]:
     """Where a function was written; nowhere, where it wraps another."""
-    return (
-        ("", "") if hasattr(function, "__wrapped__") else (defined_in(function), getattr(function, "__qualname__", ""))
-    )
+    if hasattr(function, "__wrapped__"):
+        return "", ""
+    return defined_in(function), getattr(function, "__qualname__", "")

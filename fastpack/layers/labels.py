@@ -89,12 +89,12 @@ def hands_on(head: Any) -> bool:
 
 def mentions(head: Any, name: str) -> bool:
     """True where the stock forward of a head's class reads this global or attribute."""
-    return name in _names(stock_class(head))
+    return name in _names(stock_class(head).forward)
 
 
 @known_once
-def _names(cls: Any) -> tuple[str, ...]:
-    found: tuple[str, ...] = inspect.unwrap(cls.forward).__code__.co_names
+def _names(function: Any) -> tuple[str, ...]:
+    found: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
     return found
 
 
@@ -110,7 +110,7 @@ def _asks_for_the_loss() -> bool:
     """Older ones leave column 0 out whatever the loss."""
     from transformers import Trainer
 
-    return "_loss_shifts_labels" in inspect.unwrap(Trainer.__init__).__code__.co_names
+    return "_loss_shifts_labels" in _names(Trainer.__init__)
 
 
 def _kept_of(num_items: int | Tensor, labels: Tensor, masked: Tensor, ignore_index: int) -> Tensor:

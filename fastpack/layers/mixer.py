@@ -8,7 +8,6 @@ Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from fastpack.backends import mixer_kernels
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, is_stand_in
+from fastpack.layers.stock import Forward, binds, call_stock, is_stand_in
 from fastpack.packing import PackedSeqLens
 
 
@@ -104,7 +103,7 @@ def _replaced(module: nn.Module) -> Forward | None:
     if hasattr(module, "_hf_hook"):
         return None
     found: Forward | None = module.__dict__.get("forward")
-    if isinstance(found, functools.partial) and found.func is mixer_forward:
+    if binds(found, mixer_forward):
         found = found.args[-1]
     return found
 

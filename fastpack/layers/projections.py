@@ -14,7 +14,7 @@ from fastpack.families.spec import NormSpec
 from fastpack.hooks import has_hooks
 from fastpack.layers.drop_ins import is_drop_in
 from fastpack.layers.norm import norm_forward
-from fastpack.layers.stock import HELD, Held
+from fastpack.layers.stock import HELD, Held, binds
 from fastpack.ops.lora import add_updates
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
@@ -31,7 +31,7 @@ def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, 
         held: Held | None = module.__dict__.get(HELD)
         if held is not None and is_drop_in(module, forward, held.spec):
             forward = held.forward
-    if not isinstance(forward, functools.partial) or forward.func is not function:
+    if not binds(forward, function):
         return None
     if has_hooks(module):
         return None

@@ -87,7 +87,7 @@ def _numbers_segments(mask: Tensor) -> bool:
     return bool(numbers_segments_outside(mask))
 
 
-def refuse_media(arguments: Mapping[str, Any]) -> None:
+def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
     """Raise where images, audio, an encoder's states or something about rows came with the batch."""
     rows = [name for name in OF_ROWS if arguments.get(name) is not None]
     if rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,11 @@ def without_itself(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 def defined_in(forward: Any) -> str:
     """The module in which a forward was written, whatever it says: TRL's has the name of what it replaces."""
     return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
+
+
+def binds(forward: Any, function: Callable[..., Any]) -> TypeGuard[functools.partial[Any]]:
+    """True for a forward of ours that calls this function."""
+    return isinstance(forward, functools.partial) and forward.func is function
 
 
 def bound_with(module: nn.Module, kind: type[T]) -> T | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from loss_cases import grads_of
 from oracle import FLOAT32_BOUND, relative
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ def loss_and_grads(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dic
     model.zero_grad(set_to_none=True)
     loss = model(**batch).loss
     loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads_of(model)
 
 
 def off_by(model: nn.Module, batch: dict[str, Any], stock: tuple[Tensor, dict[str, Tensor]]) -> float:

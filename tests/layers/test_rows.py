@@ -29,6 +29,10 @@ from fastpack.targets import find_parts
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
 
+def layers_of(model: nn.Module) -> nn.ModuleList:
+    return next(m for m in find_parts(model).backbone.modules() if isinstance(m, nn.ModuleList))
+
+
 def test_small_groups_are_joined_where_launches_cost_more_than_slots() -> None:
     lengths = [10, 100, 40, 90, 45, 12]
     assert list(similar(lengths, 0.75, 0)) == [[1, 3], [2, 4], [0, 5]]
@@ -195,7 +199,7 @@ def test_a_copy_of_a_layer_finds_the_packing(model_type: str) -> None:
     model, stock = (build_tiny(model_type).eval() for _ in range(2))
     fastpack.patch(model)
     for changed in (model, stock):
-        layers = next(m for m in find_parts(changed).backbone.modules() if isinstance(m, nn.ModuleList))
+        layers = layers_of(changed)
         layers[1] = copy.deepcopy(layers[1])
         with torch.no_grad():
             next(layers[1].parameters()).mul_(0.5)
@@ -209,19 +213,14 @@ def test_a_copy_of_a_layer_finds_the_packing(model_type: str) -> None:
 
 def test_a_layer_of_another_patched_model_is_reported() -> None:
     model, other = (fastpack.patch(build_tiny("mamba2").eval()) for _ in range(2))
-    mine, theirs = (
-        next(m for m in find_parts(each).backbone.modules() if isinstance(m, nn.ModuleList)) for each in (model, other)
-    )
-    mine[1] = theirs[1]
+    layers_of(model)[1] = layers_of(other)[1]
     assert any("put into the model" in why for _, why in fastpack.report(model).skipped)
 
 
 @pytest.mark.parametrize("model_type", ["mamba2", "falcon"])
 def test_each_thread_has_its_own_batch(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type).eval())
-    batches = [
-        {"input_ids": plain_tokens(1, 12, seed=i), "packed_seq_lens": [1 + i, 11 - i]} for i in range(4)
-    ]  # fmt: skip
+    batches = [{"input_ids": plain_tokens(1, 12, seed=i), "packed_seq_lens": [1 + i, 11 - i]} for i in range(4)]
     with torch.no_grad():
         wanted = [model(**batch).logits for batch in batches]
     all_inside = threading.Barrier(len(batches), timeout=60)
@@ -238,8 +237,7 @@ def test_each_thread_has_its_own_batch(model_type: str) -> None:
             logits: Tensor = model(**batch).logits
         return logits
 
-    layers = next(m for m in find_parts(model).backbone.modules() if isinstance(m, nn.ModuleList))
-    handle = layers[0].register_forward_pre_hook(wait)
+    handle = layers_of(model)[0].register_forward_pre_hook(wait)
     with ThreadPoolExecutor(len(batches)) as threads:
         found = list(threads.map(run, batches))
     handle.remove()
