@@ -61,14 +61,12 @@ TRACED = ("torch_varlen",)
 
 
 def in_order(shape: AttentionShape) -> list[str]:
-    """Names in the order in which ``auto`` tries them: the table's, our own kernel ahead of torch's where it is faster.
-
-    What the user has installed for the purpose (flash-attn) comes first in any case.
-    """
+    """Names in the order in which ``auto`` tries them: the table's, our own kernel ahead of those it is faster than."""
     names = list(BACKENDS)
     if triton_packed.wins(shape):
         names.remove("triton_packed")
-        names.insert(names.index("torch_varlen"), "triton_packed")
+        next_best = "torch_varlen" if flash_attn.wins_on_long(shape) else "flash_attn"
+        names.insert(names.index(next_best), "triton_packed")
     return names
 
 

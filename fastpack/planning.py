@@ -14,6 +14,7 @@ from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import AttentionShape, choose, explain
+from fastpack.backends.flash_attn import LONG
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -384,6 +385,8 @@ def _serving_backend(shape: AttentionShape, attention: str, notes: list[str]) ->
         for half in halves:
             if (other := choose(half)) != chosen:
                 notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
+        if (other := choose(replace(shape, total_tokens=LONG, num_sequences=1, max_seqlen=LONG))) != chosen:
+            notes.append(f"attention: {other} where most tokens are in sequences of {LONG} and more")
         return chosen
     if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
         notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")

@@ -4,7 +4,9 @@ Generation 2 is ``flash_attn.flash_attn_varlen_func``, 3 is ``flash_attn_interfa
 ``flash_attn.cute.flash_attn_varlen_func``. They differ in the names of a few arguments and in what they can do.
 
 Sources for what they can't: 2 checks that dropout is 0 where there is a softcap; 4 refuses a softcap in its varlen
-backward (Dao-AILab/flash-attention #2544), and gave no gradient to sinks before #2706.
+backward (Dao-AILab/flash-attention #2544), gave no gradient to sinks before #2706, and up to 4.0.0b36 gives wrong
+gradients without a word where the head size is not a multiple of 32 (#2896, and seen here with 8 and 40 on an H200), or
+is 256 on Blackwell (NVIDIA/TransformerEngine #3216).
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ GENERATIONS = (
 )
 
 
+LONG = 768
+"""From sequences of how many tokens on generations 3 and 4 are taken before our own kernel."""
+
 NOT_INSTALLED = "not installed"
 
 
@@ -67,10 +72,30 @@ def rejects(shape: AttentionShape) -> str | None:
     return "; ".join(f"FlashAttention {number}: {reason}" for number, reason in sorted(why.items()))
 
 
+def serving(shape: AttentionShape) -> Generation | None:
+    """The generation that computes this, or None."""
+    return next((generation for generation in GENERATIONS if _rejects(generation, shape) is None), None)
+
+
+def wins_on_long(shape: AttentionShape) -> bool:
+    """Whether sequences are so long that a generation made for this GPU is faster than our own kernel.
+
+    On an H200, forward and backward, ours and generation 4's (4.0.0b36), recorded, in ms: with 32/8 heads of 128 64
+    sequences of 199 tokens 0.56 and 0.95, twelve of 700 0.64 and 0.67, eight of 1,024 0.82 and 0.74, one of 8,192 5.2
+    and 3.4, with twenty of 100 beside it 5.2 and 3.4; with 14/2 heads of 64 0.20 and 0.27, 0.22 and 0.20, 0.29 and
+    0.21, 1.5 and 0.85, 1.6 and 0.86.
+    """
+    tokens, longest = shape.total_tokens, shape.max_seqlen
+    # the tokens that an average token's own sequence has, at least, as far as the longest and the mean tell
+    seen = longest**2 + (tokens - longest) * (tokens / max(shape.num_sequences, 1))
+    generation = serving(shape) if tokens and seen >= LONG * tokens else None
+    return generation is not None and generation.number > 2
+
+
 def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``; grouped key/value heads are read as they are."""
-    shape = call.shape
-    generation = next(g for g in GENERATIONS if _rejects(g, shape) is None)
+    generation = serving(call.shape)
+    assert generation is not None
     window = call.effective_window
     keywords: dict[str, Any] = {
         "cu_seqlens_q": call.packed.cu_seqlens,
@@ -120,16 +145,21 @@ def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
         why = f"takes float16 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
     if why is None and (shape.head_dim > 256 or shape.head_dim % 8 or shape.value_dim != shape.head_dim):
         why = f"head sizes {shape.head_dim} and {shape.value_dim}"
+    if why is None and generation.number == 4 and shape.needs_grad:
+        blackwell = capability is not None and capability[0] == 10
+        if shape.head_dim % 32 or (blackwell and shape.head_dim > 128):
+            why = f"wrong gradients with heads of {shape.head_dim}"
     return why
 
 
 @known_once
 def _installed(module: str) -> bool:
     parent = module.partition(".")[0]
-    if importlib.util.find_spec(parent) is None:
+    found = importlib.util.find_spec(parent)
+    if found is None:
         return False
     if parent == module:
-        return True
+        return found.origin is not None  # a folder without code of its own holds generation 4 alone
     try:
         return importlib.util.find_spec(module) is not None  # imports the parent, which may be broken
     except (ImportError, OSError):

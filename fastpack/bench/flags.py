@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--lengths",
         "--data",
         help="'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a file of "
-        "[prompt, chosen, rejected], which python -m fastpack.bench.pair_lengths makes",
+        "[prompt, chosen, rejected], which python -m fastpack.bench.pair_lengths makes; of --ops attention's sequences",
     )
     parser.add_argument("--max-length", type=_positive, help="truncate rows to so many tokens")
     parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's trainer, or a plain loop")
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--tokens", type=_positive, nargs="+", help="the sweep")
 
 
-OF_OPS = ("ops", "tokens", "json", "plot")
+OF_OPS = ("ops", "tokens", "lengths", "json", "plot")
 """Flags that ``--ops`` takes."""
 
 
@@ -184,7 +184,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ops is not None:
         from fastpack.bench.ops.runner import main
 
-        return main(arguments.ops, arguments.tokens, json_path=arguments.json, plot_path=arguments.plot)
+        written = {"json_path": arguments.json, "plot_path": arguments.plot}
+        return main(arguments.ops, arguments.tokens, lengths=arguments.lengths, **written)
     from fastpack.bench.runner import run_all
     from fastpack.bench.table import print_outcome
 

@@ -27,7 +27,8 @@ from torch import Tensor
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **attributes: Any) -> types.ModuleType:
     """An importable module of this name, for the length of the test; hung under its parent where that is one too."""
     made = types.ModuleType(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, is_package=True)
+    origin = "a stand-in" if attributes else None  # a folder without code of its own has none
+    made.__spec__ = importlib.machinery.ModuleSpec(name, loader=None, origin=origin, is_package=True)
     made.__path__ = []  # a package without anything beside what is put into sys.modules
     for key, value in attributes.items():
         setattr(made, key, value)

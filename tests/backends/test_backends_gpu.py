@@ -209,7 +209,7 @@ def test_flex_does_not_compile_again_for_other_lengths() -> None:
 
 def test_what_auto_takes_here() -> None:
     """With the packages stood in for, and the kernel that ran is the one that was chosen."""
-    call = Case().make(BF16, "cuda")
+    call = Case(head_dim=32).make(BF16, "cuda")  # on Hopper `auto` takes our own kernel for heads of 64 to 128
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("THIS GPU: FlashAttention needs compute capability 8.0")
     assert choose(call.shape) == "flash_attn"

@@ -120,14 +120,52 @@ def test_the_table_is_in_order_of_preference() -> None:
 def test_packages_are_preferred_where_they_serve(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_ins.install_flash_attn(monkeypatch, 2)
     stand_ins.install_xformers(monkeypatch)
-    machine(*H100)
+    machine(*A100)
     assert choose(shape()) == "flash_attn"
+    machine(*H100)
+    assert choose(shape(head_dim=256, value_dim=256)) == "flash_attn"
     assert choose(shape(softcap=50.0)) == "flash_attn"
     assert choose(shape(head_dim=192)) == "xformers"
     assert choose(shape(dtype=FLOAT)) == "mem_efficient"
     assert choose(shape(sinks=True)) == "flex"
     machine(*T4)
     assert choose(shape(dtype=HALF)) == "xformers"
+
+
+LONG = {"total_tokens": 8192, "num_sequences": 8, "max_seqlen": 1024}
+SHORT = {"total_tokens": 8400, "num_sequences": 12, "max_seqlen": 700}
+MIXED = {"total_tokens": 10_192, "num_sequences": 21, "max_seqlen": 8192}  # one of 8,192, twenty of 100
+UNKNOWN = {"total_tokens": 0, "num_sequences": 0, "max_seqlen": 0}
+
+
+@pytest.mark.parametrize(
+    ("generations", "gpu", "lengths", "expected"),
+    [
+        ((2,), H100, SHORT, "triton_packed"),
+        ((2,), H100, LONG, "triton_packed"),
+        ((2, 4), H100, SHORT, "triton_packed"),
+        ((2, 4), H100, UNKNOWN, "triton_packed"),
+        ((2, 4), H100, LONG, "flash_attn"),
+        ((2, 4), H100, MIXED, "flash_attn"),
+        ((2,), H100, MIXED, "triton_packed"),
+        ((3,), H100, LONG, "flash_attn"),
+        ((3,), H100, SHORT, "triton_packed"),
+        ((4,), B200, SHORT, "flash_attn"),  # where ours was not measured
+        ((2,), A100, SHORT, "flash_attn"),
+    ],
+)
+def test_flash_attn_or_our_own_kernel(
+    generations: tuple[int, ...],
+    gpu: tuple[int, int],
+    lengths: dict[str, int],
+    expected: str,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_ins.install_flash_attn(monkeypatch, *generations)
+    machine(*gpu)
+    assert choose(shape(**lengths)) == expected
+    assert choose(shape(**lengths), "flash_attn") == "flash_attn"
 
 
 # --- what each says ---------------------------------------------------------------------------------------------------
@@ -275,6 +313,8 @@ def test_generation(
         ((4,), H100, shape(softcap=1.0), "FlashAttention 4: no softcap"),
         ((3,), H100, shape(dtype=FLOAT), "FlashAttention 3: takes float16 and bfloat16, not float32"),
         ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes 192 and 128"),
+        ((4,), H100, shape(head_dim=40, value_dim=40), "FlashAttention 4: wrong gradients with heads of 40"),
+        ((4,), B200, shape(head_dim=256, value_dim=256), "FlashAttention 4: wrong gradients with heads of 256"),
         ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys of 192 with values of 128"),
     ],
 )
@@ -289,6 +329,17 @@ def test_flash_attn_reason(
     stand_ins.install_flash_attn(monkeypatch, *installed)
     machine(*gpu)
     assert said in str(flash_attn.rejects(asked))
+
+
+@pytest.mark.parametrize(("gpu", "head_dim"), [(H100, 40), (B200, 256)])
+def test_heads_whose_gradients_4_gets_wrong_are_served_forward(
+    gpu: tuple[int, int], head_dim: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.install_flash_attn(monkeypatch, 4)
+    machine(*gpu)
+    asked = shape(head_dim=head_dim, value_dim=head_dim)
+    assert flash_attn.rejects(asked) is not None
+    assert flash_attn.rejects(replace(asked, needs_grad=False)) is None
 
 
 def test_sinks_without_a_gradient_are_served_by_4(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,18 +363,25 @@ def test_a_gradient_of_anything_counts(leaf: str) -> None:
     [
         ("raise ImportError('undefined symbol: _ZN3c10')", None, "FlashAttention 2: does not import with torch"),
         ("raise OSError('libcudart.so.12')", "", "FlashAttention 2: does not import with torch"),
-        ("", None, "FlashAttention 2: does not import with torch"),  # a namespace without the function
+        ("", None, "FlashAttention 2: does not import with torch"),
+        (None, "import not_there_at_all", "FlashAttention 4: does not import with torch"),  # the wheel of 4 alone
         # the wheel of generation 2 ships the source of 4, without what it needs
         ("def flash_attn_varlen_func(): ...", "import not_there_at_all", None),
     ],
 )
 def test_a_broken_wheel_is_a_reason_not_a_crash(
-    init: str, cute: str | None, said: str | None, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    init: str | None,
+    cute: str | None,
+    said: str | None,
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(flash_attn, "GENERATIONS", [g for g in flash_attn.GENERATIONS if g.number != 3])
     package = tmp_path / "flash_attn"
     package.mkdir()
-    (package / "__init__.py").write_text(init)
+    if init is not None:
+        (package / "__init__.py").write_text(init)
     if cute is not None:
         (package / "cute").mkdir()
         (package / "cute" / "__init__.py").write_text(cute)
@@ -334,7 +392,8 @@ def test_a_broken_wheel_is_a_reason_not_a_crash(
         machine(*H100)
         reason = flash_attn.rejects(shape())
         assert (said in str(reason)) if said else reason is None
-        assert choose(shape()) == ("flash_attn" if said is None else "triton_packed")
+        where_ours_is_slower = shape(head_dim=256, value_dim=256)
+        assert choose(where_ours_is_slower) == ("flash_attn" if said is None else "torch_varlen")
         if said is None:
             assert "does not import" in str(flash_attn._rejects(flash_attn.GENERATIONS[0], shape()))
     finally:

@@ -98,6 +98,30 @@ def test_attention_takes_real_lengths() -> None:
     assert CASES["attention"].forward(maker(300)).flops == 4 * pairs * SMALL.heads * SMALL.head_dim
 
 
+def test_attention_takes_lengths_that_are_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_seven = replace(maker(20), lengths="7")
+    packed = CASES["attention"].inputs(of_seven)[3]
+    assert packed.lengths == (7, 7, 6)
+    pairs = 2 * 28 + 21
+    assert CASES["attention"].forward(of_seven).flops == 4 * pairs * SMALL.heads * SMALL.head_dim
+    seen: list[Any] = []
+
+    def run_ops(*given: Any) -> OpsOutcome:
+        seen.append(given[-1])
+        return OpsOutcome(CEILING, {})
+
+    monkeypatch.setattr(runner, "run_ops", run_ops)
+    assert main(["bench", "--ops", "attention", "--lengths", "7"]) == 0
+    assert main(["bench", "--ops"]) == 0
+    assert seen == ["7", "alpaca"]
+    assert main(["bench", "--ops", "rope", "--lengths", "7"]) == 2
+    assert "is for the op 'attention' alone" in capsys.readouterr().err
+    assert main(["bench", "--ops", "attention", "--lengths", "none.json"]) == 2
+    assert "--lengths none.json: no such file" in capsys.readouterr().err
+
+
 def measured(case: Case) -> list[runner.OpFigures]:
     return run_case(case, 8, SMALL, torch.float32, CPU, CEILING)
 

@@ -46,12 +46,17 @@ class Work:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes inputs of one size: random, scaled like activations and weights."""
+    """Makes inputs of one size: random, scaled like activations and weights.
+
+    Attributes:
+        lengths: of the sequences, as :func:`fastpack.bench.lengths.make_lengths` takes them.
+    """
 
     tokens: int
     sizes: Sizes
     dtype: torch.dtype
     generator: torch.Generator
+    lengths: str = "alpaca"
 
     def tensor(self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None) -> Tensor:
         """Normally distributed."""

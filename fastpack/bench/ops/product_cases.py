@@ -55,11 +55,11 @@ def _logits(make: Maker) -> int:
     return make.tokens * make.sizes.vocabulary * make.dtype.itemsize
 
 
-def _lengths(tokens: int) -> list[int]:
-    """Lengths of instruction data that fill T, the last one cut off."""
+def _lengths(make: Maker) -> list[int]:
+    """Lengths that fill T, the last one cut off."""
     lengths: list[int] = []
-    for length in make_lengths(tokens):
-        left = tokens - sum(lengths)
+    for length in make_lengths(make.tokens, kind=make.lengths):
+        left = make.tokens - sum(lengths)
         if left <= 0:
             break
         lengths.append(min(length, left))
@@ -70,7 +70,7 @@ def _attention_inputs(make: Maker) -> list[Any]:
     size = make.sizes
     heads = (size.heads, size.kv_heads, size.kv_heads)
     q, k, v = (make.tensor(make.tokens, count, size.head_dim) for count in heads)
-    return [q, k, v, PackedSeqLens.from_lengths(_lengths(make.tokens), device=make.generator.device)]
+    return [q, k, v, PackedSeqLens.from_lengths(_lengths(make), device=make.generator.device)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: str) -> Tensor:
@@ -87,7 +87,7 @@ def _attention_runs(inputs: Sequence[Any]) -> dict[str, Run]:
 
 
 def _attention_work(make: Maker, *, products: int) -> Work:
-    pairs = sum(length * (length + 1) // 2 for length in _lengths(make.tokens))
+    pairs = sum(length * (length + 1) // 2 for length in _lengths(make))
     return Work(flops=products * 2 * pairs * make.sizes.heads * make.sizes.head_dim)
 
 
@@ -182,7 +182,7 @@ CASES = [
     ),
     Case(
         "attention",
-        "causal attention over packed sequences of instruction lengths",
+        "causal attention over packed sequences",
         _attention_inputs,
         _attention_runs,
         functools.partial(_attention_work, products=2),

@@ -13,6 +13,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
+from fastpack.bench.lengths import make_lengths
 from fastpack.bench.measure import peak_extra_memory, time_calls
 from fastpack.bench.ops.case import (
     LIGER,
@@ -29,7 +30,7 @@ from fastpack.bench.ops.case import (
     outputs_of,
 )
 from fastpack.bench.ops.gate import check, random_gradients
-from fastpack.errors import FastpackError
+from fastpack.commands import UsageError
 
 if TYPE_CHECKING:
     from fastpack.bench.ops.table import OpTables
@@ -115,23 +116,35 @@ def all_cases() -> dict[str, Case]:
 
 
 def main(
-    names: Sequence[str], sweep: Sequence[int] | None, *, json_path: Path | None = None, plot_path: Path | None = None
+    names: Sequence[str],
+    sweep: Sequence[int] | None,
+    *,
+    lengths: str | None = None,
+    json_path: Path | None = None,
+    plot_path: Path | None = None,
 ) -> int:
     """Measure these ops, or all; 1 where one of ours is not exact enough.
 
     Raises:
-        FastpackError: there is no op of such a name.
+        UsageError: there is no op of such a name, there are no such lengths, or nothing that is measured has any.
     """
     from fastpack.bench.ops.table import OpTables
 
     cases = all_cases()
     for name in names:
         if name not in cases:
-            raise FastpackError(f"--ops {name!r}: no such op. Choose from: {', '.join(cases)}.")
+            raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(cases)}.")
+    if lengths is not None:
+        if names and "attention" not in names:
+            raise UsageError("--lengths is for the op 'attention' alone, which is not among those of --ops.")
+        try:
+            make_lengths(1, kind=lengths)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--lengths {lengths}: {error}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = [cases[name] for name in names or cases]
     tables = OpTables()
-    outcome = run_ops(chosen, sweep or SWEEP[device.type], device, tables)
+    outcome = run_ops(chosen, sweep or SWEEP[device.type], device, tables, lengths or "alpaca")
     tables.print_end(outcome)
     if json_path:
         json_path.write_text(json.dumps(outcome.to_dict(), indent=1))
@@ -142,7 +155,9 @@ def main(
     return 1 if outcome.inexact else 0
 
 
-def run_ops(cases: Sequence[Case], sweep: Sequence[int], device: torch.device, tables: OpTables) -> OpsOutcome:
+def run_ops(
+    cases: Sequence[Case], sweep: Sequence[int], device: torch.device, tables: OpTables, lengths: str = "alpaca"
+) -> OpsOutcome:
     """Each op at each T: the gate, then the clock. Its table is printed when its sweep has ended."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -156,7 +171,7 @@ def run_ops(cases: Sequence[Case], sweep: Sequence[int], device: torch.device, t
             progress.update(task, description=case.name)
             found: list[OpFigures] = []
             for tokens in sweep:
-                found += run_case(case, tokens, sizes, dtype, device, outcome.ceiling)
+                found += run_case(case, tokens, sizes, dtype, device, outcome.ceiling, lengths)
                 progress.advance(task)
             tables.print_op(case, found)
             outcome.figures += found
@@ -164,12 +179,18 @@ def run_ops(cases: Sequence[Case], sweep: Sequence[int], device: torch.device, t
 
 
 def run_case(
-    case: Case, tokens: int, sizes: Sizes, dtype: torch.dtype, device: torch.device, ceiling: Ceiling
+    case: Case,
+    tokens: int,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    device: torch.device,
+    ceiling: Ceiling,
+    lengths: str = "alpaca",
 ) -> list[OpFigures]:
     """All implementations of one op at one T."""
 
     def make(count: int) -> Maker:
-        return Maker(count, sizes, dtype, torch.Generator(device).manual_seed(0))
+        return Maker(count, sizes, dtype, torch.Generator(device).manual_seed(0), lengths)
 
     # an odd number of tokens, which no block size divides; one alone has attention without gradients of q and k
     deviations = check(case, make(max(2, tokens - 1))) if tokens <= GATED_TOKENS else {}
