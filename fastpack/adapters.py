@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.classes import stock_class
 from fastpack.errors import PatchError
 from fastpack.hooks import carries_hooks
 from fastpack.ops.projection_parts import Lora, Projection
-from fastpack.sharding import is_gathered, is_partitioned, stock_class
+from fastpack.sharding import is_gathered, is_partitioned
 
 
 def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection | str:

@@ -15,6 +15,7 @@ from torch import nn
 from fastpack.adapters import count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.backends.flash_attn import LONG
+from fastpack.classes import changes_of, stock_class
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -121,20 +122,20 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     for wrapper in filter(learns_prompts, way_in(model)):
         plan.pre_hooks.append((wrapper, prompts_pre_hook))
         notes.append("PEFT's prompts: for batches padded on the right; with prefix tuning, all run the stock forward")
-    attentions = [m for m in backbone.modules() if type(m).__name__ in family.attention and _own(m, family)]
+    attentions = [m for m in backbone.modules() if _own(m, family) in family.attention]
     wanted = (*family.attention, *family.mixers)
-    if not any(type(m).__name__ in wanted and _own(m, family) for m in backbone.modules()) and not family.repadded:
+    if not any(_own(m, family) in wanted for m in backbone.modules()) and not family.repadded:
         raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
-    plan.interface_modules = [m for m in attentions if type(m).__name__ not in specs]
+    plan.interface_modules = [m for m in attentions if _own(m, family) not in specs]
     if family.alibi is not None and plan.scope is not None:
         bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
         plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
 
     plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family)))
-    shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(type(m).__name__)) for m in attentions))
+    shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(_own(m, family) or "")) for m in attentions))
     backend = ", ".join(dict.fromkeys(_serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
@@ -161,9 +162,10 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     return plan
 
 
-def _own(module: nn.Module, family: Family) -> bool:
-    """Defined by this family's upstream module, not by a look-alike of the same name."""
-    return type(module).__module__ == family.module
+def _own(module: nn.Module, family: Family) -> str | None:
+    """The name of a class of this family's upstream module, None for a look-alike of the same name and all others."""
+    cls = stock_class(module)
+    return cls.__name__ if cls.__module__ == family.module else None
 
 
 MIXER = "mixer"
@@ -176,7 +178,7 @@ def _mixing_modules(plan: Plan, family: Family) -> list[tuple[nn.Module, Rung | 
     if family.repadded:
         return [(plan.backbone, "re-padded model")]
     found: dict[int, Rung | MixerSpec] = {id(swap.module): "fast" for swap in plan.forwards if swap.kind == "attention"}
-    found |= {id(s.module): family.mixers[type(s.module).__name__] for s in plan.forwards if s.kind == MIXER}
+    found |= {id(s.module): family.mixers[_own(s.module, family) or ""] for s in plan.forwards if s.kind == MIXER}
     found |= {id(module): "varlen" for module in plan.interface_modules}
     return [(module, found[id(module)]) for module in plan.backbone.modules() if id(module) in found]
 
@@ -192,9 +194,12 @@ def _keeping_windows(family: Family, specs: dict[str, Spec]) -> Family:
 def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
     """What the classes compute that get fast forwards, those whose source is known."""
     trusted: dict[str, Spec] = {}
-    classes: set[Any] = {type(m) for m in backbone.modules()}
+    classes: set[Any] = {stock_class(m) for m in backbone.modules()}
     for cls in sorted(classes, key=lambda cls: cls.__name__):
-        if cls.__name__ not in family.fast or cls.__module__ != family.module:
+        if cls.__module__ != family.module:
+            _look_at_stranger(cls, family, skipped)
+            continue
+        if cls.__name__ not in family.fast:
             continue
         found = source_hash(cls)
         if found in FORMS:
@@ -204,6 +209,21 @@ def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]
                 (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
             )
     return trusted
+
+
+def _look_at_stranger(cls: Any, family: Family, skipped: list[tuple[str, str]]) -> None:
+    """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
+    bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
+    if not bases:
+        return
+    what = f"a {bases[0]} with its own {', '.join(changes_of(cls))}"
+    if any(name in family.attention or name in family.mixers for name in bases):
+        raise PatchError(
+            f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
+            f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
+        )
+    if bases[0] in family.fast:
+        skipped.append((cls.__name__, f"{what}: its own forward runs"))
 
 
 def _plan_backbone(
@@ -273,12 +293,13 @@ def _plan_module(
     options: PatchOptions,
     skipped: list[tuple[str, str]],
 ) -> None:
-    name = type(module).__name__
-    mixer = family.mixers.get(name)
-    if mixer is not None and _own(module, family):
+    own = _own(module, family)
+    name = own or type(module).__name__
+    mixer = family.mixers.get(own or "")
+    if mixer is not None:
         bind = functools.partial(_bind, mixer_forward, module, (mixer, plan.scope))
         plan.forwards.append(ForwardSwap(module, bind, MIXER))
-    spec = specs.get(name) if _own(module, family) else spec_of(module, plan.backbone)
+    spec = specs.get(own) if own else spec_of(module, plan.backbone)
     if spec is None:
         return
     if isinstance(spec, AttentionSpec):

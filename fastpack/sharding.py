@@ -7,19 +7,12 @@ in its place, and fills it while the module that holds it is called.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 
 def is_sharded(module: nn.Module) -> bool:
     """True for a module that FSDP2 was applied to."""
     return any(cls.__name__ == "FSDPModule" and cls.__module__.startswith("torch.") for cls in type(module).__mro__)
-
-
-def stock_class(module: nn.Module) -> Any:
-    """The class of a module, or the one that it had before FSDP2 put its own over it."""
-    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
 def is_gathered(weight: Tensor) -> bool:

@@ -64,7 +64,8 @@ def test_images_in_the_batch_of_a_text_model() -> None:
 def test_families_that_are_not_covered() -> None:
     refuses(build_tiny("prophetnet"), "'prophetnet' is refused: it predicts several tokens at once")
     model = tiny_model("llama")
-    model.model.__class__ = type("LlamaModel", (type(model.model),), {"__module__": "elsewhere"})
+    own = {"__module__": "elsewhere", "forward": lambda self, *args, **kwargs: None}
+    model.model.__class__ = type("LlamaModel", (type(model.model),), own)
     refuses(model, "'llama'.*not covered")
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from fastpack.classes import stock_class
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.forms import FORMS
 from fastpack.families.mixers import MIXER_FAMILIES
@@ -39,7 +40,6 @@ from fastpack.families.spec import (
     Spec,
 )
 from fastpack.families.varlen import VARLEN_FAMILIES
-from fastpack.sharding import stock_class
 
 __all__ = [
     "FAMILIES",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fastpack.classes import stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
@@ -32,6 +33,7 @@ from fastpack.layers.labels import (
     shifts_labels,
     targets_of,
     without_first_labels,
+    without_padding,
 )
 from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves, has_stock_loss
 from fastpack.layers.outputs import put_back, spread_out
@@ -42,7 +44,6 @@ from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, binds, call_stock, defined_in, mask_stand_in, without_itself
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
-from fastpack.sharding import stock_class
 from fastpack.targets import find_parts, refuse_strange_backbone
 
 if TYPE_CHECKING:
@@ -182,8 +183,11 @@ def _run_head(
         run = functools.partial(fused_head, head, loss)
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
+        targets = flat["labels"]
         if shifts_labels(head):
-            flat["shift_labels"] = targets_of(packed, kwargs["labels"], ignore_index_of(head, kwargs))
+            targets = flat["shift_labels"] = targets_of(packed, kwargs["labels"], ignore_index_of(head, kwargs))
+        if kwargs.get("num_items_in_batch") is not None:
+            flat["num_items_in_batch"] = without_padding(head, kwargs, targets)
         nothing = {"attention_mask": None, "position_ids": None}
         kwargs = {**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened()}
     outputs = run(**kwargs, return_dict=True)

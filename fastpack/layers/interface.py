@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.attention_dispatch import AttentionCall, attend
+from fastpack.classes import stock_class
 from fastpack.errors import PatchError
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, require_packing
 from fastpack.packing import PackedSeqLens
-from fastpack.sharding import stock_class
 
 INTERFACE_PREFIX = "fastpack_"
 """Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""

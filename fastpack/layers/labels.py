@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from fastpack.classes import stock_class
 from fastpack.compiling import known_once
 from fastpack.layers.arguments import keeps_some_logits
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
-from fastpack.sharding import stock_class
 
 UNSHIFTED = {
     "BartForCausalLM",
@@ -36,11 +36,16 @@ more."""
 
 def shifts_labels(head: Any) -> bool:
     """True where a head's own loss compares logits with the next label, so that nothing predicts a first one."""
-    return stock_class(head).__name__ not in UNSHIFTED
+    if stock_class(head).__name__ in UNSHIFTED:
+        return False
+    return not hands_on(head) or getattr(head.loss_function, "__name__", "") != "ForMaskedLMLoss"
 
 
 def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]:
     """With the first label of each sequence ignored, on a copy, where the packing was read.
+
+    Where every sequence begins its row, labels stay as they are: what shifts them reads no first column, and a loss of
+    the user's own may not shift.
 
     The ``num_items_in_batch`` of transformers' ``Trainer`` counts every label but those in column 0, and so the first
     ones of sequences that begin further right: padded left, or packed. It is scaled by the share of this batch's
@@ -56,11 +61,26 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
         return arguments  # those of the logits that are kept, which nobody but the caller knows
     ignore_index = ignore_index_of(head, arguments)
     masked = packed.mask_first_labels(labels, ignore_index)
+    if packed.starts_rows:
+        return arguments
     num_items = arguments.get("num_items_in_batch")
-    as_it_is = arguments.get("shift_labels") is not None or packed.starts_rows or packed.is_empty
+    as_it_is = arguments.get("shift_labels") is not None or packed.is_empty
     if num_items is None or as_it_is or _column_0_counts(head):
         return {**arguments, "labels": masked}
-    return {**arguments, "labels": masked, "num_items_in_batch": _kept_of(num_items, labels, masked, ignore_index)}
+    counted, kept = (_trained(each[..., 1:], ignore_index) for each in (labels, masked))
+    return {**arguments, "labels": masked, "num_items_in_batch": _share_of(num_items, counted, kept)}
+
+
+def without_padding(head: Any, arguments: Mapping[str, Any], targets_1T: Tensor) -> Tensor:
+    """``num_items_in_batch`` where labels at padding are dropped, which transformers' ``Trainer`` has counted.
+
+    Scaled as in :func:`without_first_labels`, by the share of this batch's counted labels that real tokens predict.
+    """
+    labels, ignore_index = arguments["labels"], ignore_index_of(head, arguments)
+    predicted = _trained(labels[..., 1:] if shifts_labels(head) else labels, ignore_index)
+    counted = _trained(labels if _column_0_counts(head) else labels[..., 1:], ignore_index)
+    kept = counted - predicted + _trained(targets_1T, ignore_index)
+    return _share_of(arguments["num_items_in_batch"], counted, kept)
 
 
 def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> Tensor:
@@ -113,10 +133,14 @@ def _asks_for_the_loss() -> bool:
     return "_loss_shifts_labels" in _names(Trainer.__init__)
 
 
-def _kept_of(num_items: int | Tensor, labels: Tensor, masked: Tensor, ignore_index: int) -> Tensor:
+def _trained(labels: Tensor, ignore_index: int) -> Tensor:
+    """How many labels are not ignored, 0-d int64."""
+    return (labels != ignore_index).sum()
+
+
+def _share_of(num_items: int | Tensor, counted: Tensor, kept: Tensor) -> Tensor:
     """``num_items`` times the share of this batch's labels that are kept, on their device, for which nobody waits."""
     if isinstance(num_items, Tensor):
-        num_items = num_items.to(labels.device)
-    counted, kept = ((each[..., 1:] != ignore_index).sum() for each in (labels, masked))
+        num_items = num_items.to(counted.device)
     share = kept.float() / counted.clamp(min=1)
     return num_items * share.masked_fill((counted > num_items) | (kept == 0), 1.0)

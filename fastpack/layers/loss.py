@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.adapters import read_projection
+from fastpack.classes import stock_class
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
@@ -31,7 +32,6 @@ from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
-from fastpack.sharding import stock_class
 
 
 def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | None:

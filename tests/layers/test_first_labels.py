@@ -50,7 +50,7 @@ def run(model: Any, batch: dict[str, Any], num_items: int | Tensor, alone: Resul
     return Result(alone.logits, loss.detach(), grads)
 
 
-def as_it_came(num_items: Any, labels: Tensor, masked: Tensor, ignore_index: int) -> Any:
+def as_it_came(num_items: Any, counted: Tensor, kept: Tensor) -> Any:
     """Negative control: nothing is scaled."""
     return num_items
 
@@ -69,7 +69,7 @@ def test_the_trainers_count_gives_the_mean_over_what_is_kept(
     for num_items in (count, int(count), count[None]):
         assert compare(run(model, batch, num_items, alone), alone).worst <= FLOAT32_BOUND
     assert compare(run(model, batch, TRAINED, alone), alone).worst <= FLOAT32_BOUND, "somebody's own count"
-    monkeypatch.setattr(first_labels, "_kept_of", as_it_came)
+    monkeypatch.setattr(first_labels, "_share_of", as_it_came)
     if kind != "padded right":
         assert compare(run(model, batch, count, alone), alone).worst > NAIVE_BOUND
 
@@ -98,15 +98,16 @@ def test_a_batch_with_nothing_to_train_is_zero(loss: Any) -> None:
         assert out.loss == 0
 
 
-def test_nothing_is_counted_where_every_sequence_begins_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_counted_where_every_sequence_begins_its_row_and_nothing_is_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(*_: Any) -> Any:
         raise AssertionError("counted")
 
-    monkeypatch.setattr(first_labels, "_kept_of", refuse)
+    monkeypatch.setattr(first_labels, "_share_of", refuse)
     model = fastpack.patch(tiny_model("llama"))
     ids = SEQUENCES[2][None]
     for batch in (
-        padded(SEQUENCES, "right"),
         {"input_ids": ids, "labels": ids},
         {"input_ids": ids, "labels": ids, "packed_seq_lens": PackedSeqLens.from_lengths([19])},
         {**padded(SEQUENCES, "left"), "shift_labels": padded(SEQUENCES, "left")["labels"]},
@@ -146,7 +147,8 @@ def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("loss", [None, "fused"])
 @pytest.mark.parametrize(
-    ("model_type", "control"), [("llama", ("_kept_of", as_it_came)), ("gpt2", ("_column_0_counts", lambda head: False))]
+    ("model_type", "control"),
+    [("llama", ("_share_of", as_it_came)), ("gpt2", ("_column_0_counts", lambda head: False))],
 )
 def test_transformers_trainer_padded_left_trains_as_padded_right(
     model_type: str, control: tuple[str, Any], loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

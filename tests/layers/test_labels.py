@@ -66,6 +66,43 @@ def test_an_end_that_is_padding_too_is_learned(model_type: str, loss: Any, num_i
         assert off_by(model, {**batch, "packed_seq_lens": packed}, stock) <= FLOAT32_BOUND
 
 
+def padded_to_the_maximum(ends: int = 4) -> dict[str, Tensor]:
+    """As tutorials pad: ``padding="max_length"``, labels a copy of the ids, padding's own among them."""
+    columns = max(LENGTHS) + ends
+    real = torch.arange(columns) < torch.tensor(LENGTHS)[:, None]
+    ids = torch.randint(3, VOCAB, real.shape, generator=torch.Generator().manual_seed(0)) * real
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": real.long()}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize("loss", [None, "fused"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_labels_at_padding_are_no_items(
+    model_type: str, loss: Any, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ``Trainer`` counts them, and they are dropped: the loss is a mean over what is trained all the same, or its
+    share of ``steps`` such batches."""
+    model = tiny_model(model_type) if model_type == "llama" else build_tiny(model_type)
+    batch = padded_to_the_maximum()
+    real = batch["attention_mask"].bool()
+    # the token behind the last one of a text is padding, whose label that one learns (another test)
+    trained = batch["labels"].masked_fill(~real & ~real.roll(1, 1), -100)
+    stock = loss_and_grads(model, {**batch, "labels": trained})
+    counts_column_0 = model_type == "gpt2"
+    counted = batch["labels"][:, 0 if counts_column_0 else 1 :].numel()
+    if counts_column_0:  # first labels stay counted: the Trainer does so of such heads, padded or not
+        kept = int((trained != -100).sum())
+        stock = (
+            stock[0] * (kept - len(LENGTHS)) / kept,
+            {n: g * (kept - len(LENGTHS)) / kept for n, g in stock[1].items()},
+        )
+    fastpack.patch(model, loss=loss)
+    wanted = (stock[0] / steps, {name: grad / steps for name, grad in stock[1].items()})
+    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) < FLOAT32_BOUND
+    monkeypatch.setattr(causal_lm, "without_padding", lambda head, arguments, targets: arguments["num_items_in_batch"])
+    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) > NAIVE_BOUND
+
+
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_negative_control(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_model("llama"), padded_with_the_end()
@@ -105,6 +142,34 @@ def test_a_loss_of_ones_own_gets_the_padded_batch(model_type: str, weighted: boo
     fastpack.patch(model)
     model.loss_function = mean_of_rows
     assert off_by(model, batch, stock) <= FLOAT32_BOUND
+
+
+def unshifted(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    """Of labels that a collator has shifted."""
+    return functional.cross_entropy(logits.reshape(-1, vocab_size).float(), labels.flatten(), ignore_index=-100)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss", [None, "fused"])
+@pytest.mark.parametrize("whose", ["own", "ForMaskedLM"])
+def test_first_labels_count_for_a_loss_that_does_not_shift(whose: str, loss: Any, masked: bool) -> None:
+    model = tiny_model("llama")
+    if whose == "own":
+        model.loss_function = unshifted
+    else:
+        model.loss_type = whose
+    ids = torch.randint(3, VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids.flip(1)}
+    if masked:
+        mask = torch.ones_like(ids)
+        mask[1, 6:] = 0
+        batch = {**batch, "attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+    stock = loss_and_grads(model, batch)
+    fastpack.patch(model, loss=loss)
+    assert [what for what, _ in fastpack.report(model).skipped] == ([] if loss is None else ["loss"])
+    assert off_by(model, batch, stock) < FLOAT32_BOUND
+    without = {**batch, "labels": batch["labels"].index_fill(1, torch.tensor([0]), -100)}
+    assert off_by(model, without, stock) > NAIVE_BOUND
 
 
 @pytest.mark.parametrize("model_type", ["xlm", "xlnet", "cpmant"])
