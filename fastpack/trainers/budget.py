@@ -16,7 +16,7 @@ from fastpack.errors import PatchError
 from fastpack.options import TokenBudget
 from fastpack.patching import BUDGET
 from fastpack.trainers import loader, steps
-from fastpack.trainers.kinds import Kind, kind_of
+from fastpack.trainers.kinds import Kind, averages, kind_of
 
 
 @dataclass
@@ -171,6 +171,7 @@ def _parallel(trainer: Any, axis: str) -> int:
 
 def _set_up(trainer: Any, state: BudgetState) -> None:
     remove_budget(trainer)
+    state.weighing.means = averages(trainer, state.weighing.kind)
     accelerator = trainer.accelerator
     for name, ours in (("get_batch_samples", steps.get_batch_samples), ("compute_loss", steps.compute_loss)):
         _replace(state, trainer, name, functools.partial(ours, trainer, getattr(trainer, name), state.weighing))

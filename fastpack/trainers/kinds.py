@@ -8,15 +8,19 @@ Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
 
 from __future__ import annotations
 
+import dis
+import functools
+import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastpack.layers.labels import hands_on, shifts_labels
 from fastpack.packing import PackedSeqLens, check_lengths
 from fastpack.targets import find_parts
 
@@ -74,6 +78,12 @@ def labels(inputs: Inputs) -> Tensor:
     """Labels of a classifier, of rows or of tokens, but for those that are ignored. 0-d int64."""
     counted: Tensor = inputs["labels"].ne(-100).sum()
     return counted
+
+
+def labels_of_tokens(inputs: Inputs) -> Tensor:
+    """Labels in the places of real tokens, but for those that are ignored. 0-d int64."""
+    counted = inputs["labels"].ne(-100)
+    return (counted & inputs["attention_mask"].ne(0) if "attention_mask" in inputs else counted).sum()
 
 
 def chosen_tokens(inputs: Inputs) -> Tensor:
@@ -156,6 +166,37 @@ CLASSIFYING = Kind("labels", labels, means=True)
 """transformers' ``Trainer`` of a classifier: such models' losses take no ``num_items_in_batch``."""
 
 
+def averages(trainer: Any, kind: Kind) -> bool:
+    """Whether the loss of labels is a mean over the micro-batch, whatever it is told of the whole step.
+
+    A loss of the user's own says so itself (``loss_is_scaled_for_ga``), or reads no ``num_items_in_batch``.
+    """
+    own = trainer.compute_loss_func or trainer.__dict__.get("compute_loss", type(trainer).compute_loss)
+    if getattr(own, "__module__", "").split(".")[0] in ("transformers", "trl"):
+        return kind.means
+    scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    return not (_reads(own, "num_items_in_batch") if scaled is None else scaled)
+
+
+def divides(trainer: Any) -> bool:
+    """Whether a trainer divides a mean by the number of micro-batches of the step."""
+    return trainer.compute_loss_func is None or getattr(trainer, "loss_is_scaled_for_ga", None) is False
+
+
+def _reads(function: Any, keyword: str) -> bool:
+    """Whether a function does anything with what is passed to it by this name, handing it on among others included."""
+    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
+    call = function if hasattr(function, "__code__") else type(function).__dict__.get("__call__")
+    code = getattr(call, "__code__", None)
+    if code is None:
+        return True
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    others = code.co_varnames[len(named) + bool(code.co_flags & inspect.CO_VARARGS) :]
+    name = keyword if keyword in named else others[0] if code.co_flags & inspect.CO_VARKEYWORDS else None
+    loaded = (i.argval for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")))
+    return any(name == found or (isinstance(found, tuple) and name in found) for found in loaded)
+
+
 def kind_of(trainer: Any) -> Kind | None:
     """The kind of a trainer, None for one that is not known."""
     for base in type(trainer).__mro__:
@@ -163,9 +204,17 @@ def kind_of(trainer: Any) -> Kind | None:
         if library == "trl" and name.endswith("Trainer") and name.lstrip("_") != "BaseTrainer":
             return KINDS.get(name)  # what another of TRL's trainers computes from its batches is not known
         if library == "transformers" and name == "Trainer":
-            classifies = "Classification" in type(find_parts(trainer.model).head).__name__
-            return CLASSIFYING if classifies else KINDS[name]
+            return _of_head(find_parts(trainer.model).head)
     return None
+
+
+def _of_head(head: Any) -> Kind:
+    """What transformers' ``Trainer`` has from a model."""
+    if "Classification" in type(head).__name__:
+        return CLASSIFYING
+    if head is None or hands_on(head):
+        return KINDS["Trainer"]
+    return replace(KINDS["Trainer"], means=True, count=trained_tokens if shifts_labels(head) else labels_of_tokens)
 
 
 def lengths(inputs: Inputs, kind: Kind) -> list[int]:

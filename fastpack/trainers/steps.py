@@ -22,7 +22,7 @@ from torch import Tensor
 from fastpack.batching.budget import COST
 from fastpack.batching.budget_steps import split
 from fastpack.errors import PackingError
-from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, lengths, piece, rows
+from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, divides, lengths, piece, rows
 
 
 @dataclass
@@ -33,15 +33,17 @@ class Weighing:
         kind: of the trainer.
         split_at: tokens above which a micro-batch is split; None where it never is.
         fits: each example was compared with the budget beforehand; of a stream or a generation none was.
+        means: losses of labels are means over a micro-batch, whatever they are told of the whole step.
         units: of the whole step on all ranks, 0-d; None where losses need no weight.
         chosen: trained tokens of chosen completions, of the whole step on all ranks; None where nothing needs them.
-        micro_batches: of the step, on each rank.
+        micro_batches: of the step, on each rank; 1 where the trainer adds their losses up.
         pieces: how many pieces have run, and of how many micro-batches, in all; for the report.
     """
 
     kind: Kind
     split_at: int | None
     fits: bool = False
+    means: bool = False
     units: Tensor | None = None
     chosen: Tensor | None = None
     micro_batches: int = 1
@@ -55,9 +57,10 @@ def get_batch_samples(
     """``Trainer.get_batch_samples``: the micro-batches of an optimiser step; counts what they hold on all ranks."""
     batches, num_items = stock(*args, **kwargs)
     weighing.units = weighing.chosen = None
-    if weighing.kind.means and trainer.compute_loss_func is None:
+    of_labels = weighing.kind.unit in ("trained tokens", "labels")
+    if weighing.means and of_labels:
         num_items = None  # else the trainer takes the losses for shares of the step's, and adds up means
-    summed = num_items is not None and weighing.kind.unit in ("trained tokens", "labels")
+    summed = num_items is not None and of_labels
     if batches and not weighing.kind.scaled and weighing.kind.planned and not summed:
         device = trainer.accelerator.device
         counts = [sum(weighing.kind.count(batch) for batch in batches)]
@@ -65,7 +68,7 @@ def get_batch_samples(
             counts.append(sum(chosen_tokens(batch) for batch in batches))
         totals = torch.stack([torch.as_tensor(count, device=device) for count in counts])
         units, *chosen = trainer.accelerator.gather(totals[None]).sum(0)
-        weighing.units, weighing.micro_batches = units, len(batches)
+        weighing.units, weighing.micro_batches = units, len(batches) if divides(trainer) else 1
         weighing.chosen = chosen[0] if chosen else None
     return batches, num_items
 
