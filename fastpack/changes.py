@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,12 +16,19 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from fastpack.hooks import has_hooks
+from fastpack.layers.attention import attention_forward
 from fastpack.layers.drop_ins import is_drop_in
 from fastpack.layers.interface import SCOPE, STOCK_CONFIG
+from fastpack.layers.mlp import mlp_forward
+from fastpack.layers.norm import norm_forward
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import FORWARDS, HELD, Held, bound_with, call_stock, without_itself
+from fastpack.layers.stock import FORWARDS, HELD, Held, binds, bound_with, call_stock, without_itself
 
 TakeBack = Callable[[], None]
+
+_PARTS = (attention_forward, mlp_forward, norm_forward)
+"""What a layer computes itself, fused with what lies around it."""
 
 
 class Change(Protocol):
@@ -72,6 +80,11 @@ class Attribute:
             return _nothing
         setattr(self.module, self.name, self.ours)
         return functools.partial(setattr, self.module, self.name, theirs)
+
+    def is_covered(self) -> bool:
+        """True where somebody's forward stands where ours was, and computes something else."""
+        theirs, held = self.module.__dict__.get("forward"), self.module.__dict__.get(HELD)
+        return self._place() is None and not (held is not None and is_drop_in(self.module, theirs, held.spec))
 
     def _place(self) -> str | None:
         """Under which name ours is; None where somebody's is, which may call it."""
@@ -189,6 +202,21 @@ def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
         if any(is_drop_in(module, forward, held.spec) for forward in stands):
             found.add(id(module))
     return len(found)
+
+
+def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, str], ...]:
+    """Parts of layers that what a user did since the patch has run by themselves, by class, and why."""
+    inside = {id(module) for module in backbone.modules() if module is not backbone}
+    found: Counter[tuple[str, str]] = Counter()
+    for change in changes:
+        module = change.module
+        if not isinstance(change, Attribute) or change.name not in FORWARDS or id(module) not in inside:
+            continue
+        if change.is_covered():
+            found[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
+        elif has_hooks(module) and any(binds(change.ours, function) for function in _PARTS):
+            found[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
+    return tuple((name, f"{count}: {why}") for (name, why), count in found.items())
 
 
 def scopes_of(module: nn.Module) -> tuple[PackingScope | None, PackingScope | None]:

@@ -18,7 +18,16 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections
-from fastpack.changes import Attribute, Change, Hook, TakeBack, count_drop_ins, take_off_copies, take_off_head
+from fastpack.changes import (
+    Attribute,
+    Change,
+    Hook,
+    TakeBack,
+    count_drop_ins,
+    take_off_copies,
+    take_off_head,
+    unfused,
+)
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.graphs import runner_of
 from fastpack.layers.causal_lm import head_forward
@@ -227,7 +236,7 @@ def report(target: Any) -> PatchReport:
     if budget is not None:
         notes += (budget.describe(),)
     notes += _notes_on_liger(backbone, state)
-    skipped = (*found.skipped, *state.mixing.strangers())
+    skipped = (*found.skipped, *state.mixing.strangers(), *unfused(backbone, state.changes))
     if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state)
         skipped += () if reason is None else (("loss", reason),)

@@ -143,6 +143,8 @@ def _held(module: Any) -> Any:
         return getattr(module, wrapper[1])
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         return module.get_base_model()
+    if type(module).__name__ == "PeftMixedModel":  # which has no get_base_model
+        return module.base_model.model
     return getattr(module, "pretrained_model", None)
 
 

@@ -64,8 +64,8 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
         )
     if not is_patched(model):
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
-    probe = _Probe.of(model, parts.backbone, lengths, seed)
-    with _evaluating(model), uncovered(model) as state:
+    with torch.inference_mode(False), _evaluating(model), uncovered(model) as state:
+        probe = _Probe.of(model, parts.backbone, lengths, seed)
         sequences = probe.sequences()
         packed = probe.run(_packed(sequences))
         padded = probe.run(_padded(sequences))

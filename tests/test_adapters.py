@@ -155,6 +155,20 @@ def test_several_adapters_and_merging() -> None:
     assert relative(again, torch.cat(logits)) <= FLOAT32_BOUND
 
 
+@pytest.mark.parametrize("order", ["patch first", "PEFT first"])
+def test_mixed_adapters(order: str) -> None:
+    """PEFT's ``mixed=True``, whose wrapper has no ``get_base_model``."""
+    alone = run_alone(get_peft_model(tiny_model("llama"), lora_config(), mixed=True), make_sequences(VOCAB))
+    model = tiny_model("llama")
+    if order == "patch first":
+        fastpack.patch(model)
+    wrapped = get_peft_model(model, lora_config(), mixed=True)
+    if order == "PEFT first":
+        fastpack.patch(wrapped)
+    assert fastpack.is_patched(wrapped)
+    check(wrapped, alone)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_nf4_with_lora_and_checkpointing(tmp_path: Path, use_reentrant: bool) -> None:
     from peft import prepare_model_for_kbit_training

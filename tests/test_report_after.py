@@ -209,3 +209,35 @@ def test_a_loss_that_knows_no_such_number() -> None:
     want = model(**batch).loss
     torch.manual_seed(0)
     assert model(**batch, ignore_index=0).loss == want
+
+
+@pytest.mark.parametrize("which", ["self_attn", "mlp", "input_layernorm"])
+def test_parts_with_hooks_are_named(which: str) -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    assert fastpack.report(model).skipped == ()
+    part = model.model.layers[1].get_submodule(which)
+    handle = part.register_forward_hook(lambda *_: None)
+    why = "1: with hooks: called as a module, with nothing around it fused"
+    assert fastpack.report(model).skipped == ((type(part).__name__, why),)
+    handle.remove()
+    assert fastpack.report(model).skipped == ()
+
+
+@pytest.mark.parametrize("which", ["self_attn", "mlp", "input_layernorm", ""])
+def test_parts_whose_forward_was_replaced_are_named(which: str) -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    parts = [layer.get_submodule(which) for layer in model.model.layers]
+    for part in parts:
+        ours = part.forward
+        part.forward = lambda *args, ours=ours, **kwargs: ours(*args, **kwargs)
+    why = f"{len(parts)}: another forward was put over fastpack's, and runs"
+    assert fastpack.report(model).skipped == ((type(parts[0]).__name__, why),)
+
+
+def test_hooks_of_accelerate_leave_our_forwards() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = fastpack.patch(tiny_model("llama"))
+    for module in list(model.model.modules()):
+        add_hook_to_module(module, ModelHook())
+    assert fastpack.report(model).skipped == ()

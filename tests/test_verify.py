@@ -48,6 +48,15 @@ def test_where_tokens_cannot_be_told(model_type: str) -> None:
     assert fastpack.is_patched(model)
 
 
+def test_inside_inference_mode() -> None:
+    """Where nothing would be recorded for the gradients that it compares."""
+    model = fastpack.patch(tiny_model("llama"))
+    with torch.inference_mode():
+        assert fastpack.verify(model).passed
+    with torch.no_grad():
+        assert fastpack.verify(model).passed
+
+
 def leak(monkeypatch: pytest.MonkeyPatch, share: float = 1.0) -> None:
     """Attention that forgets every second boundary, in a share of its heads' size."""
     run = BACKENDS["segments"].run

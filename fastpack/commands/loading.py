@@ -47,6 +47,8 @@ def load_dataset(command: Command, given: Given) -> tuple[Any, Any]:
     except DatasetsError as error:
         cause = error.__cause__ or error
         raise UsageError(f"{name} can't be read as a data set: {cause}") from error
+    except StopIteration as error:  # what datasets raises on a file without a line
+        raise UsageError(f"{name} holds no rows") from error
     if not isinstance(splits, dict):
         splits = {script.dataset_train_split: splits}
     train = _split(splits, script.dataset_train_split, name)
@@ -86,8 +88,15 @@ def _split(splits: Any, split: str, name: str) -> Any:
 
 def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> None:
     columns = set(dataset.column_names or ())
-    if columns and not any(wanted <= columns for wanted in command.columns(training)):
+    given = [wanted for wanted in command.columns(training) if wanted <= columns]
+    if columns and not given:
         raise UsageError(f"{name} has the columns {', '.join(sorted(columns))}; {command.columns_in_words(training)}")
+    table = getattr(dataset, "data", None)
+    if not given or table is None or len(table) != len(dataset):
+        return  # a stream, or rows that were chosen from a table
+    for column in sorted(given[0]):
+        if missing := table.column(column).null_count:
+            raise UsageError(f"{name} has {missing:,} rows without a value of {column!r}: leave them out")
 
 
 def random_model(given: Given) -> Any:

@@ -247,7 +247,11 @@ def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: 
     (tmp_path / "odd.jsonl").write_text('{"question": "Why?", "answer": "So."}\n')
     (tmp_path / "broken.jsonl").write_text('{"text": \n')
     (tmp_path / "notes.doc").write_text("Why?")
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "null.jsonl").write_text('{"text": "Why?"}\n{"text": null}\n')
     for name, said in (
+        ("empty.jsonl", "empty.jsonl holds no rows"),
+        ("null.jsonl", "has 1 rows without a value of 'text'"),
         ("odd.jsonl", "has the columns answer, question"),
         ("broken.jsonl", "can't be read as a data set"),
         ("notes.doc", "a local data set is one of .jsonl"),
