@@ -128,6 +128,17 @@ def learns_prompts(module: Any) -> bool:
     return isinstance(configs, dict) and any(getattr(each, "is_prompt_learning", False) for each in configs.values())
 
 
+def passes_a_cache(module: Any) -> bool:
+    """True where such a wrapper's active prompts are keys and values, which reach the model as a cache."""
+    return _kind(module) in _PROMPTS_IN_A_CACHE
+
+
+def _kind(module: Any) -> str:
+    found = module.peft_config[module.active_adapter].peft_type
+    kind: str = getattr(found, "value", found)
+    return kind
+
+
 def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Before a wrapper that learns prompts: refuse what its virtual tokens, before each row, make something else of.
 
@@ -140,7 +151,7 @@ def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     disabled = forward is not None and getattr(forward, "__self__", None) is not module  # PEFT puts the model's there
     if disabled or not getattr(config, "is_prompt_learning", False):
         return
-    kind = getattr(config.peft_type, "value", config.peft_type)
+    kind = _kind(module)
     arguments = {**dict(zip(("input_ids", "attention_mask", "inputs_embeds"), args, strict=False)), **kwargs}
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
@@ -153,7 +164,7 @@ def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"a packed batch came to {kind}: PEFT puts its virtual tokens before each row, so that only the first "
             "sequence of a row would see them. Send a padded batch, or train with LoRA."
         )
-    if flat is not None and kind not in _PROMPTS_IN_A_CACHE and bool((flat[:, 0] < flat.amax(1)).any()):
+    if flat is not None and not passes_a_cache(module) and bool((flat[:, 0] < flat.amax(1)).any()):
         raise PackingError(
             f"a batch padded on the left came to {kind}: PEFT puts its virtual tokens before the padding. Pad on the "
             "right (tokenizer.padding_side = 'right')."
