@@ -235,6 +235,9 @@ def count_projections(model: nn.Module) -> dict[str, int]:
     return dict(Counter(str(describe_projection(module)) for module in projections_of(model)).most_common())
 
 
+LLM_INT8 = "LLM.int8 picks outlier columns over all tokens of a batch"
+
+
 def count_opaque(model: nn.Module) -> dict[str, int]:
     """Why projections are called as modules, with how many of each, the most frequent first."""
     stream = _stream_dtype(model)

@@ -41,13 +41,14 @@ class ContaminationError(FastpackError):
     """:func:`fastpack.verify` found a patched model that does not give what each sequence gives alone.
 
     Attributes:
-        verification: every figure.
+        verification: every figure. What is known to keep a model from being exact is said in its place.
     """
 
-    def __init__(self, verification: Verification) -> None:
+    def __init__(self, verification: Verification, known: str | None = None) -> None:
         super().__init__(
-            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; please report "
-            f"the family with this table:\n{verification}"
+            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; "
+            + (f"it can't be: {known}:" if known else "please report the family with this table:")
+            + f"\n{verification}"
         )
         self.verification = verification
 

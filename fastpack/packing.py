@@ -40,9 +40,9 @@ class Bucket:
     """Sizes that batches share, so that shapes repeat from one to the next.
 
     Attributes:
-        tokens: T. Between two powers of two there are sixteen values, evenly apart, all multiples of 64: from 1,024
-            tokens on at most 6.3 % is added, 2.2 % on average over batches whose T is spread evenly on a logarithmic
-            scale.
+        tokens: T. Between two powers of two there are sixteen values, evenly apart, below 1,024 the multiples of 64:
+            from there on at most 6.3 % is added, 2.2 % on average over batches whose T is spread evenly on a
+            logarithmic scale.
         sequences: N, from 16 on four values between two powers of two; those that are missing have no token.
         max_seqlen: what the longest length is at most; a power of two from 512 on, or T where that is less. Kernels
             take it for the size of their grid, in which blocks without a token end at once (but take a while: 15

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack.adapters import count_opaque, count_projections, refuse_rows
+from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.backends.flash_attn import LONG
 from fastpack.classes import changes_of, stock_class
@@ -143,7 +143,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     backend = ", ".join(dict.fromkeys(_serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
-        notes.append("LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated")
+        notes.append(f"{LLM_INT8}: 8-bit layers are not isolated")
     if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         notes.append("reentrant checkpointing loses gradients of the keys and values that layers share, stock too")
     swapped = Counter(swap.kind for swap in plan.forwards if swap.kind != MIXER)

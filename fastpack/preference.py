@@ -191,7 +191,7 @@ def pair_log_probs(
 
     Args:
         hidden: ``[1, T, H]``, the backbone's last hidden state on a batch of
-            :class:`fastpack.batching.PackedPreferenceCollator`.
+            :class:`fastpack.batching.packed.PackedPreferenceCollator`.
         weight: the head's, ``[V, H]``, or what returns it.
         labels: that batch's, ``[1, T]``.
         packed_seq_lens: that batch's: P chosen sequences, P rejected ones, and a tail or none.

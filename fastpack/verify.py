@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.adapters import LLM_INT8, count_projections
 from fastpack.errors import ContaminationError, PatchError
 from fastpack.layers.arguments import accepted
 from fastpack.patching import asleep, is_patched, uncovered
@@ -51,9 +52,12 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
 
     Raises:
         ContaminationError: a check failed. It holds the :class:`~fastpack.verification.Verification`.
+        ValueError: fewer than three sequences, or one without a token.
         PatchError: the model is not patched, classifies whole sequences, has too small a vocabulary for so many
             different tokens, embeds them in several tables, or others beside them.
     """
+    if len(lengths) < 3 or min(lengths) < 1:
+        raise ValueError(f"lengths={tuple(lengths)}: verify takes three sequences or more, each of a token or more.")
     model = models_of(target)[0]
     refuse_wrapped(model)
     parts = find_parts(model)
@@ -77,7 +81,8 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     device = str(next(model.parameters()).device)
     result = Verification(type(model).__name__, str(probe.computed).removeprefix("torch."), device, tuple(found))
     if not result.passed:
-        raise ContaminationError(result)
+        in_8_bit = any("8-bit" in kind for kind in count_projections(parts.backbone))
+        raise ContaminationError(result, LLM_INT8 if in_8_bit else None)
     return result
 
 

@@ -211,3 +211,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     leak(monkeypatch)
     assert main(["verify", str(tmp_path / "model"), "--device", "cpu"]) == 1
     assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lengths", [(), (5,), (5, 6), (5, 0, 7)])
+def test_too_few_sequences(lengths: tuple[int, ...]) -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    with pytest.raises(ValueError, match="verify takes three sequences or more"):
+        fastpack.verify(model, lengths=lengths)

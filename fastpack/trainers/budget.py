@@ -180,6 +180,7 @@ def _set_up(trainer: Any, state: BudgetState) -> None:
         stock = trainer.get_train_dataloader
         made = functools.partial(loader.get_train_dataloader, trainer, stock, state)
         _replace(state, trainer, "get_train_dataloader", made)
+    if state.weighing.kind.planned:
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state
 
@@ -198,6 +199,6 @@ def remove_budget(trainer: Any) -> None:
         owner.__dict__.pop(name, None)
         if before is not None:
             setattr(owner, name, before)
-    if state.sampler is not None:
+    if state.weighing.kind.planned:
         trainer.remove_callback(loader.BudgetCallback)  # by class: resuming may have put another one in its place
     del trainer.__dict__[BUDGET]

@@ -101,23 +101,28 @@ class BudgetCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"settings": self.settings}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare with the checkpoint that a run goes on from.
+        """Compare with the checkpoint that a run goes on from; what a trainer batches itself has no settings here.
 
         Raises:
             PackingError: its batches were others; going on would lose examples, or show some twice.
         """
-        self.settings = kwargs["train_dataloader"].batch_sampler.settings(args)
-        saved = state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        sampler = kwargs["train_dataloader"].batch_sampler
+        self.settings = sampler.settings(args) if isinstance(sampler, BatchesOfEpochs) else {}
+        saved: dict[str, Any] = {}
+        if type(self).__name__ in state.stateful_callbacks:
+            saved = state.stateful_callbacks[type(self).__name__]["attributes"]["settings"]
+        state.stateful_callbacks[type(self).__name__] = self.state()
         if state.global_step == 0 or args.ignore_data_skip:
             return
         made = f"the checkpoint at step {state.global_step} was made"
-        if saved["attributes"]["settings"] is self.settings:
+        if bool(saved) != bool(self.settings):
+            how = f"max_tokens={saved['max_tokens']}" if saved else "the trainer's own batches"
             raise PackingError(
-                f"{made} without max_tokens: its place in the epoch is counted in other batches. Go on without "
-                "max_tokens, or pass ignore_data_skip=True to begin an epoch."
+                f"{made} with {how}: its place in the epoch is counted in other batches. Go on with these, or pass "
+                "ignore_data_skip=True to begin an epoch."
             )
         for name, ours in self.settings.items():
-            theirs = saved["attributes"]["settings"].get(name)
+            theirs = saved.get(name)
             if theirs != ours:
                 raise PackingError(
                     f"{made} with {name} {theirs!r}, and this run has {ours!r}: its batches are others, and examples "

@@ -205,20 +205,32 @@ def watch_steps(trainer: Any, stop: int | None = None) -> list[list[int]]:
 
 
 CHANGED = {"data": {}, "max_tokens": {}, "seed": {"seed": 7}, "accumulation": {"gradient_accumulation_steps": 1}}
+SAME_STEPS = TokenBudget(60, same_steps=True)
 
 
-@pytest.mark.parametrize("what", [*CHANGED, "no budget before"])
+@pytest.mark.parametrize("what", [*CHANGED, "no budget before", "same steps before", "same steps now"])
 def test_a_checkpoint_of_other_batches(what: str, tmp_path: Path) -> None:
     further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}
     first = BUILD["sft"](tmp_path, **{**further, "max_steps": 1})
     if what != "no budget before":
-        fastpack.patch(first, max_tokens=60)
+        fastpack.patch(first, max_tokens=SAME_STEPS if what == "same steps before" else 60)
     first.train()
     data = DATA["sft"]().select(range(EXAMPLES - 1)) if what == "data" else None
     other = BUILD["sft"](tmp_path, data, **{**further, **CHANGED.get(what, {})})
-    fastpack.patch(other, max_tokens=70 if what == "max_tokens" else 60)
+    fastpack.patch(other, max_tokens={"max_tokens": 70, "same steps now": SAME_STEPS}.get(what, 60))
     with pytest.raises(PackingError, match="the checkpoint at step 1 was made with"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+@pytest.mark.parametrize("before", [None, SAME_STEPS, TokenBudget(80, same_steps=True)])
+def test_same_steps_go_on_from_the_trainers_own_batches(before: TokenBudget | None, tmp_path: Path) -> None:
+    further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
+    fastpack.patch(BUILD["sft"](tmp_path, **{**further, "max_steps": 1}), max_tokens=before).train()
+    whole, rest = (BUILD["sft"](tmp_path, **{**further, "max_steps": 2, "save_strategy": "no"}) for _ in range(2))
+    whole.train()
+    fastpack.patch(rest, max_tokens=SAME_STEPS).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    losses = [trainer.state.log_history[-2]["loss"] for trainer in (whole, rest)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_too_long(tmp_path: Path) -> None:
