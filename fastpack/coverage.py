@@ -28,20 +28,25 @@ def covered_family(parts: Parts) -> Family:
             f"{name} can't be patched: {family.model_type} is an encoder (bidirectional attention) unless its config "
             "says is_decoder=True, and packing is for decoders. Nothing was changed."
         )
+    for setting, why in family.refused_if.items():
+        if getattr(config, setting, None):
+            raise UnsupportedModelError(f"{name} with {setting} in its config can't be patched: {why}.")
+    text = config.get_text_config(decoder=True)  # of a composite
     # "vision" means that of images, which don't come with a patched model
-    bidirectional = getattr(config, "use_bidirectional_attention", False) not in (False, None, "vision")
-    if not family.repadded and (bidirectional or getattr(config, "is_causal", True) is False):
+    set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
+    bidirectional = any(value not in (False, None, "vision") for value in set_to)
+    if not family.repadded and (bidirectional or getattr(text, "is_causal", True) is False):
         raise UnsupportedModelError(
             f"{name} is set to attend in both directions (its config says so); only causal attention is covered."
         )
-    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(text, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]
     if any(p.get("rope_type") in LENGTH_DEPENDENT for p in nested):
         raise UnsupportedModelError(
             f"{name} has rotary frequencies that depend on the length, chosen for each kind of layer "
             f"({[p.get('rope_type') for p in nested]}); that combination is not covered."
         )
-    if family.repadded_if is not None and getattr(config, family.repadded_if, False):
+    if any(getattr(config, name, None) for name in family.repadded_if):
         return replace(family, attention=(), mixers={}, repadded=True)
     return family
 

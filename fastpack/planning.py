@@ -49,7 +49,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
 from fastpack.layers.refusals import learns_prompts, passes_a_cache, prompts_pre_hook, replica_pre_hook
-from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
+from fastpack.layers.rotary import LENGTH_DEPENDENT, makes_complex_tables, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
@@ -350,6 +350,11 @@ def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
     for module in backbone.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq"):
+            if makes_complex_tables(module):
+                raise UnsupportedModelError(
+                    f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "
+                    "and complex tables; that combination is not covered. Nothing was changed."
+                )
             plan.forwards.append(ForwardSwap(module, functools.partial(_bind, rotary_forward, module, ()), "rotary"))
             notes.append(
                 f"rotary type {rope_type!r}: each sequence gets the frequencies of its own length; the stock padded "

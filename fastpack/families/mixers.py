@@ -6,6 +6,8 @@ interface, or has a window, chunks or ALiBi in its mask alone, or picks its keys
 itself.
 """
 
+from dataclasses import replace
+
 from fastpack.families.spec import Family, MixerSpec, names
 
 _STOCK = MixerSpec()
@@ -212,7 +214,14 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         fast=names("GlmMoeDsa", "RMSNorm MLP"),
     ),
     Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": MixerSpec("added", carried="prev_topk_indices")}),
-    Family("doge", "DogeModel", mixers={"DogeAttention": _MASKED}, fast=names("Doge", "RMSNorm MLP")),
+    Family(
+        "doge",
+        "DogeModel",
+        mixers={"DogeAttention": _MASKED},
+        fast=names("Doge", "RMSNorm MLP"),
+        repadded_if=("sliding_window",),  # which is in upstream's mask alone
+        refused_if={"is_moe": "its routing mixes the tokens of a whole batch, whatever rows they are in"},
+    ),
     Family(
         "dots3_note_text",
         "Dots3NoteTextModel",
@@ -245,7 +254,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         alibi="build_alibi_tensor",
     ),
     Family("codegen", "CodeGenModel", mixers={"CodeGenAttention": _MASKED}),
-    Family("falcon", "FalconModel", mixers={"FalconAttention": _MASKED}, repadded_if="alibi"),
+    Family("falcon", "FalconModel", mixers={"FalconAttention": _MASKED}, repadded_if=("alibi",)),
     Family("gpt_neo", "GPTNeoModel", mixers={"GPTNeoSelfAttention": _MASKED}),
     Family("gpt_neox_japanese", "GPTNeoXJapaneseModel", mixers={"GPTNeoXJapaneseAttention": _MASKED}),
     Family("gptj", "GPTJModel", mixers={"GPTJAttention": _MASKED}),
@@ -264,7 +273,8 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     Family("xglm", "XGLMModel", mixers={"XGLMAttention": _MASKED}),
     _old_bert("megatron-bert", "MegatronBert", package="megatron_bert"),
     _old_bert("rembert", "RemBert"),
-    _old_bert("roformer", "RoFormer"),
+    # its rotary tables are as long as its positions are many, and values may be rotated with them
+    replace(_old_bert("roformer", "RoFormer"), mixers={}, repadded=True),
     # positions that an embedding counts by itself
     _bart("bart", "Bart"),
     _bart("blenderbot", "Blenderbot"),

@@ -204,7 +204,8 @@ class Family:
         scoped: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
         package: transformers' sub-package, where it is not the model_type; file: that of the modeling code, likewise.
         by_choice: whether the config's ``is_decoder`` says that it is causal; else it is an encoder.
-        repadded_if: name of a setting of the config with which the family is one of re-padded models, or None.
+        refused_if: settings of the config with which the family can't be exact, and why.
+        repadded_if: names of settings of the config with any of which the family is one of re-padded models.
         alibi: name of the backbone's method that makes ALiBi's biases of a 2-D mask, or None.
         since: the first release of transformers whose own model is causal, as (major, minor); None for any.
         unmasked: whether its backbone is given no mask, since it builds one of its own, or takes none.
@@ -223,7 +224,8 @@ class Family:
     scoped: bool = False
     file: str = ""
     by_choice: bool = False
-    repadded_if: str | None = None
+    repadded_if: tuple[str, ...] = ()
+    refused_if: dict[str, str] = field(default_factory=dict)
     alibi: str | None = None
     unmasked: bool = False
     since: tuple[int, int] | None = None

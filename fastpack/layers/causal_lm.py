@@ -38,7 +38,13 @@ from fastpack.layers.labels import (
 from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves, has_stock_loss
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
-from fastpack.layers.refusals import refuse_packed_stock, refuse_replica, refuse_uncovered, takes_stock_path
+from fastpack.layers.refusals import (
+    refuse_packed_stock,
+    refuse_positions,
+    refuse_replica,
+    refuse_uncovered,
+    takes_stock_path,
+)
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, binds, call_stock, defined_in, mask_stand_in, without_itself
@@ -91,6 +97,7 @@ def backbone_forward(
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
     packed = _pack(arguments, packing, prefixes=sharing is not None)
+    refuse_positions(backbone, family, arguments, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
     shared = run.shared
     ids, embeddings = _embedded(backbone, arguments, packed)
@@ -275,6 +282,7 @@ def prepare_head(
     """
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
+        refuse_packed_stock(arguments, take_packing(dict(arguments)))  # which the head may not hand on
         return args, kwargs
     if not torch.compiler.is_compiling():
         refuse_strange_backbone(head)

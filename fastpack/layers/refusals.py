@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.families.spec import Family
 from fastpack.layers.arguments import shape_of
+from fastpack.layers.rotary import rotary_forward
+from fastpack.layers.stock import binds
+from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
@@ -106,6 +110,36 @@ def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
             f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
             "model unpatched (fastpack.unpatch(model))."
         )
+
+
+def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
+    """Raise where a batch's own ``position_ids`` say what this family can't follow; waits for the device, then alone.
+
+    Raises:
+        PackingError: any but each sequence's 0, 1, 2, ... where rows are made anew; or a sequence that goes on above
+            the one before it, where frequencies depend on each sequence's length, which is read where positions fall.
+    """
+    if arguments.get("position_ids") is None or packed.is_empty or torch.compiler.is_compiling():
+        return
+    positions = packed.position_ids[0]
+    starts = packed.cu_seqlens[:-1]
+    starts = starts[starts < len(positions)].long()
+    if family.repadded:
+        begun = torch.zeros_like(positions).index_fill(0, starts, 1).cumsum(0) - 1
+        if bool((positions != torch.arange(len(positions), device=positions.device) - starts[begun]).any()):
+            raise PackingError(
+                f"position_ids that do not count 0, 1, 2, ... in each sequence came to {type(backbone).__name__}, "
+                f"whose family ({family.model_type}) runs on rows made anew, which count by themselves. Leave them "
+                "out, and pass packed_seq_lens or a mask; or train this model unpatched (fastpack.unpatch(model))."
+            )
+    elif any(binds(child.__dict__.get("forward"), rotary_forward) for child in backbone.children()):
+        later = starts[1:]
+        if bool((positions[later] > positions[later - 1]).any()):
+            raise PackingError(
+                "position_ids of a sequence go on above those of the one before it, and this model's rotary "
+                "frequencies depend on each sequence's length, which is read from where positions fall. Let each begin "
+                "at 0, or leave position_ids out."
+            )
 
 
 def refuse_replica(module: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastpack.layers.arguments import parameters
 from fastpack.layers.rows import put_back, row_groups, take
 from fastpack.layers.stock import Forward, call_stock
 from fastpack.packing import PackedSeqLens
@@ -28,6 +29,8 @@ def repadded_forward(backbone: Any, stock: Forward | None, arguments: Mapping[st
     """
     groups = row_groups(packed, equal=True)
     given = {name: value for name, value in arguments.items() if name not in _MADE_ANEW}
+    if "use_mems" in parameters(type(backbone).forward):  # XLNet's cache, which nobody asked for
+        given["use_mems"] = False
     results = [
         call_stock(backbone, stock, **{name: take(value, rows, packed.total_tokens) for name, value in given.items()})
         for rows in groups.groups

@@ -11,7 +11,6 @@ section 3.1 (dynamic NTK: the base grows with ``factor * length / trained length
 from __future__ import annotations
 
 import inspect
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,18 +22,23 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
 
 
+def makes_complex_tables(module: Any) -> bool:
+    """True where cos and sin are one complex table (Llama 4's)."""
+    return "polar" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
 def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin ``[1, T, R]``. Dynamic NTK costs one synchronisation a batch: to know the long lengths.
 
     Args:
         x: gives dtype and device.
-        position_ids: ``[1, T]``; a value that does not grow begins a new sequence. Batches of several rows are the
-            stock path's, and get the stock result.
+        position_ids: ``[1, T]``, or ``[axes, 1, T]``, of which the first tells; a value that does not grow begins a
+            new sequence. Batches of several rows are the stock path's, and get the stock result.
     """
-    if position_ids.shape[0] != 1:
+    if position_ids.shape[-2] != 1:
         result: tuple[Tensor, Tensor] = call_stock(module, stock, x, position_ids)
         return result
-    positions = position_ids[0].long()
+    positions = position_ids.reshape(-1, position_ids.shape[-1])[0].long()
     sequence = torch.zeros_like(positions)
     torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])
     reached = torch.zeros_like(positions).scatter_reduce(0, sequence, positions + 1, "amax")
@@ -58,6 +62,16 @@ def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: 
     return cos, sin
 
 
+class _With:
+    """A rotary module as its own forward sees it, but for its frequencies."""
+
+    def __init__(self, module: Any, inv_freq: Tensor) -> None:
+        self.module, self.inv_freq = module, inv_freq
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
 def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """What the family's own forward gives with the frequencies of ``length`` (0: those of short sequences).
 
@@ -68,13 +82,7 @@ def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[
     inv_freq = module.original_inv_freq
     if length:
         inv_freq, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, x.device, seq_len=length)
-    settings = SimpleNamespace(
-        inv_freq=inv_freq,
-        attention_scaling=module.attention_scaling,
-        config=module.config,
-        rope_type=module.rope_type,
-        rope_init_fn=getattr(module, "rope_init_fn", None),
-    )
+    settings = _With(module, inv_freq)
     own_forward: Any = inspect.unwrap(type(module).forward)
     with torch.no_grad():
         tables: tuple[Tensor, Tensor] = own_forward(settings, x, position_ids)

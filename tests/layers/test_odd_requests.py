@@ -1,0 +1,143 @@
+"""Settings and arguments that few ask for: as exact as the usual ones, or refused before anything runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import make_sequences, run_alone
+from patch_checks import check_exact
+from tiny import VOCAB, tiny_model
+from torch import Tensor
+
+import fastpack
+from fastpack.errors import PackingError, UnsupportedModelError
+from fastpack.smoke.tiny import build_tiny
+
+LENGTHS = (9, 7)
+IDS = torch.randint(4, 80, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+CU = torch.tensor([0, 9, 16], dtype=torch.int32)
+PACKED: dict[str, dict[str, Any]] = {
+    "lengths": {"packed_seq_lens": [*LENGTHS]},
+    "positions": {"position_ids": POSITIONS},
+    "segments": {"attention_mask": torch.tensor([[1] * 9 + [2] * 7])},
+    "offsets": {"cu_seq_lens_q": CU, "cu_seq_lens_k": CU, "max_length_q": 9, "max_length_k": 9},
+}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("asked", ["use_cache", "output_attentions"])
+@pytest.mark.parametrize("how", PACKED)
+@pytest.mark.parametrize("model_type", ["llama", "bloom", "gptj", "mamba", "trocr", "rwkv"])
+def test_packed_batches_are_refused_on_the_stock_path(model_type: str, how: str, asked: str, labels: bool) -> None:
+    """Heads that hand no packing on ran the stock forward over the whole row."""
+    model = fastpack.patch(build_tiny(model_type))
+    batch = {"input_ids": IDS, **PACKED[how], **({"labels": IDS} if labels else {})}
+    with pytest.raises(PackingError, match="Those run the stock forward"):
+        model(**batch, **{asked: True})
+    out = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), **{asked: True})
+    assert out.logits.shape[:2] == IDS.shape
+
+
+ROPE: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0},
+    "longrope": {
+        "rope_theta": 1e4,
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1 + 0.1 * i for i in range(8)],
+        "long_factor": [2 + 0.3 * i for i in range(8)],
+    },
+}
+
+
+def with_rope(model_type: str, kind: str, **further: Any) -> Any:
+    longest = {"max_position_embeddings": 16} if kind == "dynamic" else {}
+    return build_tiny(model_type, rope_parameters={**ROPE[kind], **further}, **longest)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_frequencies_of_each_length_with_positions_along_several_axes(model_type: str, kind: str) -> None:
+    shares = [1.0, 1.1, 1.2, 1.3]
+    further = {"short_factor": shares, "long_factor": [2 * share for share in shares]} if kind == "longrope" else {}
+    model = with_rope(model_type, kind, partial_rotary_factor=0.5, **further).train()
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    check_exact(model, alone)
+
+
+@pytest.mark.parametrize("kind", ROPE)
+def test_positions_that_go_on_are_refused_where_lengths_are_read_from_them(kind: str) -> None:
+    model = fastpack.patch(with_rope("llama", kind))
+    positions = torch.cat([torch.arange(9), torch.arange(7) + 12])[None]
+    with pytest.raises(PackingError, match="go on above those of the one before"):
+        model(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS])
+    offsets = torch.cat([torch.arange(9) + 30, torch.arange(7) + 20])[None]
+    assert model(input_ids=IDS, position_ids=offsets, packed_seq_lens=[*LENGTHS]).logits.isfinite().all()
+    assert model(input_ids=IDS, **PACKED["positions"]).logits.isfinite().all()
+    fixed = fastpack.patch(tiny_model("llama"))
+    assert fixed(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS]).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2"])
+def test_complex_tables_of_each_length_are_refused(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="complex tables"):
+        fastpack.patch(with_rope(model_type, "dynamic"))
+
+
+@pytest.mark.parametrize("setting", ["use_bidirectional_attention", "rope_parameters"])
+def test_what_a_composite_sets_for_its_text_is_read(setting: str) -> None:
+    nested = dict.fromkeys(("full_attention", "sliding_attention"), ROPE["dynamic"])
+    model = build_tiny("gemma3")
+    assert model.config.get_text_config() is not model.config
+    fastpack.unpatch(fastpack.patch(model))
+    setattr(model.config.get_text_config(), setting, nested if setting == "rope_parameters" else True)
+    with pytest.raises(UnsupportedModelError):
+        fastpack.patch(model)
+
+
+@pytest.mark.parametrize("model_type", ["big_bird", "mllama", "xlm", "zaya"])
+def test_positions_of_ones_own_are_refused_where_rows_are_made_anew(model_type: str) -> None:
+    model = fastpack.patch(build_tiny(model_type))
+    assert model(input_ids=IDS, **PACKED["positions"]).logits.shape[1] == IDS.shape[1]
+    for positions in (POSITIONS + 5, POSITIONS + (POSITIONS > 3)):
+        with pytest.raises(PackingError, match="do not count 0, 1, 2"):
+            model(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS])
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("doge", {"sliding_window": 8}),
+    ("roformer", {"rotary_value": True}),
+    ("roformer", {"max_position_embeddings": 40}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "settings"), VARIANTS)
+def test_variants_of_a_family(model_type: str, settings: dict[str, Any]) -> None:
+    """Whose modules mix tokens elsewhere, or count them over the whole batch: they run on rows."""
+    model = build_tiny(model_type, **settings).train()
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    assert fastpack.report(model).rung == "re-padded model"
+    check_exact(model, alone)
+
+
+def test_routing_over_a_whole_batch_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="is_moe in its config can't be patched: its routing mixes"):
+        fastpack.patch(build_tiny("doge", is_moe=True))
+
+
+@pytest.mark.parametrize("lengths", [(9, 7), (8, 8), (6, 5, 5)])
+def test_xlnet_makes_no_cache_in_evaluation(lengths: tuple[int, ...]) -> None:
+    model = build_tiny("xlnet").eval()
+    parts: list[Tensor] = list(IDS[0].split(lengths))
+    with torch.no_grad():
+        alone = [model(input_ids=part[None]).logits[0] for part in parts]
+        fastpack.patch(model)
+        together = model(input_ids=IDS, packed_seq_lens=[*lengths])
+    assert torch.allclose(together.logits[0], torch.cat(alone), atol=1e-5)
+    assert together.mems is None
