@@ -28,17 +28,21 @@ def makes_complex_tables(module: Any) -> bool:
 
 
 def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[1, T, R]``. Dynamic NTK costs one synchronisation a batch: to know the long lengths.
+    """cos and sin, ``[1, T, R]`` or of several rows.
+
+    Dynamic NTK costs one synchronisation a batch: to know the long lengths.
 
     Args:
         x: gives dtype and device.
         position_ids: ``[1, T]``, or ``[axes, 1, T]``, of which the first tells; a value that does not grow begins a
-            new sequence. Batches of several rows are the stock path's, and get the stock result.
+            new sequence. Several rows that count alike are re-padded ones; others are the stock path's, and get the
+            stock result.
     """
-    if position_ids.shape[-2] != 1:
+    rows = position_ids if position_ids.ndim == 2 else position_ids[0]
+    if len(rows) != 1 and bool((rows != rows[:1]).any()):
         result: tuple[Tensor, Tensor] = call_stock(module, stock, x, position_ids)
         return result
-    positions = position_ids.reshape(-1, position_ids.shape[-1])[0].long()
+    positions = rows[0].long()
     sequence = torch.zeros_like(positions)
     torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])
     reached = torch.zeros_like(positions).scatter_reduce(0, sequence, positions + 1, "amax")

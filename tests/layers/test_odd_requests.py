@@ -60,7 +60,7 @@ def with_rope(model_type: str, kind: str, **further: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ROPE)
-@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text", "qwen4_exp"])
 def test_frequencies_of_each_length_with_positions_along_several_axes(model_type: str, kind: str) -> None:
     shares = [1.0, 1.1, 1.2, 1.3]
     further = {"short_factor": shares, "long_factor": [2 * share for share in shares]} if kind == "longrope" else {}
