@@ -113,7 +113,9 @@ def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
-    """Raise where a batch's own ``position_ids`` say what this family can't follow; waits for the device, then alone.
+    """Raise where a batch's own ``position_ids`` say what this family can't follow; for others nothing is computed.
+
+    Where it is asked, it waits for the device.
 
     Raises:
         PackingError: any but each sequence's 0, 1, 2, ... where rows are made anew; or a sequence that goes on above
@@ -121,8 +123,10 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     """
     if arguments.get("position_ids") is None or packed.is_empty or torch.compiler.is_compiling():
         return
-    positions = packed.position_ids[0]
-    starts = packed.cu_seqlens[:-1]
+    by_length = any(binds(child.__dict__.get("forward"), rotary_forward) for child in backbone.children())
+    if not (family.repadded or by_length):
+        return
+    positions, starts = packed.position_ids[0], packed.cu_seqlens[:-1]
     starts = starts[starts < len(positions)].long()
     if family.repadded:
         begun = torch.zeros_like(positions).index_fill(0, starts, 1).cumsum(0) - 1
@@ -132,14 +136,12 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
                 f"whose family ({family.model_type}) runs on rows made anew, which count by themselves. Leave them "
                 "out, and pass packed_seq_lens or a mask; or train this model unpatched (fastpack.unpatch(model))."
             )
-    elif any(binds(child.__dict__.get("forward"), rotary_forward) for child in backbone.children()):
-        later = starts[1:]
-        if bool((positions[later] > positions[later - 1]).any()):
-            raise PackingError(
-                "position_ids of a sequence go on above those of the one before it, and this model's rotary "
-                "frequencies depend on each sequence's length, which is read from where positions fall. Let each begin "
-                "at 0, or leave position_ids out."
-            )
+    elif bool((positions[starts[1:]] > positions[starts[1:] - 1]).any()):
+        raise PackingError(
+            "position_ids of a sequence go on above those of the one before it, and this model's rotary frequencies "
+            "depend on each sequence's length, which is read from where positions fall. Let each begin at 0, or leave "
+            "position_ids out."
+        )
 
 
 def refuse_replica(module: nn.Module) -> None:

@@ -10,9 +10,13 @@ from oracle import make_sequences, run_alone
 from patch_checks import check_exact
 from tiny import VOCAB, tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpack
 from fastpack.errors import PackingError, UnsupportedModelError
+from fastpack.families import FAMILIES
+from fastpack.layers.refusals import refuse_positions
+from fastpack.packing import PackedSeqLens
 from fastpack.smoke.tiny import build_tiny
 
 LENGTHS = (9, 7)
@@ -54,6 +58,16 @@ ROPE: dict[str, dict[str, Any]] = {
 }
 
 
+class Operations(TorchDispatchMode):
+    """How many operations ran under it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
 def with_rope(model_type: str, kind: str, **further: Any) -> Any:
     longest = {"max_position_embeddings": 16} if kind == "dynamic" else {}
     return build_tiny(model_type, rope_parameters={**ROPE[kind], **further}, **longest)
@@ -81,6 +95,19 @@ def test_positions_that_go_on_are_refused_where_lengths_are_read_from_them(kind:
     assert model(input_ids=IDS, **PACKED["positions"]).logits.isfinite().all()
     fixed = fastpack.patch(tiny_model("llama"))
     assert fixed(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS]).logits.isfinite().all()
+
+
+def test_positions_are_looked_at_only_where_somebody_needs_it() -> None:
+    """Each look would wait for the device, at every step of a trainer that passes them."""
+    packed = PackedSeqLens.from_lengths([*LENGTHS])
+    usual, by_length = fastpack.patch(tiny_model("llama")), fastpack.patch(with_rope("llama", "dynamic"))
+    looks = []
+    for model in (usual, by_length):
+        with Operations() as seen:
+            refuse_positions(model.model, FAMILIES["llama"], {"position_ids": POSITIONS}, packed)
+        looks.append(seen.count)
+    assert looks[0] == 0
+    assert looks[1] > 0
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v2"])
