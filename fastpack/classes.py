@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from fastpack.compiling import known_once
+
 _SAYING = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 """Special methods that change what a module computes; the others copy, restore or print it."""
 
@@ -17,6 +19,18 @@ def stock_class(module: nn.Module) -> Any:
     Of a user's only such as changes nothing that it inherits; one with a forward of its own stays what it is.
     """
     return next(cls for cls in type(module).__mro__ if not _adds_nothing(cls))
+
+
+def mentions(module: nn.Module, name: str) -> bool:
+    """True where the stock forward of a module's class reads this global or attribute."""
+    return name in names_in(stock_class(module).forward)
+
+
+@known_once
+def names_in(function: Any) -> tuple[str, ...]:
+    """The globals and attributes that a function reads, whatever wraps it."""
+    found: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
+    return found
 
 
 def _adds_nothing(cls: type) -> bool:

@@ -317,17 +317,21 @@ class PackedSeqLens:
         slots = self.indices[: len(x_T)]
         return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy_(0, slots, x_T)
 
-    def mask_first_labels(self, labels_BS: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-        """A copy of ``labels`` in which the first label of each sequence is ignored.
-
-        The loss shifts labels by one, so that label would be predicted from the last token of the sequence before.
-        """
+    def check_slots(self, labels_BS: Tensor) -> None:
+        """Raise unless there is a label for each slot of the batch."""
         slots = self.real_tokens if self.batch_shape is None else self.batch_shape[0] * self.batch_shape[1]
         if labels_BS.numel() != slots:
             raise PackingError(
                 f"labels hold {labels_BS.numel()} entries (shape {tuple(labels_BS.shape)}), but the batch has {slots} "
                 "slots. Pass labels of the same shape as input_ids."
             )
+
+    def mask_first_labels(self, labels_BS: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+        """A copy of ``labels`` in which the first label of each sequence is ignored.
+
+        The loss shifts labels by one, so that label would be predicted from the last token of the sequence before.
+        """
+        self.check_slots(labels_BS)
         if self.is_empty:
             return labels_BS
         starts = self.cu_seqlens[:-1].long()

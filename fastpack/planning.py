@@ -15,7 +15,7 @@ from torch import nn
 from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.backends.flash_attn import LONG
-from fastpack.classes import changes_of, stock_class
+from fastpack.classes import changes_of, mentions, stock_class
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -49,7 +49,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
 from fastpack.layers.refusals import learns_prompts, passes_a_cache, prompts_pre_hook, replica_pre_hook
-from fastpack.layers.rotary import LENGTH_DEPENDENT, makes_complex_tables, rotary_forward
+from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
@@ -350,7 +350,7 @@ def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
     for module in backbone.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq"):
-            if makes_complex_tables(module):
+            if mentions(module, "polar"):  # Llama 4's cos and sin are one complex table
                 raise UnsupportedModelError(
                     f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "
                     "and complex tables; that combination is not covered. Nothing was changed."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastpack.classes import stock_class
+from fastpack.classes import mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
@@ -29,7 +29,6 @@ from fastpack.layers.arguments import (
 from fastpack.layers.labels import (
     hands_on,
     ignore_index_of,
-    mentions,
     shifts_labels,
     targets_of,
     without_first_labels,

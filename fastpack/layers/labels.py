@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
-from fastpack.classes import stock_class
-from fastpack.compiling import known_once
+from fastpack.classes import mentions, names_in, stock_class
 from fastpack.layers.arguments import keeps_some_logits
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
@@ -60,9 +58,10 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     if keeps_some_logits(arguments) and labels.shape != packed.batch_shape:
         return arguments  # those of the logits that are kept, which nobody but the caller knows
     ignore_index = ignore_index_of(head, arguments)
-    masked = packed.mask_first_labels(labels, ignore_index)
     if packed.starts_rows:
+        packed.check_slots(labels)
         return arguments
+    masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
     as_it_is = arguments.get("shift_labels") is not None or packed.is_empty
     if num_items is None or as_it_is or _column_0_counts(head):
@@ -107,17 +106,6 @@ def hands_on(head: Any) -> bool:
     return mentions(head, "loss_function")
 
 
-def mentions(head: Any, name: str) -> bool:
-    """True where the stock forward of a head's class reads this global or attribute."""
-    return name in _names(stock_class(head).forward)
-
-
-@known_once
-def _names(function: Any) -> tuple[str, ...]:
-    found: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
-    return found
-
-
 def _column_0_counts(head: Any) -> bool:
     """True where transformers' ``Trainer`` counts every label of this head's batches."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
@@ -130,7 +118,7 @@ def _asks_for_the_loss() -> bool:
     """Older ones leave column 0 out whatever the loss."""
     from transformers import Trainer
 
-    return "_loss_shifts_labels" in _names(Trainer.__init__)
+    return "_loss_shifts_labels" in names_in(Trainer.__init__)
 
 
 def _trained(labels: Tensor, ignore_index: int) -> Tensor:

@@ -22,11 +22,6 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
 
 
-def makes_complex_tables(module: Any) -> bool:
-    """True where cos and sin are one complex table (Llama 4's)."""
-    return "polar" in inspect.unwrap(type(module).forward).__code__.co_names
-
-
 def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, ``[1, T, R]`` or of several rows.
 
