@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative
-from recording import SMALL, FakeRecorder, check, graphed, hidden, looks, reason, runner, step
+from recording import SMALL, FakeRecorder, Varlen, check, graphed, hidden, looks, reason, runner, step
 from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.backends.call import AttentionCall
 from fastpack.graphs import GraphSettings
 from fastpack.graphs.recorder import CaptureRefusedError, capture_problem
 from fastpack.graphs.runner import ENOUGH_WORK
@@ -39,6 +41,47 @@ def test_checkpointing_that_cannot_be_recorded() -> None:
         layer._gradient_checkpointing_func = lambda f, *args: checkpoint(f, *args, use_reentrant=False)
     step(model)
     assert reason(model) == "its gradient checkpointing is not plain torch.utils.checkpoint"
+
+
+def left_open(function: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool) -> Any:
+    """Checkpointing as torch had it before 2.13: where a function raises, its hooks stay until its frame is gone."""
+
+    def hooks() -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: pytest.fail("made by the wrong pass")):
+            yield
+
+    frame = hooks()
+    next(frame)
+    out = function(*args)
+    next(frame, None)
+    return out
+
+
+def test_nothing_is_left_open_by_checkpointing_that_was_refused(
+    varlen: Varlen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the eager pass behind it saves its tensors for a backward that runs the refused one again."""
+    kept = []
+    run = varlen.run
+
+    def look(call: AttentionCall) -> Tensor:
+        try:
+            len(call.packed.lengths)
+        except Exception as error:
+            kept.append(error)  # and with it the frames on its way
+            raise
+        return run(call)
+
+    monkeypatch.setattr(varlen, "run", look)
+    monkeypatch.setattr("fastpack.graphs.stack.checkpoint", left_open)
+    models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
+    for m in models:
+        m.train().gradient_checkpointing_enable({"use_reentrant": False})
+    want, ours = (step(m) for m in models)
+    check(ours, want)
+    assert reason(models[1]) == "its attention reads each batch's lengths on the host"
+    assert kept
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
 REPLACED: dict[str, Any] = {

@@ -10,6 +10,7 @@ hooks, numbers that modules hold) as it was (:meth:`Stack.state`)? Both walk fla
 from __future__ import annotations
 
 import functools
+import traceback
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, repeat
@@ -181,6 +182,11 @@ class Stack:
             for module in checkpointed:
                 module._gradient_checkpointing_func = ours
             yield
+        except BaseException as error:
+            # Before 2.13 torch's checkpointing ends with its frame where a layer raises. While the traceback lived,
+            # whatever is saved later, by a pass that has nothing to do with this one, would be made again by it.
+            traceback.clear_frames(error.__traceback__)
+            raise
         finally:
             for held, name, value in places:
                 held[name] = value

@@ -38,15 +38,16 @@ def mixer_forward(
     if spec.scan is not None:
         from fastpack.layers.packed_mixer import packed_forward, packed_rejects  # which brings torch's compiler along
 
-        device, dtype = _computed_in(next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)))
+        device, dtype = _computed_in(_hidden(args, kwargs))
         if packed_rejects(module, spec, stock, device, dtype) is None:
             return packed_forward(module, spec, packed, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False)
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
+    dtype = _hidden(args, kwargs).dtype if spec.mask == "added" else torch.bool
     results = []
     for i, rows in enumerate(groups.groups):
-        mask = _Mask(module, spec, rows)
+        mask = _Mask(module, spec, rows, dtype)
         positional = [_argument(None, value, spec, packed, rows, mask) for value in args]
         named = {name: _argument(name, value, spec, packed, rows, mask) for name, value in kwargs.items()}
         if carried is not None:
@@ -115,6 +116,12 @@ def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
     return weight.device, weight.dtype
 
 
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Of a mixer's arguments the first that holds numbers, which are its hidden states."""
+    given = (*args, *kwargs.values())
+    return next(x for x in given if isinstance(x, Tensor) and x.is_floating_point() and not is_stand_in(x))
+
+
 def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
     """Device of a batch, and the dtype that its projections come in."""
     kind = hidden.device.type
@@ -143,10 +150,13 @@ def packed_alibi(
 
 
 class _Mask:
-    """Makes the mask of a group of rows in the form that a module takes."""
+    """Makes the mask of a group of rows in the form that a module takes.
 
-    def __init__(self, module: Any, spec: MixerSpec, rows: Rows) -> None:
-        self.module, self.spec, self.rows = module, spec, rows
+    What is added is of the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
+    """
+
+    def __init__(self, module: Any, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
+        self.module, self.spec, self.rows, self.dtype = module, spec, rows, dtype
 
     def make(self, device: torch.device) -> Tensor | None:
         """``[n, 1, L, L]``, or None."""
@@ -154,10 +164,8 @@ class _Mask:
             return None
         seen = self._seen(device)
         if self.spec.mask == "added":
-            dtype = next(self.module.parameters()).dtype
-            if torch.is_autocast_enabled(device.type):
-                dtype = torch.get_autocast_dtype(device.type)
-            made = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+            made = torch.zeros(seen.shape, dtype=self.dtype, device=device)
+            made = made.masked_fill(~seen, torch.finfo(self.dtype).min)
         else:
             made = ~seen if self.spec.mask == "hidden" else seen
         return made.expand(self.rows.count, 1, -1, -1)
