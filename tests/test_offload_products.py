@@ -37,6 +37,7 @@ from fastpack.offload import saved
 from fastpack.offload.products import CHECKPOINTING, KEEP, KEPT, Journey, Parcel, is_sent, pace
 from fastpack.offload.transfer import HostPool, Lane, Rates
 from fastpack.ops import gated_mlp
+from fastpack.smoke.tiny import build_tiny
 
 SENT = LAYERS - KEEP
 """Layers whose products leave where there is time for all."""
@@ -89,6 +90,23 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     layers = backbone_of(model).layers
     assert not any(KEPT in layer.__dict__ for layer in layers)
     assert not any("Journey" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
+
+
+@KINDS
+@pytest.mark.parametrize("model_type", ["ernie", "gemma4_text"])
+def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> None:
+    """What a scope puts back behind a layer that ran again is what it found there, not what was lent for a forward."""
+    model = with_products(build_tiny(model_type).train(), reentrant=reentrant)
+    stock = prepared(build_tiny(model_type).train(), None, reentrant=reentrant)
+    for m in (model, stock):
+        m.enable_input_require_grads()
+    layers = [m for m in model.modules() if CHECKPOINTING in m.__dict__]
+    before = [layer.__dict__[CHECKPOINTING] for layer in layers]
+    for _ in range(2):
+        assert equal(gradients(model), gradients(stock))
+        assert [layer.__dict__[CHECKPOINTING] for layer in layers] == before
+    assert not any(KEPT in layer.__dict__ for layer in layers)
+    assert offload(model).stats.tensors
 
 
 def test_what_has_no_gated_mlp_is_left_alone() -> None:

@@ -63,13 +63,15 @@ class PackingScope(threading.local):
     @contextmanager
     def _running(self, packed: PackedSeqLens, checkpointed: Checkpointed) -> Iterator[None]:
         before, self.packed = self.packed, packed
+        # in a backward others than those that do it, which somebody (offloading) may have lent for the forward
+        found = [(module, module.__dict__[_CHECKPOINT]) for module, _ in checkpointed]
         try:
             for module, function in checkpointed:
                 setattr(module, _CHECKPOINT, functools.partial(self._checkpoint, packed, checkpointed, function))
             yield
         finally:
             self.packed = before
-            for module, function in checkpointed:
+            for module, function in found:
                 setattr(module, _CHECKPOINT, function)
 
     def _checkpoint(
