@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs import runner_of
+from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
@@ -350,6 +351,14 @@ def test_neftune_and_given_embeddings() -> None:
     for want, ours in zip(*results, strict=True):
         assert relative(ours, want) <= FLOAT32_BOUND
     assert runner(models[1]).stats.replays == 1
+
+
+def test_a_pickle_makes_a_recorder_of_its_own() -> None:
+    """The one that records on a GPU holds what no pickle does."""
+    model = fastpack.patch(tiny_model("llama"), graphs="auto")
+    other = pickle.loads(pickle.dumps(model))
+    assert type(runner(other).recorder) is type(runner(model).recorder) is CudaRecorder
+    assert runner(other).recorder is not runner(model).recorder
 
 
 def test_copies_and_pickles_start_empty() -> None:

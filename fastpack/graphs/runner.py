@@ -73,10 +73,10 @@ class GraphRunner:
         self._start_empty()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "recorder": type(self.recorder)()}
+        return {"settings": self.settings, "recorder": type(self.recorder)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, stats=GraphStats())
+        self.__dict__.update(state, recorder=state["recorder"](), stats=GraphStats())
         self._start_empty()
 
     def _start_empty(self) -> None:

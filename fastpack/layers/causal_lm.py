@@ -207,11 +207,11 @@ def _call_head(head: Any, scope: PackingScope | None, stock: Forward | None, *ar
     packed = kwargs.get("packed_seq_lens")
     if scope is None or not isinstance(packed, PackedSeqLens):
         return call_stock(head, stock, *args, **kwargs)
-    scope.offer(source_of(kwargs), packed)
     if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
         kwargs["use_cache"] = False
     kept = accepted(type(head).forward, kwargs) if stock is None else kwargs
-    return call_stock(head, stock, *args, **kept)
+    with scope.offering(source_of(kwargs), packed):
+        return call_stock(head, stock, *args, **kept)
 
 
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)

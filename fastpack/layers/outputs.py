@@ -36,25 +36,26 @@ def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
     """With ``flat`` of what is ``[tokens, ...]``, and ``batched`` of what is ``[1, tokens, ...]`` and of each stream of
     ``[A, 1, tokens, ...]``; in any nesting."""
     seen: list[tuple[Tensor, Tensor]] = []
-
-    def changed(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            return type(value)(changed(item) for item in value)
-        if not isinstance(value, Tensor):
-            return value
-        for before, after in seen:
-            if before is value:  # hidden_states[-1] is last_hidden_state, and stays so
-                return after
-        if value.ndim >= 2 and value.shape[:2] == (1, tokens):
-            seen.append((value, batched(value)))
-        elif value.ndim >= 4 and value.shape[1:3] == (1, tokens):
-            seen.append((value, torch.stack([batched(stream) for stream in value])))
-        elif value.ndim >= 2 and value.shape[0] == tokens:
-            seen.append((value, flat(value)))  # router_logits
-        else:
-            return value
-        return seen[-1][1]
-
     for key in list(outputs.keys()):
-        outputs[key] = changed(outputs[key])
+        outputs[key] = _changed(outputs[key], tokens, batched, flat, seen)
     return outputs
+
+
+def _changed(value: Any, tokens: int, batched: Change, flat: Change, seen: list[tuple[Tensor, Tensor]]) -> Any:
+    """Not a function inside :func:`_change`, which would hold itself, and everything seen, until a collection."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_changed(item, tokens, batched, flat, seen) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    for before, after in seen:
+        if before is value:  # hidden_states[-1] is last_hidden_state, and stays so
+            return after
+    if value.ndim >= 2 and value.shape[:2] == (1, tokens):
+        seen.append((value, batched(value)))
+    elif value.ndim >= 4 and value.shape[1:3] == (1, tokens):
+        seen.append((value, torch.stack([batched(stream) for stream in value])))
+    elif value.ndim >= 2 and value.shape[0] == tokens:
+        seen.append((value, flat(value)))  # router_logits
+    else:
+        return value
+    return seen[-1][1]

@@ -160,6 +160,24 @@ def test_a_wrapper_that_checkpoints_layers_is_refused() -> None:
         loss.backward()
 
 
+def test_an_interrupted_forward_leaves_no_packing_behind() -> None:
+    """For whoever gives the backbone the same ids next."""
+    model = fastpack.patch(build_tiny("bamba").eval())
+    ids = plain_tokens(1, 12, seed=0)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        want = model.model(input_ids=ids).last_hidden_state
+        hook = model.model.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(input_ids=ids, packed_seq_lens=[5, 7])
+        hook.remove()
+        assert torch.equal(model.model(input_ids=ids).last_hidden_state, want)
+        assert not torch.equal(model.model(input_ids=ids, packed_seq_lens=[5, 7]).last_hidden_state, want)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_two_forwards_before_their_backwards(reentrant: bool) -> None:
     """Each checkpointed layer runs again with the packing of its own forward."""
