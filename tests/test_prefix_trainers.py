@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from preferences import PAIRS, STEPS, logged, pairs, settings, word_tokenizer
 from prefix_cases import sharing
 from test_adapters import with_lora
 from test_other_trainers import BOUND, CASES, COMPARED, DIFFERENCES, OF_DIFFERENCES
 from test_preference_trainers import BETA, check_equal, dpo
 from tiny import tiny_model
+from trainer_cases import sft, texts
 from trl import DPOConfig, DPOTrainer
 
 import fastpack
@@ -110,3 +112,19 @@ def test_others(name: str, tmp_path: Path) -> None:
                 assert abs(mine[what] - theirs[what]) <= BOUND * max(abs(theirs[what]), 1e-2), (what, mine, theirs)
         for what in DIFFERENCES:
             assert abs(mine.get(what, 0.0) - theirs.get(what, 0.0)) <= OF_DIFFERENCES, (what, mine, theirs)
+
+
+@pytest.mark.parametrize("padding_free", [False, True], ids=["padded", "padding-free"])
+def test_sft_of_chats_with_one_system_prompt(padding_free: bool, tmp_path: Path) -> None:
+    system = next(iter(texts(1)))["text"]
+    data = Dataset.from_list([{"text": f"{system} {row['text']}"} for row in texts(seed=1)])
+    stock = logged(sft(tmp_path, data))
+    trainer = fastpack.patch(sft(tmp_path, data, padding_free=padding_free), share_prefixes="auto")
+    ours = logged(trainer)
+    assert len(ours) == len(stock) == STEPS
+    for mine, theirs in zip(ours, stock, strict=True):
+        for what in ("loss", "grad_norm"):
+            assert abs(mine[what] - theirs[what]) <= BOUND * theirs[what], (what, mine, theirs)
+    stats = sharing(trainer.model).stats
+    assert stats.shared == stats.batches >= STEPS, stats
+    assert stats.saved > 0.2 * stats.tokens
