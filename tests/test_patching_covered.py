@@ -187,7 +187,7 @@ def test_modules_that_peft_copied(saved: list[str]) -> None:
     check_exact(fastpack.patch(wrapped, strict=True), alone)
 
 
-@pytest.mark.parametrize("model_type, target, saved", [
+@pytest.mark.parametrize(("model_type", "target", "saved"), [
     ("llama", "q_proj", ["mlp"]), ("llama", "q_proj", ["layers.1"]), ("llama", "q_proj", ["norm", "input_layernorm"]),
     ("bamba", "in_proj", ["layers.1"]), ("bloom", "query_key_value", ["h.1"]),
 ])  # fmt: skip
