@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import stand_ins
 import torch
 from attention_cases import Case
+from machines import A100, B200, BF16, DOUBLE, FLOAT, H100, HALF, RTX4090, T4, V100, Machine, shape
 
 from fastpack import BackendUnavailableError
 from fastpack.attention_dispatch import BACKENDS, attend, check_name, choose, explain
@@ -26,19 +25,6 @@ from fastpack.backends import (
     xformers,
 )
 from fastpack.backends.call import AttentionShape
-
-Machine = Callable[[int, int], None]
-
-T4, V100, A100, RTX4090, H100, B200 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0), (10, 0)
-HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
-
-
-def shape(device: str = "cuda", dtype: torch.dtype = BF16, **changes: Any) -> AttentionShape:
-    """Llama's attention, and what is changed of it."""
-    facts: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
-    facts |= {"total_tokens": 4096, "num_sequences": 8, "max_seqlen": 900}
-    return AttentionShape(torch.device(device), dtype, **{**facts, **changes})
-
 
 # Nothing but torch is installed.
 CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
@@ -262,175 +248,6 @@ def test_int32_limit_of_flash_attention_2(
             assert "2^31" in reason
             assert f"T = {over.total_tokens}, N = {over.num_sequences}" in reason
             assert backend.rejects(replace(over, needs_grad=False)) is None
-
-
-# --- FlashAttention's generations -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("installed", "gpu", "changes", "expected"),
-    [
-        ((2, 3, 4), H100, {}, 3),
-        ((2, 3, 4), H100, {"softcap": 1.5}, 3),
-        ((2, 4), H100, {}, 4),
-        ((2, 4), H100, {"softcap": 1.5}, 2),  # 4 has no varlen backward with a softcap
-        ((2, 3, 4), A100, {}, 2),
-        ((2, 3, 4), RTX4090, {}, 2),
-        ((2, 3, 4), B200, {}, 4),
-        ((2, 3), B200, {}, 2),
-        ((2, 3, 4), B200, {"softcap": 1.5}, 2),
-        ((2, 3, 4), (12, 0), {}, 2),
-        ((2, 3, 4), H100, {"dropout": 0.1}, 2),
-    ],
-)
-def test_generation(
-    installed: tuple[int, ...],
-    gpu: tuple[int, int],
-    changes: dict[str, Any],
-    expected: int,
-    capable_cpu: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls = stand_ins.install_flash_attn(monkeypatch, *installed)
-    capable_cpu(*gpu)
-    call = replace(Case().make(BF16), **changes)
-    assert flash_attn.rejects(call.shape) is None
-    flash_attn.run(call)
-    assert [c["generation"] for c in calls] == [expected]
-
-
-@pytest.mark.parametrize(
-    ("installed", "gpu", "asked", "said"),
-    [
-        ((), H100, shape(), "flash-attn is not installed"),
-        ((2, 3, 4), H100, shape("cpu"), "needs a CUDA device, not cpu"),
-        ((3,), A100, shape(), "FlashAttention 3: does not serve compute capability 8.0"),
-        ((2,), T4, shape(dtype=HALF), "FlashAttention 2: does not serve compute capability 7.5"),
-        ((3,), H100, shape(dropout=0.1), "FlashAttention 3: no dropout"),
-        ((2,), H100, shape(dropout=0.1, softcap=1.0), "FlashAttention 2: no dropout with a softcap"),
-        ((2, 3), H100, shape(sinks=True), "FlashAttention 2: no attention sinks; FlashAttention 3: no attention sinks"),
-        ((4,), H100, shape(sinks=True), "FlashAttention 4: no gradient of attention sinks"),
-        ((4,), H100, shape(softcap=1.0), "FlashAttention 4: no softcap"),
-        ((3,), H100, shape(dtype=FLOAT), "FlashAttention 3: takes float16 and bfloat16, not float32"),
-        ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes 192 and 128"),
-        ((4,), H100, shape(head_dim=40, value_dim=40), "FlashAttention 4: wrong gradients with heads of 40"),
-        ((4,), B200, shape(head_dim=256, value_dim=256), "FlashAttention 4: wrong gradients with heads of 256"),
-        ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys of 192 with values of 128"),
-    ],
-)
-def test_flash_attn_reason(
-    installed: tuple[int, ...],
-    gpu: tuple[int, int],
-    asked: AttentionShape,
-    said: str,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stand_ins.install_flash_attn(monkeypatch, *installed)
-    machine(*gpu)
-    assert said in str(flash_attn.rejects(asked))
-
-
-@pytest.mark.parametrize(("gpu", "head_dim"), [(H100, 40), (B200, 256)])
-def test_heads_whose_gradients_4_gets_wrong_are_served_forward(
-    gpu: tuple[int, int], head_dim: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stand_ins.install_flash_attn(monkeypatch, 4)
-    machine(*gpu)
-    asked = shape(head_dim=head_dim, value_dim=head_dim)
-    assert flash_attn.rejects(asked) is not None
-    assert flash_attn.rejects(replace(asked, needs_grad=False)) is None
-
-
-def test_sinks_without_a_gradient_are_served_by_4(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install_flash_attn(monkeypatch, 4)
-    machine(*B200)
-    assert flash_attn.rejects(shape(sinks=True, needs_grad=False)) is None
-
-
-@pytest.mark.parametrize("leaf", ["q", "k", "v", "sinks"])
-def test_a_gradient_of_anything_counts(leaf: str) -> None:
-    call = Case(sinks=True).make(FLOAT, requires_grad=False)
-    assert call.shape.needs_grad is False
-    wanted = replace(call, **{leaf: getattr(call, leaf).requires_grad_()})
-    assert wanted.shape.needs_grad is True
-    with torch.no_grad():
-        assert replace(wanted).shape.needs_grad is False
-
-
-@pytest.mark.parametrize(
-    ("init", "cute", "said"),
-    [
-        ("raise ImportError('undefined symbol: _ZN3c10')", None, "FlashAttention 2: does not import with torch"),
-        ("raise OSError('libcudart.so.12')", "", "FlashAttention 2: does not import with torch"),
-        ("", None, "FlashAttention 2: does not import with torch"),
-        (None, "import not_there_at_all", "FlashAttention 4: does not import with torch"),  # the wheel of 4 alone
-        # the wheel of generation 2 ships the source of 4, without what it needs
-        ("def flash_attn_varlen_func(): ...", "import not_there_at_all", None),
-    ],
-)
-def test_a_broken_wheel_is_a_reason_not_a_crash(
-    init: str | None,
-    cute: str | None,
-    said: str | None,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.setattr(flash_attn, "GENERATIONS", [g for g in flash_attn.GENERATIONS if g.number != 3])
-    package = tmp_path / "flash_attn"
-    package.mkdir()
-    if init is not None:
-        (package / "__init__.py").write_text(init)
-    if cute is not None:
-        (package / "cute").mkdir()
-        (package / "cute" / "__init__.py").write_text(cute)
-    monkeypatch.syspath_prepend(tmp_path)
-    for name in ("flash_attn", "flash_attn.cute"):
-        monkeypatch.delitem(sys.modules, name)
-    try:
-        machine(*H100)
-        reason = flash_attn.rejects(shape())
-        assert (said in str(reason)) if said else reason is None
-        where_ours_is_slower = shape(head_dim=256, value_dim=256)
-        assert choose(where_ours_is_slower) == ("flash_attn" if said is None else "torch_varlen")
-        if said is None:
-            assert "does not import" in str(flash_attn._rejects(flash_attn.GENERATIONS[0], shape()))
-    finally:
-        for name in ("flash_attn", "flash_attn.cute"):
-            sys.modules.pop(name, None)
-
-
-# --- xformers ---------------------------------------------------------------------------------------------------------
-
-
-def test_xformers_without_cuda_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install_xformers(monkeypatch, built_with_cuda=False)
-    machine(*H100)
-    reason = f"this xformers wheel holds no CUDA kernels for torch {torch.__version__}"
-    assert xformers.rejects(shape()) == reason
-    with pytest.raises(BackendUnavailableError, match="holds no CUDA kernels"):
-        choose(shape(), "xformers")
-    assert choose(shape(head_dim=192)) == "mem_efficient"
-
-
-def test_xformers_that_does_not_import(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.module(monkeypatch, "xformers")  # and nothing in it
-    machine(*H100)
-    assert "does not import with torch" in str(xformers.rejects(shape()))
-
-
-def test_triton_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(*H100)
-    assert triton_packed.rejects(shape()) is None
-    monkeypatch.setattr(triton_packed, "_installed", lambda: False)
-    assert "pip install triton" in str(triton_packed.rejects(shape()))
-    assert choose(shape(head_dim=12)) == "segments"
-
-
-def test_packages_that_are_not_there() -> None:
-    assert "pip install xformers" in str(xformers.rejects(shape()))
-    assert "pip install flash-attn" in str(flash_attn.rejects(shape()))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
