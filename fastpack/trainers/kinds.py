@@ -110,24 +110,34 @@ def _whole_sft(trainer: Any) -> str | None:
         return "packing makes one row of a batch; leave it off, or leave same_steps out: full batches take packed rows"
     if getattr(trainer, "padding_free", False):
         return "padding_free makes one row of a batch; leave it off, a patched model runs without padding all the same"
-    return _whole_experts(getattr(trainer, "aux_loss_enabled", False))
+    return _whole_experts(trainer)
 
 
 def _whole_trainer(trainer: Any) -> str | None:
-    return _whole_experts(getattr(trainer.model.config, "output_router_logits", False))
-
-
-def _whole_experts(balanced: bool) -> str | None:
-    if balanced:
-        return "the auxiliary loss of experts would be added once for each piece: leave same_steps out"
+    if getattr(trainer.model.config, "output_router_logits", False):
+        return f"{_EXPERTS}: set output_router_logits=False in the model's config, or leave same_steps out"
     return None
+
+
+def _whole_experts(trainer: Any, option: str = "same_steps") -> str | None:
+    """TRL's trainers; ``option`` is the one that splits."""
+    if getattr(trainer, "aux_loss_enabled", False):
+        return f"{_EXPERTS}: set router_aux_loss_coef=0.0, or leave {option} out"
+    return None
+
+
+_EXPERTS = "the auxiliary loss of experts would be added once for each piece"
 
 
 def _whole_kto(trainer: Any) -> str | None:
     if getattr(trainer, "calculate_KL", False):
         kind = trainer.loss_type
         return f"loss_type {kind!r} compares with a KL that is a mean over a micro-batch: leave same_steps out"
-    return None
+    return _whole_experts(trainer)
+
+
+def _whole_generated(trainer: Any) -> str | None:
+    return _whole_experts(trainer, "max_tokens")
 
 
 def _no_grpo(trainer: Any) -> str | None:
@@ -153,11 +163,11 @@ GRPO_LOSSES: dict[str, Count | None] = {
 """What each loss of GRPO is a mean of within a micro-batch; None where it is a sum over a number of the whole step."""
 
 KINDS: dict[str, Kind] = {
-    "DPOTrainer": Kind("pairs", pairs, rows_of_a_unit=2, refuses=_no_dpo),
+    "DPOTrainer": Kind("pairs", pairs, rows_of_a_unit=2, refuses=_no_dpo, whole=_whole_experts),
     "RewardTrainer": Kind("pairs", pairs, rows_of_a_unit=2),
     "KTOTrainer": Kind("sequences", rows, whole=_whole_kto),
-    "RLOOTrainer": Kind("sequences", rows, planned=False),
-    "GRPOTrainer": Kind("sequences", rows, planned=False, scaled=True, refuses=_no_grpo),
+    "RLOOTrainer": Kind("sequences", rows, planned=False, whole=_whole_generated),
+    "GRPOTrainer": Kind("sequences", rows, planned=False, scaled=True, refuses=_no_grpo, whole=_whole_generated),
     "SFTTrainer": Kind("trained tokens", trained_tokens, whole=_whole_sft),
     "Trainer": Kind("trained tokens", trained_tokens, whole=_whole_trainer),
 }

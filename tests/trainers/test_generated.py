@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import tiny_model
 from trainer_cases import Gradients, furthest, grpo, rloo
 
 import fastpack
@@ -65,3 +66,14 @@ def test_refused(tmp_path: Path) -> None:
         fastpack.patch(grpo(tmp_path, top_entropy_quantile=0.5), max_tokens=BUDGET)
     with pytest.raises(PatchError, match="it always keeps its steps"):
         fastpack.patch(rloo(tmp_path), max_tokens=TokenBudget(BUDGET, same_steps=True))
+
+
+@pytest.mark.parametrize("make", [grpo, rloo])
+def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = tiny_model("mixtral", attn_implementation="sdpa", router_aux_loss_coef=0.1)
+    monkeypatch.setattr("trainer_cases.policy", lambda: experts)
+    with pytest.raises(PatchError, match=r"each piece: set router_aux_loss_coef=0\.0, or leave max_tokens out"):
+        fastpack.patch(make(tmp_path), max_tokens=BUDGET)
+    assert fastpack.report(experts).rung == "stock", "nothing was changed"
+    unbalanced = make(tmp_path, router_aux_loss_coef=0.0)
+    assert fastpack.patch(unbalanced, max_tokens=BUDGET) is unbalanced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -244,15 +245,19 @@ def test_a_sampler_of_the_users_own(tmp_path: Path) -> None:
     assert fastpack.patch(trainer, max_tokens=TokenBudget(75, same_steps=True)) is trainer
 
 
-@pytest.mark.parametrize("make", [sft, plain])
+@pytest.mark.parametrize("make", [sft, dpo, kto, plain])
 def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     experts = tiny_model("mixtral", attn_implementation="sdpa", output_router_logits=True)
-    monkeypatch.setattr("trainer_cases.policy", lambda: experts)
-    with pytest.raises(PatchError, match="auxiliary loss of experts would be added once for each piece"):
-        fastpack.patch(make(tmp_path), max_tokens=TokenBudget(60, same_steps=True))
+    monkeypatch.setattr("trainer_cases.policy", lambda **further: copy.deepcopy(experts) if further else experts)
+    off = "output_router_logits=False in the model's config" if make is plain else "router_aux_loss_coef=0.0"
+    with pytest.raises(PatchError, match=f"auxiliary loss of experts .* each piece: set {off}, or leave same_steps"):
+        fastpack.patch(make(tmp_path), max_tokens=TokenBudget(160, same_steps=True))
     assert fastpack.report(experts).rung == "stock", "nothing was changed"
     trainer = make(tmp_path)
-    assert fastpack.patch(trainer, max_tokens=75) is trainer
+    assert fastpack.patch(trainer, max_tokens=160) is trainer
+    if make is not plain:
+        unbalanced = make(tmp_path, router_aux_loss_coef=0.0)
+        assert fastpack.patch(unbalanced, max_tokens=TokenBudget(160, same_steps=True)) is unbalanced
 
 
 def test_model_init(tmp_path: Path) -> None:
