@@ -112,6 +112,9 @@ class PackedSeqLens:
         tail: lengths of the sequences behind the real ones, made of copies of the batch's first token.
         max_seqlen: the longest length, or the bucket's bound on it; made from the others, as is the next.
         real_tokens: T without the tail.
+        filler: how many of the batch's own last tokens are filler, which somebody has made of a tail before the model.
+        filler_start: 0-d int32 on the batch's device, where they begin, for who may read no number that changes; None
+            where nothing was rounded up.
         starts_rows: True where the host knows that every sequence begins in column 0 of its row.
         prefixes: what the sequences have in common at their beginnings, where whoever read the batch found it.
         row_count: how many tokens are real, on the device, where only it knows: in a recording, whose lengths are those
@@ -130,6 +133,8 @@ class PackedSeqLens:
     tail: tuple[int, ...] = ()
     max_seqlen: int = 0
     real_tokens: int = 0
+    filler: int = 0
+    filler_start: Tensor | None = None
     starts_rows: bool = False
     prefixes: Prefixes | None = None
     shared: SharedTokens | None = None
@@ -202,24 +207,26 @@ class PackedSeqLens:
         """The same lengths with their tensors on ``device``; None, which accelerate's hooks may pass, leaves them."""
         if device is None or torch.device(device) == self.cu_seqlens.device:
             return self
-        indices = self.indices
+        indices, filler_start = self.indices, self.filler_start
         return replace(
             self,
             cu_seqlens=self.cu_seqlens.to(device, non_blocking=non_blocking),
             position_ids=self.position_ids.to(device, non_blocking=non_blocking),
             indices=None if indices is None else indices.to(device, non_blocking=non_blocking),
+            filler_start=None if filler_start is None else filler_start.to(device, non_blocking=non_blocking),
             shared=None if self.shared is None else self.shared.to(device, non_blocking),
             _memo={},
         )
 
     def pin_memory(self) -> PackedSeqLens:
         """The same lengths in pinned memory (torch's data loader calls this), so that moving them waits for nobody."""
-        indices = self.indices
+        indices, filler_start = self.indices, self.filler_start
         return replace(
             self,
             cu_seqlens=self.cu_seqlens.pin_memory(),
             position_ids=self.position_ids.pin_memory(),
             indices=None if indices is None else indices.pin_memory(),
+            filler_start=None if filler_start is None else filler_start.pin_memory(),
             _memo={},
         )
 
@@ -279,11 +286,27 @@ class PackedSeqLens:
         torch.cat([self.position_ids, positions[None]], 1, out=position_ids)
 
     def flattened(self) -> PackedSeqLens:
-        """The same sequences as the one row ``[1, T]`` that :meth:`unpad` makes of them, the tail among them."""
-        total = self.total_tokens
+        """The same sequences as the one row ``[1, T]`` that :meth:`unpad` makes of them; the tail is filler there."""
+        total, filler = self.total_tokens, self.filler + sum(self.tail)
+        rounded_up = filler > 0 or self.bucket is not None  # whether a bucket has filler must not decide what is there
         return replace(
-            self, indices=None, batch_shape=(1, total), tail=(), real_tokens=total, starts_rows=False, _memo={}
+            self,
+            indices=None,
+            batch_shape=(1, total),
+            tail=(),
+            real_tokens=total,
+            filler=filler,
+            filler_start=self.cu_seqlens.new_full((), total - filler) if rounded_up else None,
+            starts_rows=False,
+            _memo={},
         )
+
+    def without_filler(self) -> Tensor | None:
+        """int64 ``[1, S]``, a mask of the batch that is 0 on its filler; None where nothing was rounded up."""
+        if self.filler_start is None or self.batch_shape is None:
+            return None
+        slots = torch.arange(self.batch_shape[1], device=self.filler_start.device)
+        return (slots < self.filler_start).long()[None]
 
     def unpad(self, x_BS: Tensor) -> Tensor:
         """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order, then the tail."""

@@ -94,6 +94,20 @@ def test_one_graph_with_the_results_of_eager(family: str) -> None:
     assert error(step(compiled, wrong, model), eager[0]) > 1e3 * FLOAT32_BOUND
 
 
+def test_experts_are_balanced_however_much_is_filler() -> None:
+    """Over real tokens alone, and nothing is compiled anew (transformers breaks it where it collects routers)."""
+    traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "batched_mm"}
+    model = fastpack.patch(tiny_model("mixtral", num_hidden_layers=1, **traits))
+    compiler = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=compiler, dynamic=False)
+    frames = []
+    for lengths in (LENGTHS, (33, 19, 1, 7, 40), (60, 67, 1)):
+        batch = collate(lengths)
+        assert error(step(compiled, batch, model), step(model, batch, model)) <= FLOAT32_BOUND
+        frames.append(compiler.frame_count)
+    assert frames == frames[:1] * 3
+
+
 def test_lengths_alone_and_a_bare_backbone() -> None:
     """Lengths need not be rounded up, nor the batch to its bucket by the collator; sizes become symbolic."""
     from transformers import AutoModel

@@ -13,13 +13,14 @@ from fastpack.metrics.counting import count_batch, count_slots, predicted_positi
 from fastpack.metrics.peaks import PEAKS, peak_of
 from fastpack.metrics.plan import read_plan
 from fastpack.metrics.tally import Plans, Tally
-from fastpack.packing import PackedSeqLens
+from fastpack.packing import Bucket, PackedSeqLens
 
 
 def hand(lengths: list[int]) -> list[int]:
     return [sum(map(span.pairs, lengths)) for span in SPANS]
 
 
+FILLED_UP = PackedSeqLens.from_lengths([3, 2]).bucketed(Bucket(8, 5, 2 + 1)).flattened()
 SPANS = (FULL, Span(window=2), Span(chunk=2))
 BATCHES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "right": ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}, [3, 2], 8),
@@ -38,6 +39,15 @@ BATCHES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "lengths": ({"packed_seq_lens": [3, 2, 3]}, [3, 2, 3], 8),
     "read": ({"packed_seq_lens": PackedSeqLens.from_lengths([3, 2, 3])}, [3, 2, 3], 8),
     "read, in a bucket": ({"packed_seq_lens": PackedSeqLens.from_lengths([3, 5]).bucketed()}, [3, 5], 8),
+    "read, with filler": ({"packed_seq_lens": FILLED_UP, "position_ids": FILLED_UP.position_ids}, [3, 2], 8),
+    "filled up, read": (
+        {
+            "packed_seq_lens": PackedSeqLens.from_lengths([3, 2, 1, 1, 1]),
+            "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]]),
+        },
+        [3, 2],
+        8,
+    ),
     "plain": ({"input_ids": torch.ones(2, 4, dtype=torch.long)}, [4, 4], 8),
 }
 
@@ -54,7 +64,8 @@ def test_batches_by_hand(kind: str) -> None:
     assert [int(n) for n in counts.pairs] == hand(lengths)
     assert counts.trained is None
     labels = ids.masked_fill(batch["attention_mask"] == 0, -100) if "attention_mask" in batch else ids
-    if kind != "filled up":
+    if not kind.startswith("filled up"):
+        labels = labels if kind != "read, with filler" else ids.index_fill(1, torch.arange(5, 8), -100)
         trained = count_batch({"input_ids": ids, "labels": labels, **batch}).trained
         assert trained is not None
         assert int(trained) == sum(lengths) - len(lengths)
@@ -86,6 +97,16 @@ def test_counting_waits_for_nothing(kind: str) -> None:
     tally.add(steps=1, inside=7)
     with pytest.raises(NotImplementedError):
         tally.take(type("Alone", (), {"gather": staticmethod(lambda x: x)}))
+
+
+@pytest.mark.parametrize(("packed", "wasted"), [(FILLED_UP, 3), (PackedSeqLens.from_lengths([3, 5]).bucketed(), 0)])
+def test_filler_is_worked_on(packed: PackedSeqLens, wasted: int) -> None:
+    """It is no tail, which is put behind the batch and is no slot of it."""
+    tally = Tally(torch.device("cpu"), Plans(read_plan(tiny_model("llama"))), patched=True)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    tally.add_batch("train", count_batch({"input_ids": ids, "packed_seq_lens": packed}, tally.spans), None)
+    totals, _ = tally.take(type("Alone", (), {"gather": staticmethod(lambda x: x)}))
+    assert (totals.real, totals.slots, totals.wasted) == (8 - wasted, 8, wasted)
 
 
 def test_peaks() -> None:

@@ -17,6 +17,7 @@ import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.attention_dispatch import BACKENDS, attend
 from fastpack.backends.call import AttentionCall
+from fastpack.batching.packed import PackedSFTCollator
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
 
@@ -201,3 +202,65 @@ def test_a_model_runs_a_bucket_that_it_is_given(model_type: str, monkeypatch: py
     floor = max(float(g.abs().max()) for g in results[0][1:])
     for ours, want in zip(*reversed(results), strict=True):
         assert float((ours - want).abs().max()) <= FLOAT32_BOUND * max(floor, float(want.abs().max()))
+
+
+def filled_up(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
+    """The same sequences as a batch with tokens behind them, put there by a collator or on the way into the model."""
+    total = sum(map(len, sequences))
+    sizes = {"pad_to": total + 9, "pad_to, full": total, "pad_to_multiple_of": 32}
+    if kind in sizes:
+        return PackedSFTCollator(**{kind.split(",")[0]: sizes[kind]})([{"input_ids": ids} for ids in sequences])
+    ids = torch.cat(sequences)[None]
+    packed = PackedSeqLens.from_lengths([len(sequence) for sequence in sequences]).bucketed()
+    if kind == "a bucket":
+        return {"input_ids": ids, "labels": ids, "packed_seq_lens": packed}
+    if kind == "a bucket's row":
+        labels = packed.unpad(packed.mask_first_labels(ids))
+        return {"input_ids": packed.unpad(ids), "labels": labels, "packed_seq_lens": packed.flattened()}
+    rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
+    labels = rows.masked_fill(mask == 0, -100)
+    read = pack_inputs(tuple(rows.shape), rows.device, attention_mask=mask).bucketed()
+    return {"input_ids": rows, "attention_mask": mask, "labels": labels, "packed_seq_lens": read}
+
+
+@pytest.mark.parametrize("loss", [None, "fused"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "kind", ["pad_to", "pad_to, full", "pad_to_multiple_of", "a bucket", "a bucket's row", "padded, in a bucket"]
+)
+def test_experts_are_not_balanced_over_what_fills_up(kind: str, model_type: str, loss: Any) -> None:
+    """Loss and gradients are those of the stock model on a padded batch, whose mask says what counts."""
+    traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    sequences = make_sequences(VOCAB)
+    padded = filled_up("padded", sequences)
+    del padded["packed_seq_lens"]
+    results = []
+    for model, batch in (
+        (tiny_model(model_type, **traits), padded),
+        (fastpack.patch(tiny_model(model_type, **traits), loss=loss), filled_up(kind, sequences)),
+    ):
+        out = model(**batch, use_cache=False)
+        out.loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        results.append([out.loss.detach(), out.aux_loss.detach(), *grads])
+    floor = max(float(g.abs().max()) for g in results[0][2:])
+    for want, ours in zip(*results, strict=True):
+        assert float((ours - want).abs().max()) <= FLOAT32_BOUND * max(floor, float(want.abs().max()))
+
+
+def test_filler_is_kept_with_the_lengths() -> None:
+    row = PackedSeqLens.from_lengths([200, 57]).bucketed(Bucket(tokens=1024, sequences=16, max_seqlen=256)).flattened()
+    sequences = [torch.ones(n, dtype=torch.long) for n in (200, 57)]
+    rounded = filled_up("pad_to_multiple_of", sequences)["packed_seq_lens"]
+    for packed in (row, copy.deepcopy(row), rounded, rounded.bucketed(), rounded.bucketed().flattened()):
+        mask = packed.without_filler()
+        assert mask.shape == packed.batch_shape
+        assert int(mask.sum()) == 257
+        assert bool(mask[0, :257].all())
+    assert row.filler == 1024 - 257
+    assert row.to("meta").without_filler().device.type == "meta"
+    full = PackedSeqLens.from_lengths([64]).bucketed().flattened()
+    assert full.filler == 0
+    assert bool(full.without_filler().all()), "whether a bucket has filler must not decide what is there"
+    assert PackedSeqLens.from_lengths([64]).flattened().without_filler() is None

@@ -76,7 +76,7 @@ class _PackedCollator:
             packed = packed.bucketed(Bucket(self.pad_to, count, self.pad_to))
         elif self.pad_to_multiple_of is not None and total % self.pad_to_multiple_of:
             rest = self.pad_to_multiple_of - total % self.pad_to_multiple_of
-            packed = PackedSeqLens.from_lengths([*packed.lengths, rest])
+            packed = replace(PackedSeqLens.from_lengths([*packed.lengths, rest]), filler=rest)
         packed = replace(packed.flattened(), prefixes=prefixes)
         tail = packed.total_tokens - total
         return {

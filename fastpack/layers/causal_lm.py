@@ -194,8 +194,10 @@ def _run_head(
             targets = flat["shift_labels"] = targets_of(packed, kwargs["labels"], ignore_index_of(head, kwargs))
         if kwargs.get("num_items_in_batch") is not None:
             flat["num_items_in_batch"] = without_padding(head, kwargs, targets)
-        nothing = {"attention_mask": None, "position_ids": None}
-        kwargs = {**kwargs, **nothing, **flat, "packed_seq_lens": packed.flattened()}
+        row = packed.flattened()
+        kwargs = {**kwargs, **flat, "attention_mask": None, "position_ids": None, "packed_seq_lens": row}
+        if _balances(head):
+            kwargs["attention_mask"] = row.without_filler()
     outputs = run(**kwargs, return_dict=True)
     if flatten:
         outputs = put_back(outputs, packed)
@@ -286,9 +288,8 @@ def prepare_head(
     if not torch.compiler.is_compiling():
         refuse_strange_backbone(head)
     packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments), prefixes=prefixes)
-    mask = arguments.get("attention_mask")
-    if mask is not None and _balances(head):  # tokens weigh the same, whatever their segment's number
-        arguments["attention_mask"] = (mask > 0).to(mask.dtype)
+    if _balances(head):
+        arguments["attention_mask"] = _balanced_by(arguments.get("attention_mask"), packed)
     rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
@@ -312,6 +313,15 @@ def reads_packing(
 def _balances(head: Any) -> bool:
     """True where a head weighs the balance of its experts by the mask."""
     return mentions(head, "load_balancing_loss_func")
+
+
+def _balanced_by(mask_BS: Tensor | None, packed: PackedSeqLens) -> Tensor | None:
+    """A mask by which tokens weigh the same, whatever their segment's number, and filler nothing."""
+    real_1S = packed.without_filler()
+    if mask_BS is None:
+        return real_1S
+    mask = (mask_BS > 0).to(mask_BS.dtype)
+    return mask if real_1S is None else mask * real_1S.to(mask.dtype)
 
 
 def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -18,7 +18,8 @@ Of a step (the mean since the last time that it logged):
 ``padding_tokens``       padding in the batches as they come to the model, a step
 ``padding_share``        the share of it, 0 to 1
 ``wasted_share``         the share of padding in what the layers work on: 0 in a patched model that is told which slots
-                         are padding (by a mask or ``packed_seq_lens``), else ``padding_share``
+                         are padding (by a mask or ``packed_seq_lens``), else ``padding_share``; what a packed row was
+                         filled up with reaches the layers everywhere
 ``padding_share_without`` what that share would be if the sequences of each batch stood in rows of their own, all as
                          long as the longest: in padded batches
 ``step_seconds``         wall clock of a step, from its begin to its end

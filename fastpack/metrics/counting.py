@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ class BatchCounts:
         padded_slots: what the same sequences would take if each had a row of its own, all as long as the longest.
         trained: tokens whose prediction the loss takes; None where the batch has no label for each token.
         pairs: of each span, pairs of a token and one that it sees.
-        marked: whether a mask or ``packed_seq_lens`` says which slots are padding; a patched model then drops them.
+        marked: whether a mask or ``packed_seq_lens`` says which slots are padding; a patched model then drops them,
+            but for filler.
+        filler: slots of padding at the end of a packed row, which every model works on.
     """
 
     real: Count
@@ -40,6 +43,7 @@ class BatchCounts:
     trained: Count | None
     pairs: tuple[Count, ...]
     marked: bool = True
+    filler: int = 0
 
 
 def count_slots(batch: Mapping[str, Any]) -> tuple[Count, int]:
@@ -47,7 +51,7 @@ def count_slots(batch: Mapping[str, Any]) -> tuple[Count, int]:
     rows, columns = batch_shape(batch)
     packed = batch.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
-        return _real_tokens(packed), rows * columns
+        return sum(_real_lengths(packed, batch)), rows * columns
     real_BS = _real(batch)
     return rows * columns if real_BS is None else real_BS.sum(), rows * columns
 
@@ -190,14 +194,25 @@ def _pairs(seen_BS: Tensor, span: Span) -> Tensor:
     return (seen_BS if span.window is None else seen_BS.clamp(max=span.window)).sum()
 
 
-def _real_tokens(packed: PackedSeqLens) -> int:
-    return 0 if packed.is_empty else packed.real_tokens
+def _real_lengths(packed: PackedSeqLens, batch: Mapping[str, Any]) -> tuple[int, ...]:
+    """Of the sequences that are neither of the tail nor filler."""
+    if packed.is_empty:
+        return ()
+    lengths = packed.lengths
+    filler = packed.filler + sum(packed.tail)
+    if not filler and packed.bucket is None and _mask(batch) is None and _positions(batch) is not None:
+        filler = sum(1 for _ in takewhile(lambda length: length == 1, reversed(lengths)))  # TRL's, as in _real
+    while filler > 0:
+        filler -= lengths[-1]
+        lengths = lengths[:-1]
+    return lengths
 
 
 def _of_packed(packed: PackedSeqLens, batch: Mapping[str, Any], spans: Sequence[Span]) -> BatchCounts:
     """The host knows the lengths."""
     rows, columns = batch_shape(batch)
-    lengths = () if packed.is_empty else packed.lengths[: len(packed.lengths) - len(packed.tail)]
+    lengths = _real_lengths(packed, batch)
+    held = 0 if packed.is_empty else packed.real_tokens  # in slots of the batch
     shifted, labels = batch.get("shift_labels"), batch.get("labels")
     trained: Count | None = None
     if shifted is not None:
@@ -205,9 +220,10 @@ def _of_packed(packed: PackedSeqLens, batch: Mapping[str, Any], spans: Sequence[
     elif labels is not None and tuple(labels.shape) == (rows, columns):
         trained = packed.mask_first_labels(labels).ne(IGNORE_INDEX).sum()
     return BatchCounts(
-        real=_real_tokens(packed),
+        real=sum(lengths),
         slots=rows * columns,
         padded_slots=len(lengths) * max(lengths, default=0),
         trained=trained,
         pairs=tuple(sum(map(span.pairs, lengths)) for span in spans),
+        filler=held - sum(lengths),
     )

@@ -84,7 +84,7 @@ class Tally:
         if kind == "train":
             dropped = self._patched and counts.marked
             values |= {"slots": counts.slots, "padded_slots": counts.padded_slots}
-            values["wasted"] = 0 if dropped else counts.slots - counts.real
+            values["wasted"] = counts.filler if dropped else counts.slots - counts.real
             values |= {"unlabelled": 1} if counts.trained is None else {"trained": counts.trained}
         self.add(**values)
 
