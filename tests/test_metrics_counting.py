@@ -8,12 +8,14 @@ import pytest
 import torch
 from tiny import tiny_model
 
+import fastpack
 from fastpack.flops import FULL, Span
 from fastpack.metrics.counting import count_batch, count_slots, predicted_positions
 from fastpack.metrics.peaks import PEAKS, peak_of
 from fastpack.metrics.plan import read_plan
 from fastpack.metrics.tally import Plans, Tally
 from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.packing_inputs import pack_inputs
 
 
 def hand(lengths: list[int]) -> list[int]:
@@ -97,6 +99,40 @@ def test_counting_waits_for_nothing(kind: str) -> None:
     tally.add(steps=1, inside=7)
     with pytest.raises(NotImplementedError):
         tally.take(type("Alone", (), {"gather": staticmethod(lambda x: x)}))
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]],
+        [[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]],
+        [[0, 1, 1, 1, 0], [1, 0, 0, 0, 0]],
+        [[1, 1, 2, 2, 0], [0, 1, 2, 2, 2]],
+        [[0, 0, 0, 0, 0], [1, 1, 1, 1, 0]],
+    ],
+    ids=["right", "left", "both", "segments", "a row of padding"],
+)
+def test_labels_at_padding(mask: list[list[int]], read: bool) -> None:
+    """As many as the loss of a patched model is a mean of."""
+    model = fastpack.patch(tiny_model("llama"))
+    ids = torch.arange(3, 13).view(2, 5)
+    batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.tensor(mask), "labels": ids}
+    if read:
+        batch["packed_seq_lens"] = pack_inputs((2, 5), ids.device, attention_mask=batch["attention_mask"])
+    taken: list[int] = []
+    stock = model.loss_function
+
+    def watched(logits: Any, labels: Any, vocab_size: int, *, shift_labels: Any, **kwargs: Any) -> Any:
+        taken.append(int(shift_labels.ne(-100).sum()))
+        return stock(logits, labels, vocab_size, shift_labels=shift_labels, **kwargs)
+
+    watched.__name__, watched.__module__ = stock.__name__, stock.__module__
+    model.loss_function = watched
+    model(**batch)
+    trained = count_batch(batch).trained
+    assert trained is not None
+    assert [int(trained)] == taken
 
 
 @pytest.mark.parametrize(("packed", "wasted"), [(FILLED_UP, 3), (PackedSeqLens.from_lengths([3, 5]).bucketed(), 0)])

@@ -13,8 +13,9 @@ Of a step (the mean since the last time that it logged):
 ======================== ==============================================================================================
 ``real_tokens``          tokens that are not padding, a step, on all ranks
 ``trained_tokens``       those whose prediction the loss takes: their label is not ignored, and they are not the first
-                         of their sequence. Of preference trainers, those of the completions. Left out where the model
-                         is not given a label for each token (rewards, classes)
+                         of their sequence. Where padding has labels, the one behind a text counts, which its last token
+                         learns. Of preference trainers, those of the completions. Left out where the model is not given
+                         a label for each token (rewards, classes)
 ``padding_tokens``       padding in the batches as they come to the model, a step
 ``padding_share``        the share of it, 0 to 1
 ``wasted_share``         the share of padding in what the layers work on: 0 in a patched model that is told which slots

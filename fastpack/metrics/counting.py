@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastpack.flops import Span
+from fastpack.layers.labels import targets_of
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens, sent
 
 Count = Tensor | int
@@ -30,7 +31,8 @@ class BatchCounts:
         real: real tokens.
         slots: those and padding.
         padded_slots: what the same sequences would take if each had a row of its own, all as long as the longest.
-        trained: tokens whose prediction the loss takes; None where the batch has no label for each token.
+        trained: labels whose prediction the loss takes, one behind each text too where padding has some; None where
+            the batch has no label for each token.
         pairs: of each span, pairs of a token and one that it sees.
         marked: whether a mask or ``packed_seq_lens`` says which slots are padding; a patched model then drops them,
             but for filler.
@@ -185,7 +187,13 @@ def _trained(batch: Mapping[str, Any], starts_BS: Tensor) -> Tensor | None:
         return shifted.ne(IGNORE_INDEX).sum()
     if labels is None or labels.shape != starts_BS.shape:
         return None
-    return (labels.ne(IGNORE_INDEX) & ~starts_BS).sum()
+    mask = _mask(batch)
+    if mask is None:
+        return (labels.ne(IGNORE_INDEX) & ~starts_BS).sum()
+    # as the loss of a patched model: what a real token predicts is the next slot's label, also where that is padding
+    real_BS = mask.ne(0)
+    predicted_BS = labels.ne(IGNORE_INDEX) & ~(starts_BS & real_BS)
+    return (predicted_BS[:, 1:] & real_BS[:, :-1]).sum()
 
 
 def _pairs(seen_BS: Tensor, span: Span) -> Tensor:
@@ -218,7 +226,8 @@ def _of_packed(packed: PackedSeqLens, batch: Mapping[str, Any], spans: Sequence[
     if shifted is not None:
         trained = shifted.ne(IGNORE_INDEX).sum()
     elif labels is not None and tuple(labels.shape) == (rows, columns):
-        trained = packed.mask_first_labels(labels).ne(IGNORE_INDEX).sum()
+        masked = packed.mask_first_labels(labels)
+        trained = targets_of(packed, masked, IGNORE_INDEX).ne(IGNORE_INDEX).sum()
     return BatchCounts(
         real=sum(lengths),
         slots=rows * columns,
