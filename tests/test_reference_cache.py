@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable
@@ -144,7 +145,10 @@ def test_what_does_not_matter(cache: ReferenceCache) -> None:
     model.set_attn_implementation("eager")
     model.eval().requires_grad_(False)
     assert identity(model).key == cache.identity.key
-    for settings in ({}, {"target_modules": ["q_proj", "lm_head"]}, {"modules_to_save": ["lm_head"]}):
+    tokens = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}
+    tied = tiny_model("llama", tie_word_embeddings=True)
+    assert identity(with_lora(copy.deepcopy(tied), **tokens)).key == identity(tied).key
+    for settings in ({}, {"target_modules": ["q_proj", "lm_head"]}, tokens, {"modules_to_save": ["lm_head"]}):
         tuned = with_lora(policy(), **settings)
         assert identity(tuned).key == cache.identity.key
     with torch.no_grad():

@@ -187,7 +187,7 @@ def _weights(head: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor
                 continue
             added = True
         # the adapter's name is the user's, and decides nothing
-        dropped = {"base_layer", "original_module"} | ({adapter} if added else set())
+        dropped = {"base_layer", "original_module", "token_adapter"} | ({adapter} if added else set())
         yield ".".join(part for part in path if part not in dropped), tensor, added
 
 
