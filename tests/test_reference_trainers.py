@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from preferences import STEPS, logged, pairs, settings, word_tokenizer
+from preferences import STEPS, judged, logged, pairs, settings, word_tokenizer
 from references import BOUND, Scoring, judged_trainer, off_by, pair_trainer, policy
 from test_adapters import lora_config
 from test_exact import Calls
@@ -146,6 +146,29 @@ def test_evaluate_looks_up_data_of_its_own(tmp_path: Path) -> None:
         trainer.evaluate(pairs(5, seed=2))
     lora = precompute(pair_trainer(tmp_path, peft="base"), folder=tmp_path / "lora", compute="missing")
     assert lora.evaluate(pairs(5, seed=2))["eval_loss"] == pytest.approx(0.6931, abs=1e-3)
+
+
+def test_evaluate_looks_up_data_of_its_own_after_training(tmp_path: Path) -> None:
+    """TRL's own ``evaluate`` refuses them then, where the reference is gone."""
+    stock, trainer = pair_trainer(tmp_path), precompute(pair_trainer(tmp_path), folder=tmp_path / "cache")
+    stock.train()
+    trainer.train()
+    own = trainer.eval_dataset
+    one, two = pairs(5, seed=1), pairs(5, seed=1).select([3, 0, 2])
+    for data in (one, two, {"a": one, "b": two}):
+        want, found = stock.evaluate(data), trainer.evaluate(data, metric_key_prefix="eval")
+        losses = [name for name in want if name.endswith("_loss")]
+        assert len(losses) == (2 if isinstance(data, dict) else 1)
+        for name in losses:
+            assert abs(found[name] - want[name]) <= 1e-5 * want[name]
+    assert trainer.eval_dataset is own
+    assert abs(trainer.evaluate()["eval_loss"] - stock.evaluate()["eval_loss"]) <= 1e-5
+    with pytest.raises(MissingReferenceError, match=r"10 of 10 .*data \(eval\).*given back"):
+        trainer.evaluate(pairs(5, seed=2))
+    assert trainer.eval_dataset is own
+    kto = precompute(judged_trainer(tmp_path, loss_type="apo_zero_unpaired"), folder=tmp_path / "judged")
+    kto.train()
+    assert kto.evaluate(judged().select(range(4)))["eval_loss"] > 0
 
 
 def test_what_training_changed_is_no_reference(tmp_path: Path) -> None:

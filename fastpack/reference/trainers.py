@@ -92,6 +92,28 @@ def _serve(source: _Source, dataset: Any, name: str, batch_size: int) -> Any:
     return source.filled({name: dataset}, again=True)[name]
 
 
+def _evaluate(source: _Source, stock: Any, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """In the place of ``evaluate`` where the reference was let go: TRL's own refuses other data once a step was taken.
+
+    Prepares them as that does, looks them up, and hands them over as the trainer's own are.
+    """
+    if eval_dataset is None or isinstance(eval_dataset, str):
+        return stock(eval_dataset, *args, **kwargs)
+    trainer = source.trainer
+    splits = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+    prepared = {
+        name: trainer._prepare_dataset(data, trainer.processing_class, trainer.args, name)
+        for name, data in splits.items()
+    }
+    filled = source.filled(prepared)
+    before = trainer.eval_dataset
+    trainer.eval_dataset = filled if isinstance(eval_dataset, dict) else filled["eval"]
+    try:
+        return stock(None, *args, **kwargs)
+    finally:
+        trainer.eval_dataset = before
+
+
 def _check(trainer: Any) -> None:
     name = type(trainer).__name__
     needed = ("model", "ref_model", "precompute_ref_logps", "data_collator", "train_dataset", "accelerator")
@@ -141,8 +163,9 @@ def precompute(
     (or the copy of its adapter that TRL made, ``ref``) stays, as does a reference model beside a PEFT policy.
 
     What is scored is what ``trainer.data_collator`` sends, truncated as it truncates, under the trainer's autocast.
-    A data set that is handed to ``trainer.evaluate`` later is looked up too; computing what is missing then is an error
-    where training has changed the reference (biases, by PEFT's ``bias="all"``).
+    A data set that is handed to ``trainer.evaluate`` later, before or after training, is looked up too (of KTO with
+    the mismatched completions that it makes of that data set). What is missing then is an error where the model was
+    let go, and computing it is one where training has changed the reference (biases, by PEFT's ``bias="all"``).
 
     Args:
         trainer: as TRL built it, patched or not, before or after training.
@@ -173,6 +196,8 @@ def precompute(
         held.eval_dataset = made if isinstance(evaluated, dict) else made[None]
     held.precompute_ref_logps = True
     held._precompute_ref_logps = partial(_serve, source)  # what evaluate() asks for data sets of its own
-    if held.ref_model is not None and not source.adapted:
-        _set_free(held)
+    if not source.adapted:
+        if held.ref_model is not None:
+            _set_free(held)
+        held.evaluate = partial(_evaluate, source, held.evaluate)
     return trainer
