@@ -154,6 +154,8 @@ class TokenBudgetSampler(Sampler[list[int]]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the state stopped: iterating then gives what remained of its epoch, in the same batches.
 
+        Of the data the lengths are known here, and nothing else: others of the same lengths pass.
+
         Raises:
             PackingError: the state is not one of this class, was made with other lengths, settings or ranks, or its
                 plan comes out differently now; nothing has changed then.

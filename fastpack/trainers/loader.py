@@ -103,6 +103,8 @@ class BudgetCallback(TrainerCallback, ExportableState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare with the checkpoint that a run goes on from; what a trainer batches itself has no settings here.
 
+        Of the data their lengths are compared, in order: others of the same lengths pass.
+
         Raises:
             PackingError: its batches were others; going on would lose examples, or show some twice.
         """
