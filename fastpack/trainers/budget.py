@@ -136,6 +136,12 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         yield f"ranks share a batch here ({parallel}), and each would plan its own"
     if getattr(accelerator, "split_batches", False) or accelerator.dispatch_batches:
         yield "split_batches and dispatch_batches of accelerator_config divide batches among ranks in another way"
+    uneven = not getattr(accelerator, "even_batches", True) and not args.dataloader_drop_last
+    if splitting and uneven and accelerator.num_processes > 1:
+        yield (
+            "even_batches=False of accelerator_config gives ranks other numbers of batches, and each would wait for "
+            "the others in one that they don't have; leave it out, or pass dataloader_drop_last=True"
+        )
     if not splitting and (order := _order(args)) is not None:
         yield (
             f"train_sampling_strategy={order!r} is an order of its own, and full batches are filled from a shuffled "

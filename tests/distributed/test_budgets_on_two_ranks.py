@@ -80,6 +80,14 @@ def test_means_of_ranks_are_refused(ranks: Ranks) -> None:
         assert "average_tokens_across_devices=False takes the mean of the ranks' means" in message
 
 
+def test_batches_that_ranks_have_alone_are_refused(ranks: Ranks) -> None:
+    """One would wait for the other for ever; full batches are as many on each."""
+    uneven: dict[str, Any] = {"accelerator_config": {"even_batches": False}}
+    for message in ranks.run(_refused, "sft", TokenBudget(60, same_steps=True), **uneven):
+        assert "even_batches=False of accelerator_config gives ranks other numbers of batches" in message
+    assert set(ranks.run(_refused, "sft", 60, **uneven)) == {"nothing was raised"}
+
+
 @pytest.mark.parametrize("what", ["data", "budget"])
 def test_ranks_with_other_data(what: str, ranks: Ranks) -> None:
     for message in ranks.run(_differently, what):
