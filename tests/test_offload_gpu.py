@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from offloading import KINDS, backbone_of, collected, equal, offload, prepared
+from oracle import relative
 from test_adapters import with_lora
 from tiny import tiny_model
 from torch import Tensor
@@ -19,6 +20,7 @@ from fastpack.graphs.recorder import no_synchronisation
 from fastpack.offload import CheckpointOffload
 from fastpack.offload.saved import KEEP
 from fastpack.offload.transfer import CudaLink, Rates
+from fastpack.smoke.tiny import build_tiny, plain_tokens
 
 pytestmark = pytest.mark.gpu
 
@@ -252,3 +254,23 @@ def test_time_is_measured_once_and_not_under_capture() -> None:
     assert 1e9 < found.bytes < 1e12
     assert 1e12 < found.operations < 1e16
     assert link.rates(torch.bfloat16) is found
+
+
+@KINDS
+@pytest.mark.parametrize("model_type", ["ernie", "gemma4_text"])
+def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> None:
+    """Step after step: what was lent for one forward is not there in the next."""
+    model = fastpack.patch(build_tiny(model_type, head_dim=64).cuda().train(), attention="reference")
+    ids = plain_tokens(1, TOKENS, seed=0).cuda()
+    results = []
+    for choice in (None, "activations"):
+        fastpack.patch(model, attention="reference", offload=choice)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            model(input_ids=ids, labels=ids, packed_seq_lens=LENGTHS).loss.backward()
+            results.append(collected(model))
+    assert offload(model).stats.tensors > 0
+    for ours in results[3:]:
+        assert max(relative(ours[name], want) for name, want in results[0].items()) <= 1e-3
