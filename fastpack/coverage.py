@@ -32,7 +32,7 @@ def covered_family(parts: Parts) -> Family:
         if getattr(config, setting, None):
             raise UnsupportedModelError(f"{name} with {setting} in its config can't be patched: {why}.")
     text = config.get_text_config(decoder=True)  # of a composite
-    # "vision" means that of images, which don't come with a patched model
+    # "vision" means that of images, which a patched model refuses
     set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
     bidirectional = any(value not in (False, None, "vision") for value in set_to)
     if not family.repadded and (bidirectional or getattr(text, "is_causal", True) is False):

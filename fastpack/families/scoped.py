@@ -24,6 +24,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         "Gemma3Model",
         ("Gemma3Attention",),
         scoped=True,
+        image_marks="token_type_ids",
         fast=names("Gemma3", "Attention RMSNorm MLP DecoderLayer"),
     ),
     Family("gemma3n_text", "Gemma3nTextModel", ("Gemma3nTextAttention",), package="gemma3n", scoped=True),
@@ -32,6 +33,8 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         "Gemma4Model",
         ("Gemma4TextAttention",),
         scoped=True,
+        image_marks="mm_token_type_ids",
+        image_marks_if="vision",
         fast=names("Gemma4", "TextAttention RMSNorm TextMLP"),
     ),
     Family(
@@ -47,6 +50,8 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         "Gemma4UnifiedModel",
         ("Gemma4UnifiedTextAttention",),
         scoped=True,
+        image_marks="mm_token_type_ids",
+        image_marks_if="vision",
         fast=names("Gemma4Unified", "TextAttention RMSNorm TextMLP"),
     ),
     Family(

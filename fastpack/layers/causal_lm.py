@@ -56,8 +56,17 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
-PER_TOKEN = ("token_type_ids", "task_type_ids", "input_shape_ids", "input_pronunciation_ids", "langs")
-"""Other arguments of shape ``[B, S]``, un-padded with the tokens."""
+PER_TOKEN = (
+    "token_type_ids",
+    "mm_token_type_ids",
+    "task_type_ids",
+    "input_shape_ids",
+    "input_pronunciation_ids",
+    "langs",
+    "ple_input_ids",
+    "per_layer_inputs",
+)
+"""Other arguments of shape ``[B, S, ...]``, un-padded with the tokens."""
 
 
 def backbone_forward(
@@ -90,7 +99,7 @@ def backbone_forward(
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments)
-    refuse_uncovered(arguments)
+    refuse_uncovered(backbone, family, arguments)
     arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():

@@ -26,10 +26,18 @@ MEDIA = (
     "image_features",
     "input_features",
     "input_values",
+    "mm_encoder_outputs",
+    "image_pixel_values",
+    "audio_input_features",
+    "image_patches",
+    "visual_pos_masks",
+    "deepstack_visual_embeds",
+    "cross_attention_states",
 )
+"""Images, audio, and what encoders and layers make of them."""
 
-OF_ROWS = ("lang_ids", "lengths", "perm_mask", "input_mask")
-"""Arguments of shape ``[B]`` or ``[B, S, S]``, and a mask the other way round: they speak of rows."""
+OF_ROWS = ("lang_ids", "lengths", "patch_lengths", "perm_mask", "input_mask")
+"""Arguments of shape ``[B]``, ``[B, patches]`` or ``[B, S, S]``, and a mask the other way round: they speak of rows."""
 
 
 def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
@@ -91,7 +99,7 @@ def _numbers_segments(mask: Tensor) -> bool:
     return bool(numbers_segments_outside(mask))
 
 
-def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
+def refuse_uncovered(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
     """Raise where images, audio, an encoder's states or something about rows came with the batch."""
     rows = [name for name in OF_ROWS if arguments.get(name) is not None]
     if rows:
@@ -110,6 +118,25 @@ def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
             f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
             "model unpatched (fastpack.unpatch(model))."
         )
+    _refuse_images(backbone, family, arguments)
+
+
+def _refuse_images(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+    """Raise where the batch marks tokens of images; where the family has such marks and they came, the host waits."""
+    marks = None if family.image_marks is None else arguments.get(family.image_marks)
+    if marks is None:
+        return
+    attends = getattr(backbone.config.get_text_config(decoder=True), "use_bidirectional_attention", None)
+    if family.image_marks_if not in (None, attends):
+        return
+    error = (
+        f"{family.image_marks} came with numbers other than 0: tokens of images, which attend in both directions, are "
+        "not covered. Send text only, whose numbers are all 0, or train the model unpatched (fastpack.unpatch(model))."
+    )
+    if torch.compiler.is_compiling():  # a look would break the graph
+        torch._assert_async(~marks.any(), error)
+    elif bool(marks.any()):
+        raise UnsupportedModelError(error)
 
 
 def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:

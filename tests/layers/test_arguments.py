@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -45,12 +47,101 @@ def test_per_token(model_type: str, name: str, config: dict[str, Any]) -> None:
         ("xlm", "lengths", torch.tensor([12, 7, 3])),
         ("xlnet", "perm_mask", torch.zeros(3, 12, 12)),
         ("xlnet", "input_mask", 1.0 - MASK),
+        ("blt", "patch_lengths", torch.ones(3, 12, dtype=torch.long)),
     ],
 )
 def test_what_is_about_rows_is_refused(model_type: str, name: str, value: torch.Tensor) -> None:
     model = fastpack.patch(build_tiny(model_type))
     with pytest.raises(fastpack.UnsupportedModelError, match=f"{name} came with the batch: that is about its rows"):
         model(input_ids=IDS, **{name: value})
+
+
+def embedded(model: Any) -> dict[str, Any]:
+    """A batch of embeddings, and what else the model would make of ids."""
+    backbone = getattr(model.base_model, "language_model", model.base_model)
+    embeds = backbone.get_input_embeddings()(IDS)
+    if hasattr(backbone, "reverse_embedding"):
+        return {"inputs_embeds": embeds, "ple_input_ids": IDS}
+    further = (embeds,) if "inputs_embeds" in inspect.signature(backbone.get_per_layer_inputs).parameters else ()
+    return {"inputs_embeds": embeds, "per_layer_inputs": backbone.get_per_layer_inputs(IDS, *further)}
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4", "gemma4_text", "qwen4_exp_text"])
+def test_what_layers_read_of_ids_beside_embeddings(model_type: str, labels: bool) -> None:
+    model = build_tiny(model_type).eval()
+    further = {"labels": IDS.masked_fill(MASK == 0, -100)} if labels else {}
+    with torch.no_grad():
+        batch = {**embedded(model), "attention_mask": MASK, **further}
+        stock = model(**batch, use_cache=False)
+        name = "ple_input_ids" if "ple_input_ids" in batch else "per_layer_inputs"
+        other = model(**{**batch, name: batch[name].flip(1)}, use_cache=False).logits
+        found = fastpack.patch(model)(**batch)
+    real = MASK.bool()
+    assert relative(found.logits[real], stock.logits[real]) <= FLOAT32_BOUND
+    assert relative(other[real], stock.logits[real]) > 1e-3, "the check can fail"
+    if labels:
+        assert abs(float(found.loss - stock.loss)) <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize(
+    ("model_type", "media"),
+    [
+        ("gemma3", {"mm_encoder_outputs": {"image": None}}),
+        ("gemma4", {"mm_encoder_outputs": {"image": None}}),
+        ("phi4_multimodal", {"image_pixel_values": torch.zeros(3, 1, 3, 8, 8)}),
+        ("phi4_multimodal", {"audio_input_features": torch.zeros(3, 4, 8)}),
+        ("mllama", {"cross_attention_states": torch.zeros(3, 5, 64)}),
+        ("cohere_compass_text", {"visual_pos_masks": MASK.bool(), "deepstack_visual_embeds": [torch.zeros(22, 64)]}),
+    ],
+)
+def test_media_are_refused(model_type: str, media: dict[str, Any]) -> None:
+    model = fastpack.patch(build_tiny(model_type))
+    for batch in ({"input_ids": IDS, "attention_mask": MASK}, {"input_ids": IDS[:1], "packed_seq_lens": [5, 7]}):
+        with pytest.raises(fastpack.UnsupportedModelError, match=f"{', '.join(media)} came with the batch: images"):
+            model(**batch, **media)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "attends"),
+    [
+        ("gemma3", "token_type_ids", False),
+        ("gemma4", "mm_token_type_ids", "vision"),
+        ("gemma4_unified", "mm_token_type_ids", "vision"),
+    ],
+)
+def test_tokens_of_images_are_refused(model_type: str, name: str, attends: Any) -> None:
+    """They attend in both directions. Processors send the argument with text too, all zeros."""
+    model = build_tiny(model_type).eval()
+    model.config.get_text_config().use_bidirectional_attention = attends
+    batch = {"input_ids": IDS, "attention_mask": MASK, name: torch.zeros_like(IDS)}
+    images = {**batch, name: (torch.arange(12) < 3).long().expand(3, -1)}
+    real = MASK.bool()
+    with torch.no_grad():
+        stock, seen = model(**batch).logits, model(**images).logits
+        found = fastpack.patch(model)(**batch).logits
+    assert relative(found[real], stock[real]) <= FLOAT32_BOUND
+    assert relative(seen[real], stock[real]) > 1e-2, "the check can fail"
+    with pytest.raises(fastpack.UnsupportedModelError, match=f"^{name} came with numbers other than 0"):
+        model(**images)
+
+
+def test_marks_of_images_that_no_mask_reads() -> None:
+    model = build_tiny("gemma4").eval()
+    batch = {"input_ids": IDS, "attention_mask": MASK, "mm_token_type_ids": torch.ones_like(IDS)}
+    with torch.no_grad():
+        stock = model(**batch).logits
+        found = fastpack.patch(model)(**batch).logits
+    assert relative(found[MASK.bool()], stock[MASK.bool()]) <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("images", [False, True])
+def test_marks_of_images_are_read_while_compiling_too(images: bool) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(fastpack.patch(build_tiny("gemma3")), backend="eager")
+    marks = MASK if images else torch.zeros_like(IDS)
+    with pytest.raises(RuntimeError, match="numbers other than 0") if images else nullcontext():
+        assert compiled(input_ids=IDS, attention_mask=MASK, token_type_ids=marks).logits.isfinite().all()
 
 
 def test_xlnet_generates_as_stock() -> None:
