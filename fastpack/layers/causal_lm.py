@@ -98,7 +98,7 @@ def backbone_forward(
         packing = _from_head(scope, arguments) or packing
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
-        return call_stock(backbone, stock, **arguments)
+        return call_stock(backbone, stock, **arguments, **packing)  # continuous batching's, which its attention reads
     refuse_uncovered(backbone, family, arguments)
     arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
 

@@ -55,8 +55,15 @@ def _has_cache(arguments: Mapping[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in CACHES)
 
 
+def _has_paged_cache(arguments: Mapping[str, Any]) -> bool:
+    """True where continuous batching of transformers runs the model: its cache keeps sequences apart."""
+    return any(cls.__name__ == "PagedAttentionCache" for cls in type(arguments.get("cache")).__mro__)
+
+
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
     """A packed batch on the stock path would leak: raise. Steps of decoding are not read, and wait for nobody."""
+    if _has_paged_cache(arguments):
+        return
     why = "a cache (past_key_values, or use_cache=True) or attention weights (output_attentions=True)"
     mend = (
         "Those run the stock forward, whose tokens would see other sequences. Pass use_cache=False and "
