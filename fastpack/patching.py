@@ -238,7 +238,7 @@ def report(target: Any) -> PatchReport:
     if budget is not None:
         notes += (budget.describe(),)
     notes += _notes_on_liger(backbone, state)
-    skipped = (*found.skipped, *state.mixing.strangers(), *unfused(backbone, state.changes))
+    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unfused(backbone, state.changes))
     if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state)
         skipped += () if reason is None else (("loss", reason),)

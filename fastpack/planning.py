@@ -56,6 +56,7 @@ from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
+from fastpack.windows import MEND, misplaced, window_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +131,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     wanted = (*family.attention, *family.mixers)
     if not any(_own(m, family) in wanted for m in backbone.modules()) and not family.repadded:
         raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
+    _refuse_misplaced(backbone, specs, family)
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
     plan.interface_modules = [m for m in attentions if _own(m, family) not in specs]
@@ -338,6 +340,20 @@ def _plan_module(
         )
 
 
+def _refuse_misplaced(backbone: nn.Module, specs: dict[str, Spec], family: Family) -> None:
+    """Raise where layers were moved, so that their windows are not those by which the stock model masks."""
+    forms: dict[int, Any] = {}
+    for module in backbone.modules():
+        own = _own(module, family) or ""
+        if own in family.mixers or own in family.attention:
+            spec = family.mixers.get(own, specs.get(own))
+            forms[id(module)] = _with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec
+    found = list(misplaced(backbone, forms))
+    if found:
+        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+        raise PatchError(f"layers were moved: {found[0]}{more}. Before the patch, {MEND}. Nothing was changed.")
+
+
 def _with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
     """The form of an attention whose window upstream has in its mask alone."""
     kinds = getattr(module.config, "layer_types", None)
@@ -381,11 +397,8 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
     config = backbone.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
-    fast = spec if isinstance(spec, AttentionSpec) else AttentionSpec(window="sliding_window")
-    window = attrgetter(fast.window)(module) if fast.window and hasattr(module, fast.window.split(".")[0]) else None
-    if fast.window_if is not None and not getattr(module, fast.window_if):
-        window = None
-    softcap = attrgetter(fast.softcap)(module) if fast.softcap else getattr(config, "attn_logit_softcapping", None)
+    named = spec.softcap if isinstance(spec, AttentionSpec) else None
+    softcap = attrgetter(named)(module) if named else getattr(config, "attn_logit_softcapping", None)
     dropout = getattr(module, "attention_dropout", 0.0)
     return AttentionShape(
         device=next(backbone.parameters()).device,
@@ -394,7 +407,7 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
         num_kv_heads=heads // getattr(module, "num_key_value_groups", 1) or heads,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
-        window=window if isinstance(window, int) else None,
+        window=window_of(module, spec),
         softcap=softcap,
         sinks=getattr(module, "sinks", None) is not None,
         dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,
