@@ -36,6 +36,7 @@ from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, regis
 from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
+from fastpack.layers.rotary import unserved
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import HELD, Held, binds
 from fastpack.mixing import Mixing
@@ -238,7 +239,8 @@ def report(target: Any) -> PatchReport:
     if budget is not None:
         notes += (budget.describe(),)
     notes += _notes_on_liger(backbone, state)
-    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unfused(backbone, state.changes))
+    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
+    skipped += unfused(backbone, state.changes)
     if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state)
         skipped += () if reason is None else (("loss", reason),)

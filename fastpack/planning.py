@@ -49,7 +49,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
 from fastpack.layers.refusals import learns_prompts, passes_a_cache, prompts_pre_hook, replica_pre_hook
-from fastpack.layers.rotary import LENGTH_DEPENDENT, rotary_forward
+from fastpack.layers.rotary import depends_on_length, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
@@ -364,8 +364,8 @@ def _with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Atten
 
 def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
     for module in backbone.modules():
-        rope_type = getattr(module, "rope_type", None)
-        if isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq"):
+        if depends_on_length(module):
+            rope_type = module.rope_type
             if mentions(module, "polar"):  # Llama 4's cos and sin are one complex table
                 raise UnsupportedModelError(
                     f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "

@@ -69,6 +69,18 @@ def test_layers_that_peft_replicates() -> None:
     assert not ours_in(model)
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "linear"])
+def test_rotary_frequencies_put_in(kind: str) -> None:
+    """Those of a type that depends on the length are each sequence's own only where the patch found the module."""
+    model: Any = fastpack.patch(tiny_model("llama"))
+    model.config.rope_parameters = {"rope_type": kind, "factor": 4.0, "rope_theta": 1e4}
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    skipped = fastpack.report(model).skipped
+    assert [name for name, _ in skipped] == (["LlamaRotaryEmbedding"] if kind == "dynamic" else [])
+    assert all("rotary type 'dynamic', put into the model after the patch" in why for _, why in skipped)
+    assert not fastpack.report(fastpack.patch(fastpack.unpatch(model))).skipped
+
+
 def test_layers_cut_and_put_in() -> None:
     model = fastpack.patch(tiny_model("llama"))
     model.model.layers = model.model.layers[:1]

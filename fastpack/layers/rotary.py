@@ -14,12 +14,31 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fastpack.layers.stock import Forward, call_stock
+from fastpack.layers.stock import FORWARDS, Forward, binds, call_stock
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
+
+
+def depends_on_length(module: Any) -> bool:
+    """True for a rotary module whose frequencies do."""
+    rope_type = getattr(module, "rope_type", None)
+    return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
+
+
+def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Such modules of a patched backbone that came after the patch, each with what to do, for the report."""
+    why = (
+        "put into the model after the patch, so that sequences get the frequencies of the longest in the batch: "
+        "patch(unpatch(model))"
+    )
+    return tuple(
+        (type(module).__name__, f"rotary type {module.rope_type!r}, {why}")
+        for module in backbone.modules()
+        if depends_on_length(module) and not any(binds(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
+    )
 
 
 def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
