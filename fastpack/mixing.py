@@ -10,12 +10,11 @@ from torch import nn
 
 from fastpack.changes import carries_ours, scopes_of
 from fastpack.families import RUNGS, Rung
-from fastpack.families.spec import AttentionSpec, MixerSpec
+from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_notes, mixer_rung
-from fastpack.layers.stock import bound_with
 from fastpack.report import PatchReport
 from fastpack.rungs import layer_rungs, unpadded_share
-from fastpack.windows import MEND, misplaced
+from fastpack.windows import MEND, forms_of, misplaced
 
 NOTE = "mixers:"
 
@@ -70,12 +69,8 @@ class Mixing:
 
     def misplaced(self) -> tuple[tuple[str, str], ...]:
         """Those that were moved since to where the stock model masks in another way."""
-        forms = {
-            id(module): how if isinstance(how, MixerSpec) else bound_with(module, AttentionSpec)
-            for module, how in self._now()
-        }
-        why = f"moved after the patch, where results are not right: patch(unpatch(model)), and {MEND}"
-        return tuple(("layers", f"{what}; {why}") for what in misplaced(self.backbone, forms))
+        why = f"moved after the patch, and refused when it runs: unpatch(model), {MEND}, and patch it"
+        return tuple(("layers", f"{what}; {why}") for what in misplaced(self.backbone, forms_of(self.backbone)))
 
     def refreshed(self, report: PatchReport) -> dict[str, Any]:
         """All of this, with what else the report counts and notes."""

@@ -56,7 +56,7 @@ from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
-from fastpack.windows import MEND, misplaced, window_of
+from fastpack.windows import MEND, LayerOrder, misplaced, window_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +248,8 @@ def _plan_backbone(
         notes.append(graphs.describe(next(backbone.parameters()).device))
     offload = None if options.offload is None else CheckpointOffload(products=options.offload == "activations")
     sharing = PrefixSharing() if options.share_prefixes == "auto" else None
-    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, family))
+    order = LayerOrder.of(backbone)
+    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, order, family))
     plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))

@@ -7,13 +7,17 @@ with. Both are one until somebody moves layers: cuts some out, or replicates the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from torch import nn
 
 from fastpack.classes import mentions
-from fastpack.families.spec import AttentionSpec, MixerSpec
+from fastpack.errors import PatchError
+from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
+from fastpack.layers.interface import STOCK_CONFIG
+from fastpack.layers.stock import bound_with
 
 Form = Any
 """What is known of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or nothing (None)."""
@@ -52,6 +56,57 @@ def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[str]:
             f"{name} was built for {own}, but config.layer_types[{place}], by which the stock model masks it, says "
             f"{asked}"
         )
+
+
+def forms_of(backbone: nn.Module) -> dict[int, Form]:
+    """The forms of a patched backbone's modules, as they were bound."""
+    found: dict[int, Form] = {}
+    for module in backbone.modules():
+        form = next(filter(None, (bound_with(module, kind) for kind in _FORMS)), None)
+        if form is not None or getattr(module.__dict__.get("config"), STOCK_CONFIG, None) is not None:
+            found[id(module)] = form
+    return found
+
+
+_FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
+
+
+@dataclass(eq=False)
+class LayerOrder:
+    """The list of a backbone's layers as it was when it was last looked at: moved ones are seen at the next forward.
+
+    Attributes:
+        owner: what holds the list, as ``layers``.
+        seen: its layers in order.
+    """
+
+    owner: nn.Module
+    seen: list[nn.Module | None]
+
+    @classmethod
+    def of(cls, backbone: nn.Module) -> LayerOrder | None:
+        """That of the list by whose places the stock model masks; None where it goes by no place."""
+        owners = (m for m in backbone.modules() if "layers" in m._modules and mentions(m, "layer_types"))
+        owner = next(owners, None)
+        return None if owner is None else cls(owner, _layers(owner))
+
+    def check(self, backbone: nn.Module) -> None:
+        """Raise where layers were moved so that their windows are others than their places ask for.
+
+        It waits for nobody, and costs a look at each layer's identity while none was moved.
+        """
+        now = _layers(self.owner)
+        if now == self.seen:
+            return
+        found = next(misplaced(backbone, forms_of(backbone)), None)
+        if found is not None:
+            raise PatchError(f"layers were moved after the patch: {found}. Call unpatch(model), {MEND}, and patch it.")
+        self.seen = now
+
+
+def _layers(owner: nn.Module) -> list[nn.Module | None]:
+    held = owner._modules.get("layers")
+    return [] if held is None else list(held._modules.values())
 
 
 MEND = "set config.layer_types to the layers' kinds in their present order, and each layer_idx to its layer's place"

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from oracle import make_sequences, run_alone
 from patch_checks import check_exact, fingerprint
 from peft import LoraConfig, get_peft_model
@@ -74,9 +75,14 @@ def test_moved_layers_with_the_windows_of_their_places(model_type: str, move: An
 @pytest.mark.parametrize(
     ("model_type", "move"), [*((name, cut) for name in WINDOWED), ("gemma3_text", replicate), ("afmoe", replicate)]
 )
-def test_a_report_says_what_was_moved_since(model_type: str, move: Any) -> None:
+def test_what_was_moved_since_is_in_the_report_and_refused(model_type: str, move: Any) -> None:
     model = fastpack.patch(build_tiny(model_type))
     assert not fastpack.report(model).skipped
     said = [why for what, why in fastpack.report(move(model)).skipped if what == "layers"]
     assert said
-    assert all("moved after the patch, where results are not right" in why for why in said)
+    assert all("moved after the patch, and refused when it runs" in why for why in said)
+    for _ in range(2):
+        with pytest.raises(
+            PatchError, match=r"layers were moved after the patch: .*layers\.\d.* set config.layer_types"
+        ):
+            model(input_ids=torch.full((1, 9), 5))

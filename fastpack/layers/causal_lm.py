@@ -50,6 +50,7 @@ from fastpack.layers.stock import Forward, binds, call_stock, defined_in, mask_s
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.targets import find_parts, refuse_strange_backbone
+from fastpack.windows import LayerOrder
 
 if TYPE_CHECKING:
     from fastpack.offload import CheckpointOffload
@@ -75,6 +76,7 @@ def backbone_forward(
     offload: CheckpointOffload | None,
     sharing: PrefixSharing | None,
     scope: PackingScope | None,
+    order: LayerOrder | None,
     family: Family,
     stock: Forward | None,
     *args: Any,
@@ -91,6 +93,7 @@ def backbone_forward(
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
+        PatchError: see :meth:`fastpack.windows.LayerOrder.check`.
     """
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
@@ -104,6 +107,8 @@ def backbone_forward(
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
+    elif order is not None:
+        order.check(backbone)
     packed = _pack(arguments, packing, prefixes=sharing is not None)
     refuse_positions(backbone, family, arguments, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
