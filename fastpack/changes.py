@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 from torch import nn
@@ -25,7 +24,6 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import FORWARDS, HELD, Held, binds, bound_with, call_stock, without_itself
-from fastpack.options import PatchOptions
 
 TakeBack = Callable[[], None]
 
@@ -145,34 +143,25 @@ def pass_through(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> An
     return call_stock(module, stock, *without_itself(module, args), **kwargs)
 
 
-def take_off_copies(model: nn.Module, changes: Sequence[Change]) -> list[TakeBack]:
+def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[TakeBack]:
     """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, replicated layers.
-
-    Once PEFT is unloaded, the first are the model's own, and known by what they were bound with.
 
     Others that carry something of ours are somebody's: another model's, whose patch is in force.
 
     Args:
-        changes: those of the patch itself, which were taken back already.
+        changed: those that the patch itself changed, from which it was taken already.
 
     Returns:
         What puts it on again.
     """
-    changed = [change.module for change in changes]
     known, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
-    forwards = [change.ours for change in changes if isinstance(change, Attribute) and change.name in FORWARDS]
-    own = {id(bound) for forward in forwards for bound in _identities(getattr(forward, "args", ()))}
     saved = (
         found
         for module in model.modules()
         if isinstance(found := getattr(module, "modules_to_save", None), nn.ModuleDict)
     )
     copies = {id(module): module for each in saved for module in each.modules()}
-    for module in model.modules():
-        bound = (module.__dict__.get(place) for place in FORWARDS)
-        args = (found.args for found in bound if isinstance(found, functools.partial))
-        if _weights(module) in weights or any(id(held) in own for held in _identities(chain(*args))):
-            copies[id(module)] = module
+    copies |= {id(module): module for module in model.modules() if _weights(module) in weights}
     take_backs: list[TakeBack] = []
     for module in copies.values():
         if id(module) in known or not carries_ours(module):
@@ -185,11 +174,6 @@ def take_off_copies(model: nn.Module, changes: Sequence[Change]) -> list[TakeBac
         if stock is not None:
             module.config = stock
     return take_backs
-
-
-def _identities(bound: Iterable[Any]) -> list[Any]:
-    """Of what a forward is bound with, the objects that a copy shares with its original and with nothing else."""
-    return [found for found in bound if isinstance(found, (PatchOptions, PackingScope))]
 
 
 def _weights(module: nn.Module) -> tuple[type, int] | None:

@@ -60,10 +60,7 @@ def not_a_choice(name: str, value: Any, allowed: Sequence[Any]) -> PatchError:
 
 @dataclass(frozen=True)
 class PatchOptions:
-    """The keyword arguments of :func:`fastpack.patch`, which documents them.
-
-    It never changes, and a copy of a patched module, as PEFT makes them, is bound with the very same object.
-    """
+    """The keyword arguments of :func:`fastpack.patch`, which documents them."""
 
     attention: str = "auto"
     kernels: Implementation = "auto"
@@ -72,9 +69,6 @@ class PatchOptions:
     offload: Offload = None
     share_prefixes: SharePrefixes = None
     strict: bool = False
-
-    def __deepcopy__(self, memo: Any) -> PatchOptions:
-        return self
 
     def check(self) -> None:
         """Raise unless each value is one of those allowed.

@@ -119,9 +119,8 @@ def patch(
             does nothing, and the report says why.
         share_prefixes: ``auto`` runs what sequences of a batch have in common at their beginnings once, a prompt with
             its chosen and its rejected completion, or chats with one system prompt, in every batch in which that saves
-            a twentieth of the tokens or more. Every sequence still attends to all of its own tokens, and results are
-            the same, gradients included; the report says how many tokens were saved. For models in which attention
-            alone mixes tokens.
+            a twentieth of the tokens or more. Every sequence still attends to all of its own tokens, and results are the same, gradients
+            included; the report says how many tokens were saved. For models in which attention alone mixes tokens.
             Where a dropout, or other noise, is active, nothing is shared, since each copy has its own, nor where
             ``inputs_embeds`` come, nor under ``torch.compile``. Finding them needs the ids on the host: they come with
             the lengths where those are read from the batch, with the batch where its collator is one of fastpack's or
@@ -305,7 +304,7 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
             refuse_wrapped(model)
             for take_back in _restore(model):
                 put_back.callback(take_back)  # it calls the last one first
-            plans.append(make_plan(model, replace(options)))  # an object of its own: its copies are known by it
+            plans.append(make_plan(model, options))
             if plans[-1].report.rung == "re-padded model":
                 warnings.warn(
                     f"{plans[-1].report.model} runs as a re-padded model: sequences are exact and apart, but on padded "
@@ -369,7 +368,7 @@ def _restore(model: nn.Module) -> list[TakeBack]:
     take_backs: list[TakeBack] = [functools.partial(setattr, parts.backbone, STATE, state)]
     del parts.backbone.__dict__[STATE]
     take_backs += [change.undo() for change in reversed(state.changes)]
-    return take_backs + take_off_copies(model, state.changes)
+    return take_backs + take_off_copies(model, [change.module for change in state.changes])
 
 
 @contextmanager

@@ -24,7 +24,6 @@ import fastpack
 from fastpack.errors import PatchError
 from fastpack.options import PatchOptions
 from fastpack.patching import options_of
-from fastpack.smoke.tiny import build_tiny
 
 SHORT = (5, 3, 7)
 
@@ -185,28 +184,6 @@ def test_modules_that_peft_copied(saved: list[str]) -> None:
     assert not ours_in(wrapped)
     alone = run_alone(wrapped, make_sequences(VOCAB))
     check_exact(fastpack.patch(wrapped, strict=True), alone)
-
-
-@pytest.mark.parametrize(("model_type", "target", "saved"), [
-    ("llama", "q_proj", ["mlp"]), ("llama", "q_proj", ["layers.1"]), ("llama", "q_proj", ["norm", "input_layernorm"]),
-    ("bamba", "in_proj", ["layers.1"]), ("bloom", "query_key_value", ["h.1"]),
-])  # fmt: skip
-def test_copies_that_peft_left_in_the_model(model_type: str, target: str, saved: list[str]) -> None:
-    """Unloaded, its copies are the model's own modules, of which the patch knows nothing."""
-    from peft import LoraConfig, get_peft_model
-
-    model = fastpack.patch(build_tiny(model_type))
-    wrapped = get_peft_model(model, LoraConfig(target_modules=[target], modules_to_save=saved, r=2))
-    model = wrapped.merge_and_unload()
-    fastpack.unpatch(model)
-    assert not ours_in(model)
-    alone = run_alone(model, make_sequences(VOCAB))
-    check_exact(fastpack.patch(model), alone)
-    other = fastpack.patch(build_tiny(model_type))
-    layer = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
-    next(m for m in other.modules() if isinstance(m, nn.ModuleList))[1] = layer[1]
-    fastpack.unpatch(other)
-    assert ours_in(layer[1]), "what another model's patch put on is left alone"
 
 
 def test_patched_puts_back_what_was_in_force() -> None:
