@@ -119,8 +119,9 @@ def patch(
             does nothing, and the report says why.
         share_prefixes: ``auto`` runs what sequences of a batch have in common at their beginnings once, a prompt with
             its chosen and its rejected completion, or chats with one system prompt, in every batch in which that saves
-            a twentieth of the tokens or more. Every sequence still attends to all of its own tokens, and results are the same, gradients
-            included; the report says how many tokens were saved. For models in which attention alone mixes tokens.
+            a twentieth of the tokens or more. Every sequence still attends to all of its own tokens, and results are
+            the same, gradients included; the report says how many tokens were saved. For models in which attention
+            alone mixes tokens.
             Where a dropout, or other noise, is active, nothing is shared, since each copy has its own, nor where
             ``inputs_embeds`` come, nor under ``torch.compile``. Finding them needs the ids on the host: they come with
             the lengths where those are read from the batch, with the batch where its collator is one of fastpack's or
