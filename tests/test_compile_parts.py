@@ -18,6 +18,7 @@ from fastpack.backends import limits, opaque, segments, torch_varlen
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.compiling import _with_limit, compile_often, known_once
 from fastpack.ops.norm import rms_norm
+from fastpack.smoke.tiny import build_tiny, plain_tokens
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 
@@ -120,3 +121,16 @@ def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
     with pytest.raises(FailOnRecompileLimitHit):
         variants(often, 13)
     assert config.recompile_limit == 8
+
+
+@pytest.mark.parametrize("model_type", ["bamba", "emu3", "gemma3"])
+def test_batch_after_batch_where_a_scope_carries_the_packing(model_type: str) -> None:
+    """What a scope holds is there before the first batch: a compiler guards on it."""
+    model = fastpack.patch(build_tiny(model_type).train())
+    compiled = torch.compile(model, backend="eager")
+    for lengths in ([5, 7], [5, 7], [4, 8], [6, 9]):
+        ids = plain_tokens(1, sum(lengths), seed=lengths[0])
+        given = {"input_ids": ids, "packed_seq_lens": PackedSeqLens.from_lengths(lengths)}
+        want = model(**given).logits
+        assert relative(compiled(**given).logits, want) <= FLOAT32_BOUND
+        assert relative(model(input_ids=ids).logits, want) > 1e3 * FLOAT32_BOUND

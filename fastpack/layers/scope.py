@@ -29,9 +29,11 @@ class PackingScope(threading.local):
         packed: what the backbone runs on; None outside its forward.
     """
 
-    packed: PackedSeqLens | None = None
-    _offered: tuple[Tensor, PackedSeqLens] | None = None
-    _in_rows: bool = False
+    def __init__(self) -> None:
+        """Of each thread that meets it, with what a compiler looks for in it."""
+        self.packed: PackedSeqLens | None = None
+        self._offered: tuple[Tensor, PackedSeqLens] | None = None
+        self._in_rows = False
 
     def __deepcopy__(self, memo: Any) -> PackingScope:
         return self
