@@ -131,6 +131,7 @@ def test_batch_after_batch_where_a_scope_carries_the_packing(model_type: str) ->
     for lengths in ([5, 7], [5, 7], [4, 8], [6, 9]):
         ids = plain_tokens(1, sum(lengths), seed=lengths[0])
         given = {"input_ids": ids, "packed_seq_lens": PackedSeqLens.from_lengths(lengths)}
+        ours = compiled(**given).logits  # before anything else has run
         want = model(**given).logits
-        assert relative(compiled(**given).logits, want) <= FLOAT32_BOUND
+        assert relative(ours, want) <= FLOAT32_BOUND
         assert relative(model(input_ids=ids).logits, want) > 1e3 * FLOAT32_BOUND
