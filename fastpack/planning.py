@@ -6,15 +6,12 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import nn
 
 from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
-from fastpack.attention_dispatch import AttentionShape, choose, explain
-from fastpack.backends.flash_attn import LONG
+from fastpack.attention_dispatch import explain
 from fastpack.classes import changes_of, mentions, stock_class
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
@@ -55,8 +52,9 @@ from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
+from fastpack.serving import attention_shape, serving_backend
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
-from fastpack.windows import MEND, LayerOrder, misplaced, window_of
+from fastpack.windows import MEND, LayerOrder, misplaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +140,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
 
     plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family)))
     shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(_own(m, family) or "")) for m in attentions))
-    backend = ", ".join(dict.fromkeys(_serving_backend(shape, attention, notes) for shape in shapes))
+    backend = ", ".join(dict.fromkeys(serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
         notes.append(f"{LLM_INT8}: 8-bit layers are not isolated")
@@ -391,48 +389,3 @@ def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, opt
 
 def _bind_alibi(backbone: nn.Module, name: str, scope: PackingScope, stock: Any) -> Any:
     return functools.partial(packed_alibi, backbone, name, scope)
-
-
-def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:
-    """What one attention module will ask of a backend, as far as it is known before a batch comes."""
-    config = backbone.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
-    named = spec.softcap if isinstance(spec, AttentionSpec) else None
-    softcap = attrgetter(named)(module) if named else getattr(config, "attn_logit_softcapping", None)
-    dropout = getattr(module, "attention_dropout", 0.0)
-    return AttentionShape(
-        device=next(backbone.parameters()).device,
-        dtype=backbone.dtype,
-        num_heads=heads,
-        num_kv_heads=heads // getattr(module, "num_key_value_groups", 1) or heads,
-        head_dim=head_dim,
-        value_dim=getattr(module, "v_head_dim", None) or head_dim,
-        window=window_of(module, spec),
-        softcap=softcap,
-        sinks=getattr(module, "sinks", None) is not None,
-        dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,
-    )
-
-
-HALVES = (torch.bfloat16, torch.float16)
-"""What autocast may bring float32 tensors to."""
-
-
-def _serving_backend(shape: AttentionShape, attention: str, notes: list[str]) -> str:
-    if shape.device.type == "meta":
-        return attention  # sharded loading: asked again at the first batch
-    # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in another dtype
-    halves = [replace(shape, dtype=dtype) for dtype in HALVES if shape.dtype == torch.float32]
-    if attention == "auto":
-        chosen = choose(shape)
-        for half in halves:
-            if (other := choose(half)) != chosen:
-                notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
-        if (other := choose(replace(shape, total_tokens=LONG, num_sequences=1, max_seqlen=LONG))) != chosen:
-            notes.append(f"attention: {other} where most tokens are in sequences of {LONG} and more")
-        return chosen
-    if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
-        notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
-        return attention
-    return choose(shape, attention)
