@@ -387,11 +387,14 @@ def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
     if isinstance(lengths, Tensor):
         check_vector(lengths)
     try:
-        values = [operator.index(n) for n in (lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
+        given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        if any(isinstance(n, bool) for n in given):
+            raise TypeError("a mask is no lengths")
+        values = [operator.index(n) for n in given]
     except TypeError as error:
         raise PackingError(
             f"packed_seq_lens={str(lengths)[:80]} ({type(lengths).__name__}): pass the sequences' lengths, whole "
-            "numbers such as [3, 2] in a list or a 1-D tensor, or a PackedSeqLens."
+            "numbers such as [3, 2] in a list or a 1-D tensor, or a PackedSeqLens; a mask is attention_mask."
         ) from error
     if not values or min(values) < 1:
         raise PackingError(f"packed_seq_lens must be lengths of at least 1 token each; got {values[:8]}.")
@@ -400,10 +403,10 @@ def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
 
 def check_vector(lengths: Tensor) -> None:
     """Raise unless a tensor of lengths is 1-D and whole."""
-    if lengths.ndim != 1 or lengths.is_floating_point():
+    if lengths.ndim != 1 or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise PackingError(
             f"packed_seq_lens is a tensor of shape {tuple(lengths.shape)} and {lengths.dtype}; pass a 1-D tensor of "
-            "whole lengths."
+            "whole lengths (a mask is attention_mask)."
         )
 
 

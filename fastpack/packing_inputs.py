@@ -2,7 +2,8 @@
 
 This is the one place that knows how other libraries spell packing: ``cu_seq_lens_q``, ``max_length_q``, ``seq_idx``,
 restarting ``position_ids``, integer segment masks. It costs at most one synchronisation with the host a batch, and
-nothing contradictory passes.
+nothing contradictory passes. Lengths that a collator read from a batch are believed: what changes the batch behind it
+has to leave sequences where they are, or drop them.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def pack_inputs(
     else:
         if bool((mask < 0).any()):
             raise PackingError(
-                "attention_mask holds negative or fractional values: an additive mask does not say where sequences "
-                "end. Pass 0 and 1, or segment numbers with 0 for padding."
+                "attention_mask holds negative, fractional or infinite values, or NaN: an additive mask does not say "
+                "where sequences end. Pass 0 and 1, or segment numbers with 0 for padding."
             )
         index = mask.nonzero()[:, 0]
         segment = mask[index]
@@ -109,7 +110,8 @@ def pack_inputs(
         raise PackingError(
             f"attention_mask has a hole: row {int(row[at])} has real tokens in columns {int(index[at] % columns)} "
             f"and {int(index[at + 1] % columns)} with padding between them. Padding may stand left and right of a "
-            "sequence, not inside it; number the segments (1, 1, 0, 2, 2) if they are separate sequences."
+            "sequence, not inside it. Number the segments (1, 1, 0, 2, 2) if they are separate sequences; if a prompt "
+            "was padded before its completion, pad it left (tokenizer.padding_side='left')."
         )
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 
@@ -204,12 +206,11 @@ def _to_host(
             )
         parts["position_ids"] = _whole(position_ids).reshape(-1, columns).expand(rows, columns)
     for key, value in given.items():
-        if isinstance(value, Tensor):
-            if key == "packed_seq_lens":
-                check_vector(value)
+        if key != "packed_seq_lens":
+            parts[key] = _numbers(key, value)
+        elif isinstance(value, Tensor):
+            check_vector(value)
             parts[key] = value
-        elif key.startswith(("cu_seq_lens", "seq_idx")):
-            parts[key] = torch.tensor(value)
     host = {key: part.detach().reshape(-1).long() for key, part in parts.items() if part.device.type == "cpu"}
     remote = {key: part for key, part in parts.items() if key not in host}
     if remote:
@@ -218,6 +219,17 @@ def _to_host(
         split = joined.cpu().long().split([part.numel() for part in remote.values()])
         host.update(zip(remote, split, strict=True))
     return host
+
+
+def _numbers(key: str, value: Any) -> Tensor:
+    """Of a keyword of other libraries, as a tensor of integers: cut to whole ones, fractions would join sequences."""
+    try:
+        numbers = value if isinstance(value, Tensor) else torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PackingError(f"{key}={str(value)[:80]} ({type(value).__name__}): pass integers, or a tensor.") from error
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise PackingError(f"{key} holds numbers of {numbers.dtype}, and says by integers where sequences begin.")
+    return numbers
 
 
 def _whole(given: Tensor) -> Tensor:
@@ -332,6 +344,6 @@ def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tenso
 def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
     for key in ("max_length_q", "max_length_k"):
         if key in given:
-            value = int(host[key].max()) if key in host else int(given[key])
+            value = int(host[key].max())
             if value < longest:
                 raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")
