@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fastpack.hooks import has_hooks
 from fastpack.layers.attention import attention_forward
 from fastpack.layers.drop_ins import is_drop_in
-from fastpack.layers.interface import SCOPE, STOCK_CONFIG
+from fastpack.layers.interface import SCOPE, stock_config
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.scope import PackingScope
@@ -170,7 +170,7 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Take
             if place in module.__dict__:
                 take_backs.append(functools.partial(setattr, module, place, module.__dict__[place]))
         _take_off_forwards(module)
-        stock = _stock_config(module)
+        stock = stock_config(module)
         if stock is not None:
             module.config = stock
     return take_backs
@@ -186,7 +186,7 @@ def _weights(module: nn.Module) -> tuple[type, int] | None:
 def carries_ours(module: nn.Module) -> bool:
     """True where a module has a forward of ours, or attends through our interface."""
     ours = HELD in module.__dict__ or any(_is_ours(module.__dict__.get(place)) for place in FORWARDS)
-    return ours or _stock_config(module) is not None
+    return ours or stock_config(module) is not None
 
 
 def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
@@ -222,10 +222,6 @@ def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, 
 def scopes_of(module: nn.Module) -> tuple[PackingScope | None, PackingScope | None]:
     """What tells a module of the packing where no keyword does: its forward, its attention."""
     return bound_with(module, PackingScope), getattr(module.__dict__.get("config"), SCOPE, None)
-
-
-def _stock_config(module: nn.Module) -> Any:
-    return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
 def take_off_head(head: nn.Module) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from fastpack.classes import mentions
 from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
-from fastpack.layers.interface import STOCK_CONFIG
+from fastpack.layers.interface import stock_config
 from fastpack.layers.stock import bound_with
 
 Form = Any
@@ -63,7 +63,7 @@ def forms_of(backbone: nn.Module) -> dict[int, Form]:
     found: dict[int, Form] = {}
     for module in backbone.modules():
         form = next(filter(None, (bound_with(module, kind) for kind in _FORMS)), None)
-        if form is not None or getattr(module.__dict__.get("config"), STOCK_CONFIG, None) is not None:
+        if form is not None or stock_config(module) is not None:
             found[id(module)] = form
     return found
 

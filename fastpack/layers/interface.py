@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.classes import stock_class
@@ -86,11 +86,16 @@ def packed_interface(
     return out.contiguous()[None], None  # as stock implementations return it: AFMoE takes a view of it
 
 
+def stock_config(module: nn.Module) -> Any:
+    """The config that a module's private one stands for; None where it does not attend through our interface."""
+    return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
+
+
 def stock_interface(module: Any) -> Forward:
     """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
     from transformers import AttentionInterface
 
-    name = getattr(module.config, STOCK_CONFIG)._attn_implementation
+    name = stock_config(module)._attn_implementation
     eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import Family
 from fastpack.layers.arguments import shape_of
-from fastpack.layers.rotary import rotary_forward
-from fastpack.layers.stock import binds
+from fastpack.layers.rotary import is_served
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 
@@ -157,7 +156,7 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     """
     if arguments.get("position_ids") is None or packed.is_empty or torch.compiler.is_compiling():
         return
-    by_length = any(binds(child.__dict__.get("forward"), rotary_forward) for child in backbone.children())
+    by_length = any(map(is_served, backbone.children()))
     if not (family.repadded or by_length):
         return
     positions, starts = packed.position_ids[0], packed.cu_seqlens[:-1]

@@ -28,6 +28,11 @@ def depends_on_length(module: Any) -> bool:
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
 
 
+def is_served(module: nn.Module) -> bool:
+    """True for one that gives each sequence the frequencies of its own length, under accelerate's hooks too."""
+    return any(binds(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
+
+
 def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
     """Such modules of a patched backbone that came after the patch, each with what to do, for the report."""
     why = (
@@ -37,7 +42,7 @@ def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple(
         (type(module).__name__, f"rotary type {module.rope_type!r}, {why}")
         for module in backbone.modules()
-        if depends_on_length(module) and not any(binds(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
+        if depends_on_length(module) and not is_served(module)
     )
 
 

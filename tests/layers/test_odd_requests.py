@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from oracle import make_sequences, run_alone
 from patch_checks import check_exact
 from tiny import VOCAB, tiny_model
@@ -95,6 +96,14 @@ def test_positions_that_go_on_are_refused_where_lengths_are_read_from_them(kind:
     assert model(input_ids=IDS, **PACKED["positions"]).logits.isfinite().all()
     fixed = fastpack.patch(tiny_model("llama"))
     assert fixed(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS]).logits.isfinite().all()
+
+
+def test_positions_that_go_on_are_refused_under_hooks_of_accelerate_too() -> None:
+    model = fastpack.patch(with_rope("llama", "dynamic"))
+    add_hook_to_module(model.model.rotary_emb, ModelHook())
+    ids = torch.full((1, 7), 5)
+    with pytest.raises(PackingError, match="go on above those of the one before"):
+        model(input_ids=ids, packed_seq_lens=[3, 4], position_ids=torch.tensor([[0, 1, 2, 9, 10, 11, 12]]))
 
 
 def test_positions_are_looked_at_only_where_somebody_needs_it() -> None:
