@@ -127,7 +127,7 @@ def packed_ssd(
         chunk_size: for a kernel that lets one choose.
 
     Returns:
-        ``[1, T, H, V]``.
+        ``[1, T, H, V]``, in ``x``'s dtype or in float32.
     """
     return _recurrence("ssd", packed, x_1THV, dt_1TH, A_H, B_1TGK, C_1TGK, D_H, chunk_size)
 
@@ -184,7 +184,8 @@ def _run_linear_attention(
     if by_channel:
         g = g[..., None].expand(k.shape)
     out: Tensor = function(q, k, v, g=g, scale=1.0, **_offsets(function, packed, x.device))[0]
-    return out if D is None else (out + x * D[:, None]).to(x.dtype)
+    # In float32, as torch's version: a norm follows, so that the terms of D's gradient cancel where D x is most of y
+    return out if D is None else out + x * D.float()[:, None]
 
 
 def _run_mamba2(

@@ -40,7 +40,7 @@ def mixer_forward(
 
         device, dtype = _computed_in(_hidden(args, kwargs))
         if packed_rejects(module, spec, stock, device, dtype) is None:
-            return packed_forward(module, spec, packed, *args, **kwargs)
+            return packed_forward(module, spec, packed, dtype, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False)
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)

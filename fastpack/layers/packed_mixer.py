@@ -47,12 +47,14 @@ def packed_rejects(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def packed_forward(module: nn.Module, spec: MixerSpec, packed: PackedSeqLens, /, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward on ``[1, T, ...]``, each sequence by itself."""
+def packed_forward(
+    module: nn.Module, spec: MixerSpec, packed: PackedSeqLens, dtype: torch.dtype, /, *args: Any, **kwargs: Any
+) -> Any:
+    """The stock forward on ``[1, T, ...]``, each sequence by itself, over kernels that were chosen for ``dtype``."""
     given = {name: _argument(value) for name, value in kwargs.items() if name not in (*spec.left_out, *_MADE_HERE)}
     assert spec.scan is not None
     functions = {"causal_conv1d_fn": _conv, **_SCANS[spec.scan]}
-    forward = _over(type(module).forward, {name: functools.partial(f, packed) for name, f in functions.items()})
+    forward = _over(type(module).forward, {name: functools.partial(f, packed, dtype) for name, f in functions.items()})
     return forward(module, *map(_argument, args), **given)
 
 
@@ -82,18 +84,20 @@ def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> 
 
 def _conv(
     packed: PackedSeqLens,
+    dtype: torch.dtype,
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     activation: str | None = None,
     **_: Any,
 ) -> Tensor:
-    return packed_conv(packed, hidden_states, weight, bias, activation)
+    return packed_conv(packed, _narrowed(hidden_states, dtype), weight, bias, activation)
 
 
 def _delta(
     op: Callable[..., Tensor],
     packed: PackedSeqLens,
+    dtype: torch.dtype,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -105,12 +109,13 @@ def _delta(
     **_: Any,
 ) -> tuple[Tensor, None]:
     _stateless(initial_state, output_final_state)
-    query, key, value = map(_narrowed, (query, key, value))
+    query, key, value = (_narrowed(x, dtype) for x in (query, key, value))
     return op(packed, query, key, value, g, beta, use_qk_l2norm_in_kernel), None
 
 
 def _ssd(
     packed: PackedSeqLens,
+    dtype: torch.dtype,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
@@ -135,19 +140,17 @@ def _ssd(
     if dt_softplus:
         dt = F.softplus(dt)
     dt = dt.clamp(*dt_limit)
-    x, B, C = map(_narrowed, (hidden_states, B, C))
+    x, B, C = (_narrowed(y, dtype) for y in (hidden_states, B, C))
     return packed_ssd(packed, x, dt, A, B, C, D, chunk_size=chunk_size)
 
 
-def _not_fused(packed: PackedSeqLens, /, *_: Any, **__: Any) -> None:
+def _not_fused(packed: PackedSeqLens, dtype: torch.dtype, /, *_: Any, **__: Any) -> None:
     """Convolution, scan and output in one would leave out LoRA on the output's weight; None asks for one by one."""
 
 
-def _narrowed(x: Tensor) -> Tensor:
-    """In autocast's dtype, for which the kernel was chosen; a float32 buffer may have widened it on the way."""
-    if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
-        return x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the dtype for which the kernel was chosen; a float32 buffer may have widened it on the way."""
+    return x.to(dtype) if x.dtype == torch.float32 else x
 
 
 def _stateless(state: Any, wanted: bool) -> None:

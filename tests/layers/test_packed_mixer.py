@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fastpack
 from fastpack import PackedSeqLens
 from fastpack.backends import mixer_kernels
-from fastpack.backends.mixer_kernels import packed_conv
+from fastpack.backends.mixer_kernels import packed_conv, packed_ssd
 from fastpack.families import FAMILIES
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_rung
@@ -218,6 +218,49 @@ def test_what_computes_is_asked_at_each_batch(
         ours = run_packed(model)
     assert {name for name, *_ in calls.made} >= {SCANS[str(COVERED[model_type])]}
     assert error(ours, wide) <= 1.5 * error(plain, wide)
+
+
+def test_a_float32_buffer_does_not_widen_what_kernels_get(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Falcon-H1 whose weights alone were narrowed: its multipliers are a buffer."""
+    calls = kernels("fla")
+    monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
+    model = build_tiny("falcon_h1").train()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    wide = run_alone(copy.deepcopy(model).float())
+    assert mixers_of(model, "falcon_h1")[0].mup_vector.dtype == torch.float32
+    plain = run_alone(model)
+    ours = run_packed(fastpack.patch(model))
+    assert {name for name, *_ in calls.made} >= {"chunk_simple_gla"}
+    assert error(ours, wide) <= 1.5 * error(plain, wide)
+
+
+def test_gradient_of_a_skip_before_a_norm(kernels: Kernels) -> None:
+    """Where D x is most of a head's output, a norm that follows leaves nothing of D's gradient but differences."""
+    kernels("fla")
+    heads, value, total = 2, 64, sum(LENGTHS)
+    generator = torch.Generator().manual_seed(0)
+    x, direction = (torch.randn(1, total, heads, value, generator=generator) for _ in range(2))
+    B, C = (0.1 * torch.randn(1, total, heads, 16, generator=generator) for _ in range(2))
+    dt, A = torch.full((1, total, heads), 0.1), -torch.ones(heads)
+    packed = PackedSeqLens.from_lengths(LENGTHS)
+
+    def gradient(dtype: torch.dtype, rounded: bool = False) -> Tensor:
+        D = torch.ones(heads, dtype=dtype, requires_grad=True)
+        y = packed_ssd(packed, x.to(dtype), dt, A, B.to(dtype), C.to(dtype), D, chunk_size=8)
+        y = (y.to(dtype) if rounded else y).float()
+        ((y * y.pow(2).mean(-1, keepdim=True).rsqrt()) * direction).sum().backward()
+        assert D.grad is not None
+        return D.grad.float()
+
+    x, B, C = (z.bfloat16().float() for z in (x, B, C))
+    wide = gradient(torch.float32)
+
+    def wrong_by(found: Tensor) -> float:
+        return float((found - wide).abs().max() / wide.abs().max())
+
+    ours, control = wrong_by(gradient(torch.bfloat16)), wrong_by(gradient(torch.bfloat16, rounded=True))
+    assert ours <= 1e-2 < control / 3, (ours, control)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "mamba2", "falcon_h1", "lfm2"])
