@@ -7,6 +7,7 @@ can't be read, or that another adapter than LoRA wraps, is called as a module, a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -68,6 +69,7 @@ _BY_ROWS = {
     "aLoRA": "it begins behind the invocation tokens of each row of a batch",
     "Lily": "its router averages over all tokens of a batch",
     "Poly": "it mixes its parts by the task of each row of a batch",
+    "Shadow": "its second transformer reads the rows of a batch",
     "X-LoRA": "it scales its parts by the rows and columns of a batch",
 }
 """What PEFT computes from the very rows that a patched model does away with, and how."""
@@ -88,6 +90,28 @@ def refuse_rows(modules: Iterable[nn.Module]) -> None:
             )
 
 
+def refuse_rows_at_the_door(model: nn.Module) -> None:
+    """The same for adapters that came after the patch, wherever they lie; all modules are looked at only where PEFT's
+    configs name such a method, and one where they don't.
+
+    Raises:
+        PatchError: see :func:`refuse_rows`.
+    """
+    configs = model.__dict__.get("peft_config")
+    if not isinstance(configs, dict):
+        return
+    if any(map(_may_read_rows, configs.values())):
+        refuse_rows(model.modules())
+    else:  # which adapter each row gets, PEFT tells all layers or none
+        refuse_rows(itertools.islice((m for m in model.modules() if _base_layer(m) is not None), 1))
+
+
+def _may_read_rows(config: Any) -> bool:
+    method = getattr(config, "peft_type", None)
+    named = getattr(method, "value", method) in ("LILY", "POLY", "XLORA", "SHADOW")
+    return named or getattr(config, "alora_invocation_tokens", None) is not None
+
+
 def _reads_rows(module: Any) -> str | None:
     """The name of the adapter in force on a layer that depends on the rows of a batch, or None."""
     if _base_layer(module) is None or getattr(module, "disable_adapters", False):
@@ -100,7 +124,7 @@ def _reads_rows(module: Any) -> str | None:
     variants = getattr(module, "lora_variant", {})
     if any(type(variants[name]).__name__.startswith("ALora") for name in variants if name in module.active_adapters):
         return "aLoRA"
-    return {"lily": "Lily", "poly": "Poly"}.get(_adapter(module))
+    return {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}.get(_adapter(module))
 
 
 _PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")

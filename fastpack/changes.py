@@ -144,7 +144,8 @@ def pass_through(module: nn.Module, stock: Any, *args: Any, **kwargs: Any) -> An
 
 
 def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[TakeBack]:
-    """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, replicated layers.
+    """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, tuned norms,
+    replicated layers.
 
     Others that carry something of ours are somebody's: another model's, whose patch is in force.
 
@@ -158,7 +159,8 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Take
     saved = (
         found
         for module in model.modules()
-        if isinstance(found := getattr(module, "modules_to_save", None), nn.ModuleDict)
+        for name in ("modules_to_save", "ln_tuning_layers")
+        if isinstance(found := getattr(module, name, None), nn.ModuleDict)
     )
     copies = {id(module): module for each in saved for module in each.modules()}
     copies |= {id(module): module for module in model.modules() if _weights(module) in weights}

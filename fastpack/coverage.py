@@ -30,21 +30,28 @@ def covered_family(parts: Parts) -> Family:
         )
     for setting, why in family.refused_if.items():
         if getattr(config, setting, None):
-            raise UnsupportedModelError(f"{name} with {setting} in its config can't be patched: {why}.")
+            raise UnsupportedModelError(
+                f"{name} with {setting} in its config can't be patched: {why}. Train it unpatched, or without "
+                f"{setting}. Nothing was changed."
+            )
     text = config.get_text_config(decoder=True)  # of a composite
     # "vision" means that of images, which a patched model refuses
     set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
     bidirectional = any(value not in (False, None, "vision") for value in set_to)
     if not family.repadded and (bidirectional or getattr(text, "is_causal", True) is False):
         raise UnsupportedModelError(
-            f"{name} is set to attend in both directions (its config says so); only causal attention is covered."
+            f"{name} is set to attend in both directions (its config has use_bidirectional_attention, or is_causal="
+            "False); only causal attention is covered. Train it unpatched. Nothing was changed."
         )
     parameters = getattr(text, "rope_parameters", None) or {}
-    nested = [p for p in parameters.values() if isinstance(p, dict)]
-    if any(p.get("rope_type") in LENGTH_DEPENDENT for p in nested):
+    kinds = getattr(text, "layer_types", None)
+    nested = {k: p["rope_type"] for k, p in parameters.items() if isinstance(p, dict) and "rope_type" in p}
+    by_length = [k for k, rope in nested.items() if rope in LENGTH_DEPENDENT and (kinds is None or k in kinds)]
+    if by_length:
         raise UnsupportedModelError(
-            f"{name} has rotary frequencies that depend on the length, chosen for each kind of layer "
-            f"({[p.get('rope_type') for p in nested]}); that combination is not covered."
+            f"{name} has rotary frequencies that depend on the length for each kind of layer by itself "
+            f"({', '.join(f'{k}: {nested[k]}' for k in by_length)}), which is not covered. Other rotary types are (set "
+            "rope_parameters of the config); or train it unpatched. Nothing was changed."
         )
     if any(getattr(config, name, None) for name in family.repadded_if):
         return replace(family, attention=(), mixers={}, repadded=True)

@@ -368,7 +368,8 @@ def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
             if mentions(module, "polar"):  # Llama 4's cos and sin are one complex table
                 raise UnsupportedModelError(
                     f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "
-                    "and complex tables; that combination is not covered. Nothing was changed."
+                    "and complex tables, which is not covered. Other rotary types are (rope_parameters of the config); "
+                    "or train it unpatched. Nothing was changed."
                 )
             plan.forwards.append(ForwardSwap(module, functools.partial(_bind, rotary_forward, module, ()), "rotary"))
             notes.append(

@@ -26,7 +26,8 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
         device=next(backbone.parameters()).device,
         dtype=backbone.dtype,
         num_heads=heads,
-        num_kv_heads=heads // getattr(module, "num_key_value_groups", 1) or heads,
+        # latent attention reads no num_key_value_heads: where they are more than heads, there are 0 in a group
+        num_kv_heads=heads // max(1, getattr(module, "num_key_value_groups", 1)) or heads,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
         window=window_of(module, spec),

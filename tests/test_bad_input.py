@@ -211,6 +211,34 @@ def test_a_packed_batch_into_a_sequence_classifier() -> None:
         model(input_ids=torch.cat(SEQUENCES)[None], packed_seq_lens=LENGTHS)
 
 
+@pytest.mark.parametrize("given", ["ids", "another padding id", "embeddings", "prompts"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_classifier_that_would_pool_padding(given: str, side: str) -> None:
+    """Padding holds zeros: the pooled result would be zero, and send no gradient back."""
+    from peft import PromptTuningConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    model = tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=2, pad_token_id=0).eval()
+    if given == "prompts":
+        model = get_peft_model(model, PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3)).eval()
+    alone = torch.cat([model(input_ids=s[None], attention_mask=torch.ones_like(s[None])).logits for s in SEQUENCES])
+    ids = torch.nn.utils.rnn.pad_sequence(SEQUENCES, batch_first=True, padding_side=side)
+    batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    if given == "another padding id":
+        batch["input_ids"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, 3)
+    if given == "embeddings":
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    fastpack.patch(model)
+    if side == "right" and given != "ids":
+        with pytest.raises(fastpack.PackingError, match="would pool a slot of padding in 4 of 5 rows"):
+            model(**batch)
+    elif side == "left" and given == "prompts":
+        with pytest.raises(fastpack.PackingError, match="virtual tokens before the padding"):
+            model(**batch)
+    else:
+        assert relative(model(**batch).logits, alone) <= FLOAT32_BOUND
+
+
 def test_lost_packing_is_loud() -> None:
     """A layer that drops keywords must not leak: its attention notices."""
     model = fastpack.patch(tiny_model("llama"))

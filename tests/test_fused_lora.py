@@ -12,7 +12,10 @@ from oracle import (
     INPUT_KINDS,
     Result,
     compare,
+    flat,
     make_sequences,
+    padded,
+    positions,
     relative,
     run_alone,
     run_batch,
@@ -322,6 +325,57 @@ def test_adapters_that_read_rows_are_refused(name: str) -> None:
         off = later(**batch).logits[0]
         assert fastpack.is_patched(fastpack.patch(later))
     assert relative(off, torch.cat(run_alone(tiny_model("llama"), make_sequences(VOCAB)).logits)) <= FLOAT32_BOUND
+
+
+def of_the_head() -> dict[str, Any]:
+    """Adapters on modules that we do not call projection by projection."""
+    from peft import LilyConfig, PolyConfig, ShadowConfig
+
+    head: dict[str, Any] = {"target_modules": ["lm_head"], "task_type": "CAUSAL_LM"}
+    return {
+        "Lily": lambda: LilyConfig(r=4, init_weights=False, **head),
+        "Poly": lambda: PolyConfig(r=4, n_tasks=2, **head),
+        "aLoRA": lambda: lora_config(alora_invocation_tokens=[5, 6], target_modules=["lm_head"]),
+        "Shadow": lambda: ShadowConfig(task_type="CAUSAL_LM", init_weights=False),
+    }
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("name", ["Lily", "Poly", "aLoRA", "Shadow"])
+def test_adapters_that_read_rows_are_refused_wherever_they_lie(name: str, labels: bool) -> None:
+    from peft import get_peft_model
+
+    later: Any = get_peft_model(fastpack.patch(tiny_model("llama")), of_the_head()[name]()).eval()
+    sequences = make_sequences(VOCAB)
+    for batch in (padded(sequences, "right"), {**flat(sequences), "position_ids": positions(sequences)}):
+        if not labels:
+            batch.pop("labels", None)
+        tasks = {"task_ids": torch.zeros(len(batch["input_ids"]), dtype=torch.long)} if name == "Poly" else {}
+        with pytest.raises(fastpack.PatchError, match=f"{name} can't run on a patched model"):
+            later(**batch, **tasks)
+    fastpack.unpatch(later)
+    with pytest.raises(fastpack.PatchError, match=f"{name} can't run on a patched model"):
+        fastpack.patch(later)
+
+
+def test_an_adapter_for_each_row_of_the_head_is_refused() -> None:
+    model = with_lora(tiny_model("llama"), target_modules=["lm_head"]).eval()
+    fastpack.patch(model)
+    ids = torch.stack(make_sequences(VOCAB, [19, 19]))
+    names = {"adapter_names": ["default", "__base__"]}
+    with pytest.raises(fastpack.PatchError, match="adapter_names can't run on a patched model"):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids), **names)
+    made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, **names)
+    assert made.shape == (2, 21), "generation runs the stock forward, which has rows"
+
+
+def test_hooks_of_a_projection_see_one_row() -> None:
+    model = fastpack.patch(tiny_model("llama"))
+    seen = []
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    model(**padded(make_sequences(VOCAB), "right"))
+    ((given, out),) = seen
+    assert given.shape[:2] == out.shape[:2] == (1, 7 + 1 + 19 + 19 + 33)
 
 
 def test_an_adapter_for_each_row_is_refused() -> None:

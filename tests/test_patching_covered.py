@@ -186,6 +186,20 @@ def test_modules_that_peft_copied(saved: list[str]) -> None:
     check_exact(fastpack.patch(wrapped, strict=True), alone)
 
 
+def test_norms_that_peft_copied() -> None:
+    """LN tuning trains copies of norms, with our forwards on them."""
+    from peft import LNTuningConfig, get_peft_model
+
+    model = fastpack.patch(tiny_model("llama"))
+    wrapped: Any = get_peft_model(model, LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
+    fastpack.unpatch(wrapped)
+    assert not ours_in(wrapped)
+    merged = wrapped.merge_and_unload().requires_grad_(True)
+    alone = run_alone(merged, make_sequences(VOCAB))
+    check_exact(fastpack.patch(merged, strict=True), alone)
+    assert not fastpack.report(merged).skipped
+
+
 def test_patched_puts_back_what_was_in_force() -> None:
     model = fastpack.patch(tiny_model("llama"), kernels="torch")
     with fastpack.patched(model, kernels="torch"):

@@ -211,9 +211,9 @@ class Family:
         unmasked: whether its backbone is given no mask, since it builds one of its own, or takes none.
         mask_window: name of a setting of the config: a window that upstream has in its mask alone, in layers of
             sliding attention where the config lists ``layer_types``.
-        image_marks: an argument ``[B, S]`` that marks, with other numbers than 0, tokens of images, which attend
-            in both directions; or None.
-        image_marks_if: the ``use_bidirectional_attention`` of the text's config with which it is read; None for any.
+        two_way_marks: an argument ``[B, S]`` that marks, with other numbers than 0, tokens that attend in both
+            directions (of images, or of a prompt); or None.
+        two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
         fast: names of the classes that get fast forwards. What each computes is known by its source
             (:mod:`fastpack.families.forms`); a class with a source that is not known keeps its stock forward.
     """
@@ -233,8 +233,8 @@ class Family:
     unmasked: bool = False
     since: tuple[int, int] | None = None
     mask_window: str | None = None
-    image_marks: str | None = None
-    image_marks_if: str | None = None
+    two_way_marks: str | None = None
+    two_way_if: tuple[str, object] | None = None
     fast: tuple[str, ...] = ()
 
     @property

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fastpack.adapters import refuse_rows_at_the_door
 from fastpack.classes import mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
@@ -39,6 +40,7 @@ from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import (
     refuse_packed_stock,
+    refuse_pooled_padding,
     refuse_positions,
     refuse_replica,
     refuse_uncovered,
@@ -103,6 +105,7 @@ def backbone_forward(
         refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments, **packing)  # continuous batching's, which its attention reads
     refuse_uncovered(backbone, family, arguments)
+    _refuse_adapters(backbone, (), arguments)
     arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():
@@ -148,6 +151,14 @@ def backbone_forward(
     return outputs.to_tuple() if as_tuple else outputs
 
 
+def _refuse_adapters(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise where PEFT has put adapters on a patched module that read the rows of a batch, unless it runs as stock."""
+    if "peft_config" not in module.__dict__ or torch.compiler.is_compiling():
+        return
+    if not takes_stock_path(module, bind(type(module), args, kwargs)):
+        refuse_rows_at_the_door(module)
+
+
 def _from_head(scope: PackingScope, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the head has read of this batch and could not hand on."""
     source = source_of(arguments)
@@ -186,6 +197,7 @@ def _run_head(
     args: tuple[Any, ...],
     kwargs: Any,
 ) -> Any:
+    _refuse_adapters(head, args, kwargs)
     if reads_packing(head, kind, scope, args, kwargs):
         args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
     if kind == "causal_lm" and shifts_labels(head):
@@ -262,6 +274,7 @@ def head_pre_hook(
     forward = module.__dict__.get("forward")
     if binds(forward, head_forward):
         return None  # it does so itself
+    _refuse_adapters(module, args, kwargs)
     if not reads_packing(module, kind, scope, args, kwargs):
         return None
     graphs = runner_of(module.base_model) if _leaves_modules_alone(module, forward) else None
@@ -293,7 +306,8 @@ def prepare_head(
     """Read the packing, where :func:`reads_packing` says that the head needs it, and hand it on.
 
     Raises:
-        PackingError: several sequences a row reached a sequence-classification head, which pools one token a row.
+        PackingError: several sequences a row reached a sequence-classification head, which pools one token a row; or it
+            would pool a slot of padding.
     """
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
@@ -310,6 +324,8 @@ def prepare_head(
             f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
             "gives one result a row. Send a padded batch: it runs padding-free inside all the same."
         )
+    if kind == "sequence_classification":
+        refuse_pooled_padding(head, arguments, packed)
     return (), arguments
 
 

@@ -113,6 +113,12 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
         refuse_rows(modules)
     split = [] if compiling else [read_update(module) for module in modules]
     if not split or any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
-        return [module(n) for module in modules]
+        return [_call(module, n) for module in modules]
     pairs: list[Any] = split
-    return add_updates(n, [base(n) for base, _ in pairs], [update for _, update in pairs])
+    return add_updates(n, [_call(base, n) for base, _ in pairs], [update for _, update in pairs])
+
+
+def _call(module: nn.Module, n: Tensor) -> Tensor:
+    """With one row ``[1, T, H]``, which is what its hooks see on every rung."""
+    result: Tensor = module(n[None])
+    return result[0]

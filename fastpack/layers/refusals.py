@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.classes import mentions
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import Family
 from fastpack.layers.arguments import shape_of
@@ -124,20 +125,22 @@ def refuse_uncovered(backbone: Any, family: Family, arguments: Mapping[str, Any]
             f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
             "model unpatched (fastpack.unpatch(model))."
         )
-    _refuse_images(backbone, family, arguments)
+    _refuse_two_ways(backbone, family, arguments)
 
 
-def _refuse_images(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
-    """Raise where the batch marks tokens of images; where the family has such marks and they came, the host waits."""
-    marks = None if family.image_marks is None else arguments.get(family.image_marks)
+def _refuse_two_ways(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+    """Raise where the batch marks tokens that attend in both directions; where such marks came, the host waits."""
+    marks = None if family.two_way_marks is None else arguments.get(family.two_way_marks)
     if marks is None:
         return
-    attends = getattr(backbone.config.get_text_config(decoder=True), "use_bidirectional_attention", None)
-    if family.image_marks_if not in (None, attends):
-        return
+    if family.two_way_if is not None:
+        setting, value = family.two_way_if
+        if getattr(backbone.config.get_text_config(decoder=True), setting, None) != value:
+            return
     error = (
-        f"{family.image_marks} came with numbers other than 0: tokens of images, which attend in both directions, are "
-        "not covered. Send text only, whose numbers are all 0, or train the model unpatched (fastpack.unpatch(model))."
+        f"{family.two_way_marks} came with numbers other than 0: these mark tokens that attend in both directions (of "
+        "images, or of a prompt), and only causal attention is covered. Leave it out, let its numbers be all 0, or "
+        "train the model unpatched (fastpack.unpatch(model))."
     )
     if torch.compiler.is_compiling():  # a look would break the graph
         torch._assert_async(~marks.any(), error)
@@ -151,29 +154,60 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     Where it is asked, it waits for the device.
 
     Raises:
-        PackingError: any but each sequence's 0, 1, 2, ... where rows are made anew; or a sequence that goes on above
+        PackingError: any but each sequence's 0, 1, 2, ... where they are counted anew; or a sequence that goes on above
             the one before it, where frequencies depend on each sequence's length, which is read where positions fall.
     """
     if arguments.get("position_ids") is None or packed.is_empty or torch.compiler.is_compiling():
         return
     by_length = any(map(is_served, backbone.children()))
-    if not (family.repadded or by_length):
+    recounted = family.repadded or any("position_ids" in spec.left_out for spec in family.mixers.values())
+    if not (recounted or by_length):
         return
     positions, starts = packed.position_ids[0], packed.cu_seqlens[:-1]
     starts = starts[starts < len(positions)].long()
-    if family.repadded:
+    if recounted:
         begun = torch.zeros_like(positions).index_fill(0, starts, 1).cumsum(0) - 1
-        if bool((positions != torch.arange(len(positions), device=positions.device) - starts[begun]).any()):
+        counted = torch.arange(len(positions), device=positions.device) - starts[begun]
+        if bool((positions != counted).any()):
             raise PackingError(
                 f"position_ids that do not count 0, 1, 2, ... in each sequence came to {type(backbone).__name__}, "
-                f"whose family ({family.model_type}) runs on rows made anew, which count by themselves. Leave them "
-                "out, and pass packed_seq_lens or a mask; or train this model unpatched (fastpack.unpatch(model))."
+                f"whose family ({family.model_type}) counts anew by itself. Leave them out, and pass packed_seq_lens "
+                "or a mask; or train this model unpatched (fastpack.unpatch(model))."
             )
     elif bool((positions[starts[1:]] > positions[starts[1:] - 1]).any()):
         raise PackingError(
             "position_ids of a sequence go on above those of the one before it, and this model's rotary frequencies "
             "depend on each sequence's length, which is read from where positions fall. Let each begin at 0, or leave "
             "position_ids out."
+        )
+
+
+def refuse_pooled_padding(head: Any, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
+    """Raise where a sequence classifier would pool a slot of padding, which holds zeros; it waits for the device.
+
+    Those of transformers that look for padding pool the last slot whose id is not ``config.pad_token_id``, and the very
+    last one where they see no ids.
+
+    Raises:
+        PackingError: that slot is padding, of which stock makes what the model says of padding.
+    """
+    mask = arguments.get("attention_mask")
+    if packed.indices is None or torch.compiler.is_compiling() or not mentions(head, "pad_token_id"):
+        return
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return
+    ids, pad = arguments.get("input_ids"), head.config.get_text_config().pad_token_id
+    real = mask > 0
+    last = torch.full_like(mask[:, 0], mask.shape[1] - 1, dtype=torch.long)
+    if ids is not None and pad is not None:
+        last = (torch.arange(mask.shape[1], device=mask.device) * (ids != pad)).argmax(1)
+    rows = (real.any(1) & ~real.gather(1, last[:, None])[:, 0]).nonzero()[:, 0].tolist()
+    if rows:
+        saw = "no input_ids" if ids is None else f"ids other than config.pad_token_id={pad} there"
+        raise PackingError(
+            f"{type(head).__name__} would pool a slot of padding in {len(rows)} of {len(mask)} rows (the first is row "
+            f"{rows[0]}): it sees {saw}, and pools the last slot. Pad on the left, or pass input_ids padded with "
+            "config.pad_token_id; PEFT's prompt tuning, which passes embeddings, needs rows of one length (or LoRA)."
         )
 
 

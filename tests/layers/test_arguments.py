@@ -108,12 +108,14 @@ def test_media_are_refused(model_type: str, media: dict[str, Any]) -> None:
         ("gemma3", "token_type_ids", False),
         ("gemma4", "mm_token_type_ids", "vision"),
         ("gemma4_unified", "mm_token_type_ids", "vision"),
+        ("hrm_text", "token_type_ids", None),
     ],
 )
-def test_tokens_of_images_are_refused(model_type: str, name: str, attends: Any) -> None:
-    """They attend in both directions. Processors send the argument with text too, all zeros."""
+def test_tokens_that_attend_in_both_directions_are_refused(model_type: str, name: str, attends: Any) -> None:
+    """Images of Gemma, prompts of HRM. Processors send the argument with text too, all zeros."""
     model = build_tiny(model_type).eval()
-    model.config.get_text_config().use_bidirectional_attention = attends
+    if attends is not None:
+        model.config.get_text_config().use_bidirectional_attention = attends
     batch = {"input_ids": IDS, "attention_mask": MASK, name: torch.zeros_like(IDS)}
     images = {**batch, name: (torch.arange(12) < 3).long().expand(3, -1)}
     real = MASK.bool()
@@ -126,9 +128,13 @@ def test_tokens_of_images_are_refused(model_type: str, name: str, attends: Any) 
         model(**images)
 
 
-def test_marks_of_images_that_no_mask_reads() -> None:
-    model = build_tiny("gemma4").eval()
-    batch = {"input_ids": IDS, "attention_mask": MASK, "mm_token_type_ids": torch.ones_like(IDS)}
+@pytest.mark.parametrize(
+    ("model_type", "name", "settings"),
+    [("gemma4", "mm_token_type_ids", {}), ("hrm_text", "token_type_ids", {"prefix_lm": False})],
+)
+def test_marks_that_no_mask_reads(model_type: str, name: str, settings: dict[str, Any]) -> None:
+    model = build_tiny(model_type, **settings).eval()
+    batch = {"input_ids": IDS, "attention_mask": MASK, name: torch.ones_like(IDS)}
     with torch.no_grad():
         stock = model(**batch).logits
         found = fastpack.patch(model)(**batch).logits

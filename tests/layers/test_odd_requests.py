@@ -125,6 +125,24 @@ def test_complex_tables_of_each_length_are_refused(model_type: str) -> None:
         fastpack.patch(with_rope(model_type, "dynamic"))
 
 
+def test_frequencies_of_each_length_for_a_kind_of_layer_that_there_is_none_of() -> None:
+    kinds = {"sliding_attention": ROPE["dynamic"], "full_attention": {"rope_theta": 1e4, "rope_type": "default"}}
+    model = build_tiny("gemma3_text", layer_types=["full_attention"] * 2, rope_parameters=kinds).train()
+    alone = run_alone(model, make_sequences(VOCAB))
+    check_exact(fastpack.patch(model), alone)
+    mixed = build_tiny("gemma3_text", layer_types=[*kinds], rope_parameters=kinds)
+    with pytest.raises(UnsupportedModelError, match=r"\(sliding_attention: dynamic\), .* Nothing was changed"):
+        fastpack.patch(mixed)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
+def test_latent_attention_with_more_key_value_heads_than_heads(model_type: str) -> None:
+    """A setting that it does not read, and whose default is made for more heads."""
+    model = build_tiny(model_type, num_key_value_heads=128).train()
+    alone = run_alone(model, make_sequences(VOCAB))
+    check_exact(fastpack.patch(model), alone)
+
+
 @pytest.mark.parametrize("setting", ["use_bidirectional_attention", "rope_parameters"])
 def test_what_a_composite_sets_for_its_text_is_read(setting: str) -> None:
     nested = dict.fromkeys(("full_attention", "sliding_attention"), ROPE["dynamic"])
@@ -136,8 +154,8 @@ def test_what_a_composite_sets_for_its_text_is_read(setting: str) -> None:
         fastpack.patch(model)
 
 
-@pytest.mark.parametrize("model_type", ["big_bird", "mllama", "xlm", "zaya"])
-def test_positions_of_ones_own_are_refused_where_rows_are_made_anew(model_type: str) -> None:
+@pytest.mark.parametrize("model_type", ["big_bird", "mllama", "xlm", "zaya", "roberta", "xmod"])
+def test_positions_of_ones_own_are_refused_where_a_model_counts_anew(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type))
     assert model(input_ids=IDS, **PACKED["positions"]).logits.shape[1] == IDS.shape[1]
     for positions in (POSITIONS + 5, POSITIONS + (POSITIONS > 3)):
