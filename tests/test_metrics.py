@@ -335,7 +335,7 @@ def test_the_meter_counts_the_same(tmp_path: Path) -> None:
     meter = Meter(trainer)
     callback = attach(trainer)
     trainer.train()
-    summary = meter.summary(trainer.accelerator)
+    summary = meter.summary(meter.records_of_all_ranks(trainer.accelerator))
     assert (summary.real_tokens, summary.slots, summary.steps) == (
         callback.totals.real,
         callback.totals.slots,

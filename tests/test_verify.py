@@ -213,6 +213,14 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "FAILED" in capsys.readouterr().out
 
 
+def test_the_command_on_weights_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """1 is for sequences that see each other."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_text("x")
+    assert main(["verify", str(tmp_path)]) == 2
+    assert "can't be loaded: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lengths", [(), (5,), (5, 6), (5, 0, 7)])
 def test_too_few_sequences(lengths: tuple[int, ...]) -> None:
     model = fastpack.patch(tiny_model("llama"))

@@ -29,6 +29,14 @@ def require(command: str, *packages: str, extra: str) -> None:
         )
 
 
+def loading_errors() -> tuple[type[Exception], ...]:
+    """What transformers, TRL and the hub raise of a model that they can't build or load."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    return (OSError, ValueError, RuntimeError, ImportError, NotImplementedError, SafetensorError, StrictDataclassError)
+
+
 def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:
     """Raise unless a file of this name can be written, before the work whose result goes there; None asks for none.
 

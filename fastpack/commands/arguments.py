@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -13,12 +14,13 @@ import trl
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
+from yaml import YAMLError
 
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.batching.budget import TOO_LONG
 from fastpack.commands import UsageError
 from fastpack.ops.implementation import IMPLEMENTATIONS
-from fastpack.options import OFFLOADS, PatchKeywords, TokenBudget
+from fastpack.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget, not_a_choice
 
 if TYPE_CHECKING:
     from fastpack.commands.training import Command
@@ -124,6 +126,7 @@ class Given:
         script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
             ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
         max_length: as asked for; ``training.max_length`` is None where the trainer refuses its own default.
+        uncut: that default, where it is off.
     """
 
     script: Any
@@ -132,6 +135,10 @@ class Given:
     mixture: Any
     ours: OwnArguments
     max_length: int | None
+    uncut: int | None = None
+
+
+_IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics metrics: false."
 
 
 class _Unset(int):
@@ -173,12 +180,22 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
         parser.set_defaults(bf16=False, use_cpu=True)
     try:
         script, training, model, mixture, ours = parser.parse_args_and_config(list(arguments))
-    except (OSError, ValueError, TypeError, RuntimeError, ImportError) as error:  # what TRL's dataclasses check
-        raise UsageError(str(error)) from error
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ImportError,
+        YAMLError,
+    ) as error:  # what TRL's dataclasses check
+        raise UsageError(f"{error}{_IN_A_FILE if 'from config file' in str(error) else ''}") from error
     if (ours.random_init is None) == (model.model_name_or_path is None):
         raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
-    if ours.max_tokens is not None and not ours.patch:
-        raise UsageError("--max_tokens is fastpack's, and --no_patch asks for a stock run: pass one of them")
+    _check_ours(ours)
+    if training.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise UsageError(
+            "--use_liger_kernel needs Liger, not installed here: pip install liger-kernel, or leave it out"
+        )
     for flag, given in (("--same_steps", ours.same_steps), ("--too_long", ours.too_long != "error")):
         if given and ours.max_tokens is None:
             raise UsageError(f"{flag} says how --max_tokens is kept: pass that too")
@@ -189,10 +206,27 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
     if script.dataset_name is not None and mixture.datasets:
         raise UsageError(f"pass one of them: --data {script.dataset_name}, or the `datasets` of the --config")
     training.resume_from_checkpoint = _checkpoint(training)
-    wanted = training.max_length
+    wanted, uncut = training.max_length, None
     if isinstance(wanted, _Unset):  # what the user did not ask for is no reason to refuse
-        training.max_length = None if command.refuses_length(training) else int(wanted)
-    return Given(script, training, model, mixture, ours, None if wanted is None else int(wanted))
+        uncut = int(wanted) if command.refuses_length(training) else None
+        training.max_length = int(wanted) if uncut is None else None
+    return Given(script, training, model, mixture, ours, None if wanted is None else int(wanted), uncut)
+
+
+def _check_ours(ours: OwnArguments) -> None:
+    """Raise for values that argparse did not see, in a ``--config``, and for flags that a stock run has no use for."""
+    PatchOptions(**{name: getattr(ours, name) for name in PATCH_OPTIONS}).check()
+    if ours.too_long not in TOO_LONG:
+        raise not_a_choice("too_long", ours.too_long, TOO_LONG)
+    if ours.max_tokens is not None and ours.max_tokens < 1:
+        raise UsageError(f"--max_tokens {ours.max_tokens}: pass the tokens of a micro-batch, 1 or more")
+    if ours.patch:
+        return
+    plain = OwnArguments()
+    names = [name for name in (*PATCH_OPTIONS, "max_tokens") if getattr(ours, name) != getattr(plain, name)]
+    if names:
+        flags = ", ".join(f"--{name}" for name in names)
+        raise UsageError(f"{flags}: fastpack's, and --no_patch asks for a stock run; leave one or the other out")
 
 
 def _checkpoint(training: Any) -> str | None:

@@ -112,7 +112,9 @@ def random_model(given: Given) -> Any:
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     settings: dict[str, Any] = {"trust_remote_code": trust}
     if given.model.dtype not in (None, "auto"):
-        settings["dtype"] = getattr(torch, given.model.dtype)
+        settings["dtype"] = getattr(torch, given.model.dtype, None)
+        if not isinstance(settings["dtype"], torch.dtype):
+            raise UsageError(f"--dtype {given.model.dtype}: no such dtype; auto, float32, bfloat16 or float16")
     if given.model.attn_implementation is not None:
         settings["attn_implementation"] = given.model.attn_implementation
     # where it will train: a large model is drawn in a second there, and in minutes on the host

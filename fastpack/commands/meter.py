@@ -6,7 +6,7 @@ Counted as :mod:`fastpack.metrics.counting` does, which says what a slot is.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,12 +109,17 @@ class Meter(TrainerCallback):
             for s in self._steps
         ]
 
-    def summary(self, accelerator: Any) -> Summary:
-        """Sum up over all steps and ranks. The first step warms up and is left out of the speed if there are more."""
+    def records_of_all_ranks(self, accelerator: Any) -> list[StepRecord]:
+        """The same with the tokens and slots of all ranks; seconds are those of this one, as it waits for others."""
         records = self.records
+        local = torch.tensor([[r.real_tokens, r.slots] for r in records], device=self._device).reshape(-1, 2)
+        totals = accelerator.reduce(local, "sum").tolist()
+        return [replace(r, real_tokens=real, slots=slots) for r, (real, slots) in zip(records, totals, strict=True)]
+
+    def summary(self, records: list[StepRecord]) -> Summary:
+        """Sum up over all steps. The first step warms up and is left out of the speed if there are more."""
         timed = records[1:] or records
-        local = [sum(r.real_tokens for r in records), sum(r.slots for r in records), sum(r.real_tokens for r in timed)]
-        totals = accelerator.reduce(torch.tensor(local, device=self._device), "sum").tolist()
+        real, slots = sum(r.real_tokens for r in records), sum(r.slots for r in records)
         seconds = sum(r.seconds for r in timed)
         losses = [r.loss for r in records if r.loss is not None]
         memory, kind = peak_memory(self._device)
@@ -122,10 +127,10 @@ class Meter(TrainerCallback):
             steps=len(records),
             first_loss=losses[0] if losses else None,
             last_loss=losses[-1] if losses else None,
-            real_tokens=totals[0],
-            slots=totals[1],
-            padding_share=1 - totals[0] / totals[1] if totals[1] else 0.0,
-            tokens_per_second=totals[2] / seconds if seconds else 0.0,
+            real_tokens=real,
+            slots=slots,
+            padding_share=1 - real / slots if slots else 0.0,
+            tokens_per_second=sum(r.real_tokens for r in timed) / seconds if seconds else 0.0,
             peak_memory_bytes=memory,
             memory_kind=kind,
         )
@@ -170,8 +175,8 @@ def hint(summary: Summary, feeding: Feeding) -> str | None:
     share = f"{summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding"
     if feeding.patched:
         return (
-            f"hint: {share}: the patched backbone skipped them, the loss head was still given them; --padding_free "
-            f"leaves them out there too, {flag} also fills each step{gain}."
+            f"hint: {share}: the patched backbone skipped them, the loss head was still given them; --padding_free, "
+            f"which cuts no examples, leaves them out there too, {flag} also fills each step{gain}."
         )
     return (
         f"hint: {share}, and every layer worked on them; without --no_patch the backbone skips them, with the same "

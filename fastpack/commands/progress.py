@@ -41,8 +41,14 @@ class ProgressBar(TrainerCallback):
         self._bar.update(self._task, completed=state.global_step, total=state.max_steps, description=self._loss)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Show the loss."""
-        if not logs or "loss" not in logs:
+        """Show the loss, and what evaluations gave."""
+        if not logs:
+            return
+        found = {name: value for name, value in logs.items() if name.startswith("eval_") and name.endswith("loss")}
+        if found:
+            said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+            self._console.print(f"step {state.global_step}/{state.max_steps}  {said}", highlight=False)
+        if "loss" not in logs:
             return
         self._loss = f"loss {logs['loss']:.4f}"
         self._bar.update(self._task, description=self._loss)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastpack
-from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
+from fastpack.commands import UsageError, loading_errors, quiet, require, require_file, require_trl_on_cpu
 
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
@@ -74,7 +74,7 @@ def run(command: Command, arguments: Sequence[str]) -> int:
             fastpack.patch(trainer, **given.ours.trainer_keywords())
         if given.ours.metrics:
             attach(trainer)
-    except (OSError, ValueError, ImportError, NotImplementedError) as error:
+    except loading_errors() as error:
         # Until training begins, these are the messages of TRL, transformers and the hub about what they were given.
         raise UsageError(str(error)) from error
     if given.training.device.type == "cpu":
@@ -124,6 +124,8 @@ def make_trainer(command: Command, given: Given) -> Any:
             "peft_config": get_peft_config(model),
         }
         trainer: Any = getattr(trl, command.trainer)(**settings | command.models(source, given))
+        for adapter in getattr(trainer.model, "peft_config", {}).values() if ours.random_init else ():
+            adapter.base_model_name_or_path = ours.random_init  # a folder of weights goes, or there was none
     if given.script.ignore_bias_buffers:  # of DistributedDataParallel, as TRL's script does
         buffers = trainer.model.named_buffers()
         trainer.model._ddp_params_and_buffers_to_ignore = [name for name, b in buffers if b.dtype == torch.bool]
@@ -154,25 +156,46 @@ def train(trainer: Any, given: Given) -> Meter:
 
 
 def _finish(command: Command, trainer: Any, meter: Meter, given: Given) -> int:
-    summary = meter.summary(trainer.accelerator)
+    records = meter.records_of_all_ranks(trainer.accelerator)
+    summary = meter.summary(records)
     advice = command.advise(summary, given, given.training.world_size)
     report = fastpack.report(trainer)
     if not trainer.is_world_process_zero():
         return 0
-    logged = {entry["step"]: entry for entry in trainer.state.log_history if "loss" in entry}
+    history = trainer.state.log_history
+    logged = {entry["step"]: entry for entry in history if "loss" in entry}
     last = logged[max(logged)] if logged else {}
-    _print_summary(summary, report, given, title=f"fastpack {command.name}", further=command.rows(last))
+    evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+    further = (*command.rows(last), *_evaluation_rows(evaluations))
+    _print_summary(summary, report, given, title=f"fastpack {command.name}", further=further)
+    if given.uncut is not None:
+        print(
+            f"note: --padding_free without --packing cuts no examples: the default --max_length {given.uncut:,} was off"
+        )
+    if given.ours.random_init is not None and hasattr(trainer.model, "peft_config"):
+        print("note: the adapter alone was saved, and the random weights that it was trained over are gone")
     if advice is not None:
         print(advice)
     if given.ours.json is not None:
         figures = {
-            "steps": [{**vars(record), **logged.get(record.step, {})} for record in meter.records],
+            "steps": [{**vars(record), **logged.get(record.step, {})} for record in records],
+            "evaluations": evaluations,
             "summary": {**summary.to_dict(), "backend": report.backend, "rung": report.rung},
             "hint": advice,
             "report": report.to_dict(),
         }
         Path(given.ours.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def _evaluation_rows(evaluations: Sequence[Logs]) -> list[tuple[str, str]]:
+    """The losses on each evaluation set."""
+    losses: dict[str, list[float]] = {}
+    for entry in evaluations:
+        for name, value in entry.items():
+            if name.startswith("eval_") and name.endswith("loss"):
+                losses.setdefault(name, []).append(value)
+    return [(f"{name}, first to last", f"{found[0]:.4f} to {found[-1]:.4f}") for name, found in losses.items()]
 
 
 def _print_summary(

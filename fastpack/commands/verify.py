@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack.commands import UsageError, quiet
+from fastpack.commands import UsageError, loading_errors, quiet
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,5 +78,5 @@ def _load(given: argparse.Namespace, device: Any) -> Any:
             settings = {} if dtype == "auto" else {"dtype": dtype}
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model), **settings).to(device)
         return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device)
-    except (OSError, ValueError) as error:
+    except loading_errors() as error:
         raise UsageError(f"{given.model} can't be loaded: {error}") from error

@@ -90,12 +90,15 @@ def test_padding_free_has_the_losses_of_padded_batches(work: Path) -> None:
 
 
 @trains_on_cpu
-def test_lora_on_four_bit_weights(work: Path) -> None:
+def test_lora_on_four_bit_weights(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("bitsandbytes")
     flags = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj", "--load_in_4bit")
     figures = run_sft(work, *flags)
     assert figures["summary"]["rung"] == "fast"
     assert any("LoRA" in kind or "lora" in kind for kind in figures["report"]["projections"])
+    assert "the random weights that it was trained over are gone" in capsys.readouterr().out
+    adapter = json.loads(Path("outputs/sft/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(work / "llama.json"), "not a folder that is gone"
     stock = run_sft(work, *flags, "--no_patch")
     assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
 
@@ -110,7 +113,9 @@ def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.M
 
 
 @trains_on_cpu
-def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Path) -> None:
+def test_prompts_and_completions_evaluation_and_saving(
+    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "data"
@@ -129,6 +134,13 @@ def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Pat
     # both halves of each step are counted, and no batch of the evaluation
     assert all(step["real_tokens"] > 8 * 12 for step in figures["steps"])
     assert figures["summary"]["slots"] < 3 * 16 * 256
+    evaluations = figures["evaluations"]
+    assert [each["step"] for each in evaluations] == [step["step"] for step in figures["steps"]]
+    first, last = (f"{evaluations[at]['eval_loss']:.4f}" for at in (0, -1))
+    out, err = capsys.readouterr()
+    assert f"{first} to {last}" in out
+    assert err.count("eval_loss ") == len(evaluations)
+    assert f"eval_loss {last}" in err
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not fastpack.is_patched(saved)
 
@@ -175,6 +187,14 @@ def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
     assert len(rest["steps"]) == STEPS - 2
 
 
+@trains_on_cpu
+def test_what_padding_free_does_not_cut_is_said(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_sft(work, "--max_steps", "1")
+    assert "cuts no examples: the default" not in capsys.readouterr().out
+    run_sft(work, "--max_steps", "1", "--padding_free", "True")
+    assert "cuts no examples: the default --max_length 1,024 was off" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -196,11 +216,24 @@ def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
         ({"--resume_from_checkpoint": "True"}, "no checkpoint-N in outputs/sft, --output_dir"),
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
+        ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: fastpack's"),
+        ({"--max_tokens": "0"}, "--max_tokens 0: pass the tokens"),
+        ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, not installed here"),
+        ({"--config": "bad.yaml"}, "while parsing a flow sequence"),
+        ({"--config": "data.yaml"}, "In a --config, --data is dataset_name"),
+        ({"--config": "graphs.yaml"}, "graphs='always' is not a choice"),
+        ({"--config": "dtype.yaml"}, "--dtype foo: no such dtype"),
+        ({"--random_init": "odd.json"}, "hidden size (33)"),
     ],
 )
 def test_errors_are_one_line(
     work: Path, change: dict[str, str | None], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = json.loads((work / "llama.json").read_text())
+    files = {"bad": "a: [1", "data": "data: rows.jsonl", "graphs": "graphs: always", "dtype": "dtype: foo"}
+    for name, text in files.items():
+        Path(f"{name}.yaml").write_text(f"{text}\n")
+    Path("odd.json").write_text(json.dumps({**config, "hidden_size": 33}))
     arguments = sft_flags(work)
     for flag, value in change.items():
         if value is None:
