@@ -108,11 +108,11 @@ def project_modules(
 
 def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
     """Modules called as modules; LoRA around a base that can't be read (8-bit, hooks) is fused all the same."""
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
-        refuse_rows(modules)
-    split = [] if compiling else [read_update(module) for module in modules]
-    if not split or any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
+    if torch.compiler.is_compiling():
+        return [module(n) for module in modules]
+    refuse_rows(modules)
+    split = [read_update(module) for module in modules]
+    if any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
         return [_call(module, n) for module in modules]
     pairs: list[Any] = split
     return add_updates(n, [_call(base, n) for base, _ in pairs], [update for _, update in pairs])
