@@ -66,8 +66,9 @@ def _in_a_process(family: str, task: Task, context: Any, timeout: float, words: 
     process.start()
     sending.close()
     end = time.monotonic() + timeout
-    missing = [*task.modes]
-    while True:
+    missing, last = [*task.modes], ""
+    problem = None
+    while problem is None:
         ready = wait([receiving, process.sentinel], max(0.0, end - time.monotonic()))
         if receiving in ready:
             try:
@@ -77,26 +78,30 @@ def _in_a_process(family: str, task: Task, context: Any, timeout: float, words: 
             if row is None:
                 process.join(max(0.0, end - time.monotonic()))
                 process.kill()
-                return
+                if not missing:
+                    return
+                problem = "its process was done, and had sent no row of it"
+                continue
             missing = [mode for mode in missing if mode != row.mode] if row.refused is None else []
+            last = row.mode
             yield row
         elif ready:
             break
         else:
             process.kill()
-            process.join()
-            yield Row(family, ", ".join(missing), problem=f"not done after {timeout:g} s")
-            return
+            problem = f"not done after {timeout:g} s"
     process.join()
-    if process.exitcode:
-        yield Row(family, ", ".join(missing), problem=_last_word(words, process.exitcode))
+    # an exit code of 0 is no end: rows may be missing until the word that those were all
+    yield Row(family, ", ".join(missing) or last, problem=problem or _last_word(words, process.exitcode or 0))
 
 
 def _last_word(words: Path, exitcode: int) -> str:
-    """The last line that it printed, and the signal that ended it."""
+    """The last line that it printed, and the signal that ended it, or that it ended as if nothing were wrong."""
     printed = words.read_text(errors="replace") if words.exists() else ""
     lines = [line for line in printed.splitlines() if line.strip()] or ["no word"]
     if exitcode < 0:
         fatal = [line for line in lines if line.startswith("Fatal Python error")]
         return f"ended by signal {-exitcode}: {(fatal or lines)[-1][:300]}"
+    if exitcode == 0:
+        return f"its process ended before it had sent all rows, with exit code 0: {lines[-1][:300]}"
     return lines[-1][:300]

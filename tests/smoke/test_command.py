@@ -133,8 +133,11 @@ def test_a_family_that_nobody_knows_fails(capsys: pytest.CaptureFixture[str]) ->
         (smoke_stand_ins.hang, 3, "plain, lora", "not done after 3 s"),
         (smoke_stand_ins.fail, 60, "plain, lora", "ValueError: no good"),
         (smoke_stand_ins.die, 60, "exact, plain, lora", "ended by signal 9"),
+        (smoke_stand_ins.leave, 60, "plain, lora", "its process ended before it had sent all rows, with exit code 0"),
+        (smoke_stand_ins.leave_before_anything, 60, "exact, plain, lora", "its process ended before it had sent all"),
+        (smoke_stand_ins.forget, 60, "plain, lora", "its process was done, and had sent no row of it"),
     ],
-    ids=["hangs", "raises", "is killed"],
+    ids=["hangs", "raises", "is killed", "leaves", "leaves at once", "forgets"],
 )
 def test_what_hangs_or_crashes_is_a_failed_row(
     stand_in: Any, timeout: float, modes: str, problem: str, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +151,15 @@ def test_what_hangs_or_crashes_is_a_failed_row(
         *_, last = [row for row in found if row.family == family]
         assert last.mode == modes
         assert (last.problem or "").startswith(problem)
-        assert len([row for row in found if row.family == family]) == 1 + (stand_in is not smoke_stand_ins.die)
+        sent = stand_in not in (smoke_stand_ins.die, smoke_stand_ins.leave_before_anything)
+        assert len([row for row in found if row.family == family]) == 1 + sent
+
+
+def test_leaving_before_the_last_backend_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though each mode has a row."""
+    monkeypatch.setattr(processes, "work", smoke_stand_ins.leave)
+    sent, missed = processes.run(["one"], EXACT, jobs=1, timeout=60)
+    assert (sent.mode, missed.mode, missed.verdict) == ("exact", "exact", "FAILED")
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
