@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fastpack.attention_dispatch import BACKENDS
-from fastpack.commands import UsageError, require_file
+from fastpack.commands import UsageError
 from fastpack.smoke.chosen import Chosen, choose
+from fastpack.smoke.flags import check, make_parser
 from fastpack.smoke.processes import run
 from fastpack.smoke.record import Record
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.worker import EACH, MODES, Task
+from fastpack.smoke.worker import Task
 from fastpack.text import print_fitting, room_for
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """1 where any row failed."""
-    parser = _parser()
+    parser = make_parser()
     given = parser.parse_args(arguments)
     try:
-        require_file("--json", given.json)
+        check(given)
     except UsageError as error:
         parser.error(str(error))
     chosen = choose(given.families, everyone=given.all)
@@ -54,28 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.json:
         given.json.write_text(json.dumps(record.to_dict(), indent=1))
     return 1 if failed else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gists/smoke.sh",
-        description="Build many architectures tiny, prove them exact patched, and train three steps.",
-        epilog="Modes: exact (every kind of input against each sequence alone), and with TRL plain, lora and packed.",
-    )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: those that people use most")
-    parser.add_argument("--all", action="store_true", help="every family of transformers' causal-LM mapping")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument(
-        "--backends", choices=(EACH, "auto", *BACKENDS), default=EACH, help="every one that can serve, or one"
-    )
-    cores = min(os.cpu_count() or 1, 8)
-    parser.add_argument("--jobs", type=int, default=cores, help="processes at a time (default: one a core, 8 at most)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a family")
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
-    parser.add_argument("--head-dim", type=int, help="a multiple of 16 (default: 16 on a CPU, 64 on a GPU)")
-    parser.add_argument("--json", type=Path, help="write the run here; fastpack families reads it")
-    return parser
 
 
 def _run(chosen: Chosen, task: Task, jobs: int, timeout: float) -> list[Row]:

@@ -1,0 +1,86 @@
+"""The flags of ``python -m fastpack.smoke``, and what of them is refused before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+from pathlib import Path
+
+import torch
+
+from fastpack.attention_dispatch import BACKENDS, AttentionShape
+from fastpack.attention_dispatch import choose as choose_backend
+from fastpack.commands import UsageError, require_file
+from fastpack.errors import BackendUnavailableError
+from fastpack.smoke.setting import Setting
+from fastpack.smoke.special import HEAD_DIM, HEADS, KV_HEADS
+from fastpack.smoke.worker import EACH, MODES
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        prog="gists/smoke.sh",
+        description="Build many architectures tiny, prove them exact patched, and train three steps.",
+        epilog="Modes: exact (every kind of input against each sequence alone), and with TRL plain, lora and packed.",
+    )
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: those that people use most")
+    parser.add_argument("--all", action="store_true", help="every family of transformers' causal-LM mapping")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--backends", choices=(EACH, "auto", *BACKENDS), default=EACH, help="every one that can serve, or one"
+    )
+    cores = min(os.cpu_count() or 1, 8)
+    parser.add_argument("--jobs", type=int, default=cores, help="processes at a time (default: one a core, 8 at most)")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds for a family")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
+    parser.add_argument("--head-dim", type=int, help="a multiple of 16 (default: 16 on a CPU, 64 on a GPU)")
+    parser.add_argument("--json", type=Path, help="write the run here; fastpack families reads it")
+    return parser
+
+
+def check(given: argparse.Namespace) -> None:
+    """Raise what every family's process would stumble over, and where a flag would do nothing.
+
+    Raises:
+        UsageError: it names the flag, what came and what may.
+    """
+    require_file("--json", given.json)
+    if given.families and given.all:
+        raise UsageError(f"--all is every family, and {', '.join(given.families)} would be some: leave either out.")
+    for name in given.families:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UsageError(f"{name!r} is no name of a family: pass a model_type, like llama; --all is every one.")
+    if given.jobs < 1:
+        raise UsageError(f"--jobs {given.jobs}: pass how many processes run at a time, 1 or more.")
+    if not (given.timeout > 0 and math.isfinite(given.timeout)):
+        raise UsageError(f"--timeout {given.timeout:g}: pass the seconds that a family may take, more than 0.")
+    if given.head_dim is not None and (given.head_dim < 1 or given.head_dim % HEAD_DIM):
+        raise UsageError(f"--head-dim {given.head_dim}: pass a positive multiple of {HEAD_DIM}.")
+    _check_device(given.device)
+    _check_backend(given.backends, Setting.of_this_machine(given.device, given.dtype, given.head_dim))
+
+
+def _check_device(device: str | None) -> None:
+    if device in (None, "cpu"):
+        return
+    if not re.fullmatch(r"cuda(:\d+)?", device):
+        raise UsageError(f"--device {device}: pass cpu, cuda or cuda:N.")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise UsageError(f"--device {device}: torch finds no CUDA device here; pass --device cpu.")
+    if int(device.partition(":")[2] or 0) >= count:
+        raise UsageError(f"--device {device}: there are {count} here, counted from 0; pass cuda:0 to cuda:{count - 1}.")
+
+
+def _check_backend(name: str, setting: Setting) -> None:
+    if name in (EACH, "auto"):
+        return
+    device, dtype, size = torch.device(setting.device), getattr(torch, setting.dtype), setting.head_dim
+    try:
+        choose_backend(AttentionShape(device, dtype, HEADS, KV_HEADS, size, size), name)
+    except BackendUnavailableError as error:
+        raise UsageError(f"--backends {name}: {error}") from error
