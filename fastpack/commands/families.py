@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastpack.commands import UsageError
+from fastpack.commands import UsageError, require_file
 from fastpack.rungs import WORDS
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--into", type=Path, metavar="README.md", help="write what the run proved between its marks")
     given = parser.parse_args(arguments)
     if given.run is not None:
+        if given.json or given.markdown:
+            raise UsageError("--from prints what the run proved as Markdown: leave --json and --markdown out")
         return _show_run(given.run, given.into)
     if given.into is not None:
         raise UsageError("--into writes what a run proved: name the run with --from RUN.json")
@@ -96,21 +98,49 @@ END = "<!-- /families -->"
 def _show_run(run: Path, into: Path | None) -> int:
     from fastpack.smoke.record import Record
 
+    text = None if into is None else _marked(into)
     try:
-        section = proved(Record.read(run))
+        record = Record.read(run)
+        section = proved(record)
     except OSError as error:
         raise UsageError(f"--from {run}: {error.strerror or error}; pass what gists/smoke.sh --json wrote") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
-    if into is None:
+    if into is None or text is None:
         print(section)
         return 0
-    text = into.read_text()
-    if not (text.count(BEGIN) == text.count(END) == 1):
-        raise UsageError(f"{into} should have one line {BEGIN} and behind it one line {END}")
+    if not_all := _not_all(record):
+        raise UsageError(f"--into {into}: {not_all}. Run gists/smoke.sh --all --json RUN.json, or leave --into out")
     between = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    into.write_text(between.sub(lambda _: f"{BEGIN}\n\n{section}\n\n{END}", text))
+    into.write_text(between.sub(lambda _: f"{BEGIN}\n\n{section}\n\n{END}", text), encoding="utf-8")
     return 0
+
+
+def _marked(into: Path) -> str:
+    """The text of a file that has both marks and can be written."""
+    if not into.is_file():
+        raise UsageError(f"--into {into}: no such file; pass one that has the lines {BEGIN} and {END}")
+    require_file("--into", into)
+    try:
+        text = into.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--into {into} can't be read as text: {error}") from error
+    if not (text.count(BEGIN) == text.count(END) == 1 and text.index(BEGIN) < text.index(END)):
+        raise UsageError(f"{into} should have one line {BEGIN} and behind it one line {END}")
+    return text
+
+
+def _not_all(record: Record) -> str | None:
+    """How the names that a run tried are not those of transformers' causal-LM mapping here; None where they are."""
+    from fastpack.smoke.tiny import model_types
+
+    mapping, tried = set(model_types()), {row.family for row in record.rows}
+    said = [
+        f"{len(names)} {what} ({', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''})"
+        for names, what in ((mapping - tried, "were not tried"), (tried - mapping, "are not in it"))
+        if names
+    ]
+    return f"of the {len(mapping)} names in transformers' causal-LM mapping {' and '.join(said)}" if said else None
 
 
 def proved(record: Record) -> str:
@@ -132,8 +162,10 @@ def proved(record: Record) -> str:
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
     figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
     total = len({row.family for row in record.rows})
+    of_all = f"{total} names in transformers' causal-LM mapping"
+    names = f"the {total} names that were tried" if _not_all(record) else of_all
     told = (
-        f"{len(rungs)} of {total} names in transformers' causal-LM mapping give what each sequence alone gives, logits "
+        f"{len(rungs)} of {names} give what each sequence alone gives, logits "
         f"and every gradient, off by {figures} at most (1e-4 is allowed; in half precision twice what the stock model "
         f"is off by). Tried were {', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was "
         f"built tiny from its own config, in a process of its own, on {record.made_with}."

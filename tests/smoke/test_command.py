@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from pathlib import Path
 from typing import Any
 
@@ -259,13 +260,16 @@ def made_up_run(tmp_path: Path) -> Path:
     return run
 
 
-def test_the_readme_claims_what_a_run_proved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_claims_what_a_run_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = made_up_run(tmp_path)
+    monkeypatch.setattr("fastpack.smoke.tiny.model_types", lambda: ["gpt2", "llama", "mamba", "qwen2", "reformer"])
     assert main(["families", "--from", str(run)]) == 0
     section = capsys.readouterr().out
     assert "| **fast** (1) |" in section
     assert "| **quite new** (1) |" in section
-    assert "2 of 5 names" in section
+    assert "2 of 5 names in transformers' causal-LM mapping give" in section
     assert "2.0e-06 in float32" in section
     assert "Not proved: `mamba`." in section
     assert "- `reformer`: it sorts tokens" in section
@@ -281,16 +285,54 @@ def test_the_readme_claims_what_a_run_proved(tmp_path: Path, capsys: pytest.Capt
         assert text.endswith("behind\n")
 
 
+def test_some_families_are_not_the_mapping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor is a misspelt name one of it."""
+    run, readme = made_up_run(tmp_path), tmp_path / "README.md"
+    readme.write_text(before := f"{families.BEGIN}\nold\n{families.END}\n")
+    for mapping, said in (
+        (["gpt2", "llama", "mamba", "opt", "qwen2", "reformer"], "of the 6 names .* 1 were not tried .opt.. Run gists"),
+        (["gpt2", "mamba", "qwen2", "reformer"], "of the 4 names .* 1 are not in it .llama.. Run gists"),
+    ):
+        monkeypatch.setattr("fastpack.smoke.tiny.model_types", lambda mapping=mapping: mapping)
+        assert main(["families", "--from", str(run), "--into", str(readme)]) == 2
+        assert re.search(said, capsys.readouterr().err)
+        assert readme.read_text() == before
+        assert main(["families", "--from", str(run)]) == 0
+        assert "2 of the 5 names that were tried give" in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_is_no_run_or_no_readme_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad, run, readme = tmp_path / "bad.json", made_up_run(tmp_path), tmp_path / "README.md"
-    readme.write_text("nothing here")
-    for text in ("", "[]", "{}", json.dumps({**Record.read(run).to_dict(), "rows": []})):
+    found = Record.read(run).to_dict()
+    for text in (
+        "",
+        "[]",
+        "{}",
+        "5",
+        '"run"',
+        json.dumps({**found, "rows": []}),
+        json.dumps({**found, "rows": [5]}),
+        json.dumps({**found, "versions": []}),
+    ):
         bad.write_text(text)
-        assert main(["families", "--from", str(bad)]) != 0
+        assert main(["families", "--from", str(bad)]) == 2
         assert "is no run of gists/smoke.sh" in capsys.readouterr().err
-    assert main(["families", "--from", str(run), "--into", str(readme)]) != 0
-    assert "should have one line" in capsys.readouterr().err
-    assert main(["families", "--into", str(readme)]) != 0
+    for into, text, said in (
+        (readme, "nothing here", "should have one line"),
+        (readme, f"{families.END}\n{families.BEGIN}\n", "should have one line"),
+        (tmp_path / "nowhere.md", None, "no such file"),
+        (tmp_path, None, "no such file"),
+    ):
+        if text is not None:
+            into.write_text(text)
+        assert main(["families", "--from", str(run), "--into", str(into)]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["families", "--into", str(readme)]) == 2
+    for form in ("--json", "--markdown"):
+        assert main(["families", "--from", str(run), form]) == 2
+        assert "leave --json and --markdown out" in capsys.readouterr().err
 
 
 def test_the_readme_has_every_family() -> None:
