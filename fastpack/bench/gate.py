@@ -25,7 +25,8 @@ NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 
 class Verdict:
     """Where any contestant is furthest from the first, measured by the bound that holds there.
 
-    ``contestant`` is None where there was nothing to compare; ``steps`` are those that were.
+    ``contestant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
+    those whose gradients were.
     """
 
     agree: bool
@@ -36,16 +37,31 @@ class Verdict:
     difference: float = 0.0
     bound: float = 0.0
     steps: int = 0
+    norm_steps: int = 0
 
     def __str__(self) -> str:
         if self.contestant is None:
             return "nothing was compared: fewer than two contestants ran"
-        found = "agree" if self.agree else "DISAGREE"
         return (
-            f"losses and gradients {found} over the first {self.steps} steps: the furthest from {self.against!r} is "
+            f"{self._compared()}: the furthest from {self.against!r} is "
             f"{self.contestant!r}, in the {self.what} of step {self.step}, by {self.difference:.1e} of it "
             f"(bound {self.bound:g})"
         )
+
+    def _compared(self) -> str:
+        found, steps = "agree" if self.agree else "DISAGREE", _first(self.steps)
+        if self.norm_steps == self.steps:
+            return f"losses and gradients {found} over {steps}"
+        if self.norm_steps:
+            return f"losses over {steps} and gradients over {_first(self.norm_steps)} {found}"
+        return (
+            f"losses {found} over {steps}; gradients were not compared (--loop plain reads their norms in steps of "
+            "--warmup, which is 0)"
+        )
+
+
+def _first(steps: int) -> str:
+    return f"the first {steps} steps" if steps != 1 else "the first step"
 
 
 def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
@@ -53,6 +69,7 @@ def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
     ran = [row for row in figures if row.error is None]
     worst, worst_ratio = Verdict(agree=True), -1.0
     steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
+    norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])
     for row in ran[1:]:
         for what, bound, ours, theirs in (
             ("loss", LOSS_BOUND[precision], row.losses, ran[0].losses),
@@ -63,5 +80,6 @@ def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
                 ratio = math.inf if math.isnan(difference) else difference / bound
                 if ratio > worst_ratio:
                     worst_ratio = ratio
-                    worst = Verdict(ratio <= 1, row.contestant, ran[0].contestant, what, step, difference, bound, steps)
+                    where = (row.contestant, ran[0].contestant, what, step, difference, bound)
+                    worst = Verdict(ratio <= 1, *where, steps, norm_steps)
     return worst

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import zip_longest
 
 from rich import box
 from rich.console import Console
@@ -116,8 +117,9 @@ def _losses(outcome: Outcome) -> Table:
     for step in range(1, shown + 1):
         table.add_column(f"step {step}", justify="right")
     for row in outcome.ran:
-        pairs = zip(row.losses[:shown], row.gradient_norms[:shown], strict=False)
-        table.add_row(row.contestant, *(f"{loss:.5f}  {norm:.4f}" for loss, norm in pairs))
+        norms = [f"  {norm:.4f}" for norm in row.gradient_norms[:shown]]
+        pairs = zip_longest(row.losses[:shown], norms, fillvalue="")  # a plain loop reads norms of warm-up steps alone
+        table.add_row(row.contestant, *(f"{loss:.5f}{norm}" for loss, norm in pairs))
     return table
 
 

@@ -157,10 +157,22 @@ def test_the_verdict_names_the_worst() -> None:
         1,
     )
     assert "'fastpack packed'" in str(verdict)
-    assert "over the first 2 steps" in str(verdict)
+    assert "losses over the first 2 steps and gradients over the first step DISAGREE" in str(verdict)
     assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], "half precision").agree
     assert compare([first], "half precision").contestant is None
     assert compare([first, Figures("fastpack", error="out of memory")], "half precision").contestant is None
+
+
+def test_the_verdict_says_what_was_compared() -> None:
+    for norms, said in (
+        ([1.0, 1.0], "losses and gradients agree over the first 2 steps"),
+        ([1.0], "losses over the first 2 steps and gradients over the first step agree"),
+        ([], "losses agree over the first 2 steps; gradients were not compared (--loop plain reads"),
+    ):
+        verdict = compare([figures_of(name, [2.0, 2.0], norms) for name in ("a", "b")], "full precision")
+        assert str(verdict).startswith(said)
+    figures = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
+    assert "gradients were not compared" in str(compare(figures, "full precision"))
 
 
 def test_later_steps_may_drift_apart() -> None:
@@ -275,7 +287,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     only = ["--only", "stock padded", "fastpack packed"]
     assert main(["bench", *flags, *only, "--json", str(found), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
-    for text in ("stock padded", "fastpack packed", "real tokens/s", "losses and gradients agree", "floor"):
+    for text in (
+        "stock padded",
+        "fastpack packed",
+        "real tokens/s",
+        "losses over the first 3 steps and gradients over the first step agree",
+        "floor",
+    ):
         assert text in printed
     record = json.loads(found.read_text())
     assert record["verdict"]["agree"] is True
