@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,6 +22,7 @@ from fastpack.bench.power import PowerMeter
 from fastpack.bench.preference import train_with_dpo
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
+from fastpack.metrics.counting import resident_bytes
 
 STEP, FIGURES = "STEP", "FIGURES "
 OUT_OF_MEMORY = "out of memory"
@@ -59,7 +59,7 @@ def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figure
         seconds=clock.seconds,
         tokens=tokens,
         slots=sum(tokens) if CONTESTANTS[settings.contestant].packed else padded,
-        peak_memory=clock.peak_memory / 2**30 if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        peak_memory=(clock.peak_memory if on_gpu else resident_bytes() or 0) / 2**30,
         held_memory=clock.held_memory / 2**30 if on_gpu else None,
         losses=losses[:measured],
         gradient_norms=norms[:measured],

@@ -112,12 +112,18 @@ def peak_memory(device: torch.device) -> tuple[int | None, str]:
     """The most memory used so far, and whose: torch's on the GPU, else the process's (None where it is not told)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {torch.cuda.get_device_name(device)}"
+    held = resident_bytes()
+    return held, "not measured on Windows" if held is None else "resident, whole process"
+
+
+def resident_bytes() -> int | None:
+    """The most memory that this process had; None on Windows, which does not tell."""
     if sys.platform == "win32":
-        return None, "not measured on Windows"
+        return None
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident, whole process"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _real(batch: Mapping[str, Any]) -> Tensor | None:

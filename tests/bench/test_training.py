@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,6 +180,16 @@ def test_later_steps_may_drift_apart() -> None:
     steps = loops.GATE_STEPS
     first = figures_of("stock padded", [2.0] * steps + [1.0], [1.0])
     assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], "full precision").agree
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_memory_of_the_process(platform: str, unit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which the system tells in KiB, or in bytes."""
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("resource.getrusage", lambda _: SimpleNamespace(ru_maxrss=3 * 2**30 // unit))
+    (row,) = train(SMALL, "stock padded")
+    assert row.peak_memory == 3
 
 
 def test_quantised_as_from_pretrained_does(tmp_path: Path) -> None:
