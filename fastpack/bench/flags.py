@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         "--data",
+        type=_not_empty,
         help="'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a file of "
         "[prompt, chosen, rejected], which python -m fastpack.bench.pair_lengths makes; of --ops attention's sequences",
     )
@@ -130,7 +131,7 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
     """Raise what contestants would stumble over, each in a process of its own.
 
     Raises:
-        UsageError: no such lengths.
+        UsageError: no such lengths, or rows with nothing to predict.
         KernelUnavailableError: kernels that nothing here can run.
         BackendUnavailableError: no such attention backend, or one that can't serve here.
     """
@@ -147,8 +148,22 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
     choose_backend(shape, settings.attention)
     try:
         settings.timed_batches()
+        nothing = settings.trainer == "sft" and _nothing_to_predict(settings)
     except (OSError, ValueError) as error:
         raise UsageError(f"--lengths {settings.lengths}: {error}") from error
+    if nothing and settings.max_length == 1:
+        raise UsageError("--max-length 1: rows of one token have nothing to predict; pass 2 or more.")
+    if nothing:
+        raise UsageError(
+            f"--lengths {settings.lengths}: a batch of {settings.rows} would have rows of one token alone, with "
+            "nothing to predict; pass lengths from 2 on."
+        )
+
+
+def _nothing_to_predict(settings: Settings) -> bool:
+    """Whether any batch has rows of one token alone, warm-up's too."""
+    lengths = settings.row_lengths()
+    return any(max(lengths[at : at + settings.rows]) < 2 for at in range(0, len(lengths), settings.rows))
 
 
 def choose(
@@ -201,6 +216,12 @@ def run(arguments: argparse.Namespace) -> int:
 
         save_plot(outcome, arguments.plot)
     return 0 if outcome.verdict.agree else 1
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; pass a word, a number or a file, or leave it out")
+    return text
 
 
 def _positive(text: str) -> int:

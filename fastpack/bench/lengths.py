@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 MEDIAN, SPREAD, SHORTEST, LONGEST = 149, 0.7, 16, 663
 
@@ -29,10 +30,19 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0) -> list[int
             raise ValueError(f"rows of {kind} tokens have nothing to predict; pass 2 or more.")
         return [int(kind)] * count
     path = file_of_lengths(kind, "alpaca")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, list) or not found or not all(isinstance(n, int) and n > 0 for n in found):
-        raise ValueError(f"{kind} must hold a JSON list of positive whole numbers: the lengths of the rows.")
+    wanted = "a JSON list of positive whole numbers: the lengths of the rows"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{kind} must hold {wanted}; it is no JSON: {error}.") from error
+    if not isinstance(found, list) or not found or not all(map(is_count, found)):
+        raise ValueError(f"{kind} must hold {wanted}.")
     return [found[i % len(found)] for i in range(count)]
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a positive whole number; JSON's true is none."""
+    return type(value) is int and value > 0
 
 
 def file_of_lengths(kind: str, drawn: str) -> Path:

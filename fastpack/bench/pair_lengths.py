@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack.bench.lengths import file_of_lengths
+from fastpack.bench.lengths import file_of_lengths, is_count
 from fastpack.commands import UsageError, require_file
 
 Pair = tuple[int, int, int]
@@ -107,19 +107,25 @@ def _drawn(count: int, seed: int) -> list[Pair]:
 
 
 def _read(path: Path) -> list[Pair]:
-    text = path.read_text(encoding="utf-8")
-    found = [json.loads(line) for line in text.splitlines() if line] if path.suffix == ".jsonl" else json.loads(text)
-    wrong = not isinstance(found, list) or not found or any(not _is_pair(row) for row in found)
-    if wrong:
-        raise ValueError(
-            f"{path} must hold lists of three positive whole numbers, tokens of prompt, chosen and rejected: "
-            "`python -m fastpack.bench.pair_lengths PAIRS.jsonl TOKENIZER LENGTHS.json` makes them."
-        )
+    wanted = (
+        f"{path} must hold lists of three positive whole numbers, tokens of prompt, chosen and rejected: "
+        "`python -m fastpack.bench.pair_lengths PAIRS.jsonl TOKENIZER LENGTHS.json` makes them"
+    )
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        else:
+            found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{wanted}; it is no JSON: {error}.") from error
+    if not isinstance(found, list) or not found or any(not _is_pair(row) for row in found):
+        raise ValueError(f"{wanted}.")
     return [(row[0], row[1], row[2]) for row in found]
 
 
 def _is_pair(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == 3 and all(isinstance(n, int) and n > 0 for n in row)
+    return isinstance(row, list) and len(row) == 3 and all(map(is_count, row))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

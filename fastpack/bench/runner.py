@@ -60,6 +60,8 @@ class Outcome:
         words += ["checkpointing"] if given.checkpointing else []
         words += ["a plain loop"] if given.loop == "plain" else []
         words += ["a trainer that waits"] if given.trainer_waits else []
+        words += [f"at most {given.max_length} tokens"] if given.max_length is not None else []
+        words += [f"{name} {value}" for name in ("attention", "kernels") if (value := getattr(given, name)) != "auto"]
         words += [
             f"{name} {value}" for name in ("graphs", "loss", "offload") if (value := getattr(given, name)) is not None
         ]

@@ -16,7 +16,7 @@ from rich.console import Console
 from fastpack.bench import runner
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.contestants import CONTESTANTS
-from fastpack.bench.flags import add_arguments, choose, make_settings, run
+from fastpack.bench.flags import add_arguments, check, choose, make_settings, run
 from fastpack.bench.flops import step_flops
 from fastpack.bench.gate import compare
 from fastpack.bench.plot import save_plot
@@ -208,6 +208,49 @@ def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeyp
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(FastpackError, match=said):
         run(parse(*flags))
+
+
+@pytest.mark.parametrize(
+    ("held", "flags", "said"),
+    [
+        ("[true, 5]", (), "a.json must hold a JSON list of positive whole numbers: the lengths of the rows.$"),
+        ("", (), "the lengths of the rows; it is no JSON: "),
+        ("[5", (), "the lengths of the rows; it is no JSON: "),
+        ("[1, 1]", (), "a.json: a batch of 16 would have rows of one token alone"),
+        ("[1, 5]", ("--rows", "1", "--warmup", "1", "--steps", "1"), "a batch of 1 would have rows of one token alone"),
+        ("[9]", ("--max-length", "1"), "--max-length 1: rows of one token have nothing to predict"),
+        ("[[5, true, 5]]", ("--trainer", "dpo"), "a.json must hold lists of three positive whole numbers"),
+        ("", ("--trainer", "dpo"), "lists of three .* makes them; it is no JSON: "),
+    ],
+)
+def test_lengths_that_can_not_be_trained_on(
+    held: str, flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_run", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "a.json").write_text(held)
+    with pytest.raises(FastpackError, match=said):
+        run(parse("--lengths", str(tmp_path / "a.json"), *flags))
+
+
+def test_rows_of_one_token_among_others_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[1, 5]")
+    check(make_settings(parse("--lengths", str(tmp_path / "a.json")), on_gpu=False), on_gpu=False)
+
+
+def test_lengths_of_no_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--lengths", "")
+    assert "it is empty; pass a word, a number or a file, or leave it out" in capsys.readouterr().err
+
+
+def test_the_title_says_what_is_not_at_its_default() -> None:
+    plain = outcome([made_up("fastpack", 5)])
+    assert plain.title == "llama8b, lora, 16 rows, alpaca lengths"
+    changed = replace(plain.settings, max_length=64, kernels="torch", attention="reference", graphs="auto")
+    assert replace(plain, settings=changed).title == (
+        f"{plain.title}, at most 64 tokens, attention reference, kernels torch, graphs auto"
+    )
 
 
 @pytest.mark.parametrize(
