@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,9 @@ def sequences(pairs: list[Pair]) -> list[int]:
     return [p + c for p, c, _ in pairs] + [p + r for p, _, r in pairs]
 
 
-def count_tokens(rows: Iterator[dict[str, Any]], tokenizer: Any) -> list[Pair]:
-    """Of preferences in TRL's format, as its ``DPOTrainer`` tokenizes them."""
+def count_tokens(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> list[Pair]:
+    """Of preferences in TRL's format, as its ``DPOTrainer`` tokenizes them; it gives the template of conversations
+    also what the columns ``tools`` and ``chat_template_kwargs`` hold."""
 
     def ids(value: Any, **options: Any) -> list[int]:
         found = tokenizer(text=value) if isinstance(value, str) else tokenizer.apply_chat_template(value, **options)
@@ -72,14 +73,72 @@ def count_tokens(rows: Iterator[dict[str, Any]], tokenizer: Any) -> list[Pair]:
 
     found: list[Pair] = []
     for row in rows:
-        prompt = ids(row["prompt"], add_generation_prompt=True)
-        both = [ids(row["prompt"] + row[name]) for name in ("chosen", "rejected")]
+        tools = row.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        options = {"tools": tools, **(row.get("chat_template_kwargs") or {}), "return_dict": True}
+        prompt = ids(row["prompt"], **{"add_generation_prompt": True, **options})
+        completions = [row["chosen"], row["rejected"]]
         if isinstance(row["prompt"], str):  # TRL adds the end of text to one that has none
-            both = [one if one[-1:] == [tokenizer.eos_token_id] else [*one, tokenizer.eos_token_id] for one in both]
+            if (end := tokenizer.eos_token) is None:
+                raise ValueError("the tokenizer has no end of text, which TRL adds; pass one that has an eos_token")
+            completions = [text if text.endswith(end) else text + end for text in completions]
+        both = [ids(row["prompt"] + completion, **options) for completion in completions]
         # a completion begins where the tokens of the prompt, and of the prompt with it, part
         start = min(_common(prompt, tokens) for tokens in both)
         found.append((start, len(both[0]) - start, len(both[1]) - start))
     return found
+
+
+PARTS = ("prompt", "chosen", "rejected")
+ALLOWED = "prompt, chosen and rejected, all three strings or all three lists of messages"
+
+
+def read_preferences(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of a JSON-lines file with the numbers of their lines; blank lines are skipped.
+
+    Raises:
+        ValueError: a line that is no record of :data:`ALLOWED`; it names the line.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"line {number} is no JSON: {error}; a line holds {ALLOWED}") from error
+                if wrong := _wrong(row):
+                    raise ValueError(f"line {number}: {wrong}; a line holds {ALLOWED}")
+                yield number, row
+
+
+def _wrong(row: Any) -> str | None:
+    """Why this is no preference that can be counted; None where it is one."""
+    if not isinstance(row, dict):
+        return f"it is {_kind(row)}, no object"
+    if missing := [name for name in PARTS if name not in row]:
+        implicit = " (a prompt inside chosen and rejected has to be taken out)" if missing == ["prompt"] else ""
+        return f"it has no {' and no '.join(missing)}{implicit}"
+    kinds = {name: "string" if isinstance(row[name], str) else _kind(row[name]) for name in PARTS}
+    if len(set(kinds.values())) > 1 or kinds["prompt"] not in ("string", "messages"):
+        return ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
+    tools, options = row.get("tools"), row.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            return "tools is a string that is no JSON"
+    if tools is not None and not isinstance(tools, list):
+        return f"tools is a {type(tools).__name__}, and should be a list, or one as JSON"
+    if options is not None and not isinstance(options, dict):
+        return f"chat_template_kwargs is a {type(options).__name__}, and should be an object"
+    return None
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, list):
+        return "null" if value is None else type(value).__name__
+    messages = value and all(isinstance(one, dict) and isinstance(one.get("role"), str) for one in value)
+    return "messages" if messages else "a list that is not of messages with a role"
 
 
 def _common(first: list[int], second: list[int]) -> int:
@@ -141,19 +200,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         require_file("LENGTHS", given.lengths)
     except UsageError as error:
         parser.error(str(error))
+    from jinja2 import TemplateError
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(given.tokenizer)
     except (OSError, ValueError) as error:
         parser.error(f"no tokenizer in {given.tokenizer}: {error}")
+    pairs: list[Pair] = []
     try:
-        with given.pairs.open(encoding="utf-8") as lines:
-            pairs = count_tokens((json.loads(line) for line in lines), tokenizer)
-    except (ValueError, KeyError) as error:
-        parser.error(f"{given.pairs} should hold JSON lines with prompt, chosen and rejected: {error!r}")
+        for number, row in read_preferences(given.pairs):
+            try:
+                pairs += count_tokens([row], tokenizer)
+            except (ValueError, TypeError, LookupError, TemplateError) as error:
+                raise ValueError(f"line {number} can't be tokenized: {error!r}; a line holds {ALLOWED}") from error
+    except ValueError as error:
+        parser.error(f"{given.pairs}, {error}")
     if not pairs:
-        parser.error(f"{given.pairs} is empty: it should hold JSON lines with prompt, chosen and rejected")
+        parser.error(f"{given.pairs} is empty: it should hold JSON lines of {ALLOWED}")
     given.lengths.write_text(json.dumps(pairs), encoding="utf-8")
 
 

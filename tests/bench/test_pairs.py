@@ -61,15 +61,27 @@ def test_rows_of_a_batch() -> None:
     assert made[0]["chosen_ids"] != made[0]["rejected_ids"][:7]
 
 
-@pytest.mark.parametrize("conversational", [True, False])
-def test_tokens_are_counted_as_trl_does(conversational: bool, tmp_path: Path) -> None:
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content + (extra or '') }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["messages", "text", "tools", "tools as text"])
+def test_tokens_are_counted_as_trl_does(kind: str, tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
 
     rows = data.make_pairs(12)
     tokenizer = data.train_tokenizer(rows)
-    if not conversational:
+    without = None
+    if kind.startswith("tools"):
+        tokenizer.chat_template = TEMPLATE
+        without = count_tokens(rows, tokenizer)
+        tools = [{"type": "function", "function": {"name": "add", "description": "a sum"}}]
+        columns = {"tools": json.dumps(tools) if "text" in kind else tools, "chat_template_kwargs": {"extra": " so"}}
+        rows = [{**row, **columns} for row in rows]
+    if kind == "text":
         rows = [{name: text[0]["content"] for name, text in row.items()} for row in rows]  # type: ignore[misc]
         rows[0]["chosen"] += tokenizer.eos_token  # which is not added twice
     model = AutoModelForCausalLM.from_config(data.tiny_llama(tokenizer, hidden_size=32, num_hidden_layers=1))
@@ -82,7 +94,34 @@ def test_tokens_are_counted_as_trl_does(conversational: bool, tmp_path: Path) ->
     )
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
     theirs = [tuple(len(row[name]) for name in names) for row in trainer.train_dataset]
-    assert count_tokens(iter(rows), tokenizer) == theirs
+    assert count_tokens(rows, tokenizer) == theirs != without
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 3 is no JSON"),
+        ("5", "line 3: it is int, no object"),
+        ('{"chosen": "a", "rejected": "b"}', "line 3: it has no prompt (a prompt inside chosen and rejected has to be"),
+        ('{"prompt": null, "chosen": "a", "rejected": "b"}', "line 3: prompt is null, chosen is string"),
+        ('{"prompt": "a", "chosen": [], "rejected": "b"}', "chosen is a list that is not of messages"),
+        ('{"prompt": 1, "chosen": 2, "rejected": 3}', "line 3: prompt is int"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "line 3: tools is a string that is no JSON"),
+        ('{"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": 3}', "and should be an object"),
+    ],
+)
+def test_a_record_that_can_not_be_counted(
+    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data.train_tokenizer(data.make_pairs(12)).save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n  \n' + line)
+    with pytest.raises(SystemExit) as ended:
+        pair_lengths.main([str(tmp_path / "a.jsonl"), str(tmp_path / "tokenizer"), str(tmp_path / "found.json")])
+    assert ended.value.code == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert "a line holds prompt, chosen and rejected, all three strings or" in printed
+    assert not (tmp_path / "found.json").exists()
 
 
 def test_the_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +135,7 @@ def test_the_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     (tmp_path / "empty.jsonl").touch()
     for place, wrong, said in (
         (0, "nowhere.jsonl", "no such file: nowhere.jsonl"),
-        (0, str(tmp_path / "odd.jsonl"), "should hold JSON lines with prompt, chosen and rejected"),
+        (0, str(tmp_path / "odd.jsonl"), "line 1: it has no prompt and no chosen and no rejected; a line holds"),
         (0, str(tmp_path / "empty.jsonl"), "is empty"),
         (1, str(tmp_path), f"no tokenizer in {tmp_path}"),
         (2, "/nowhere/found.json", "there is no folder /nowhere"),
