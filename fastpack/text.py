@@ -24,6 +24,11 @@ def as_text(shown: RenderableType) -> str:
     return capture.get().rstrip("\n")
 
 
+def counted(number: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def room_for(wanted: int) -> int:
     """So many columns, or the terminal's where there is one that has fewer (or ``COLUMNS`` says so)."""
     return min(wanted, shutil.get_terminal_size((wanted, 0)).columns)

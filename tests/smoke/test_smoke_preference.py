@@ -196,10 +196,26 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     train_tokenizer(make_pairs(20)).save_pretrained(tmp_path)
     for name, lines, said in (
         ("few.jsonl", rows, "holds 3 rows, the steps take 4"),
-        ("odd.jsonl", [{"text": "a"}] * 4, "every row needs prompt, chosen and rejected"),
+        ("odd.jsonl", [{"text": "a"}] * 4, "line 1: it has no prompt and no chosen and no rejected"),
     ):
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
         assert smoke.main([*FEW, "--data", str(tmp_path / name), "--tokenizer", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
     assert smoke.main([*FEW, "--data", str(tmp_path / "few.jsonl")]) == 2
     assert "--data needs --tokenizer" in capsys.readouterr().err
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    good = ["--data", str(tmp_path / "four.jsonl"), "--tokenizer", str(tmp_path)]
+    (tmp_path / "four.jsonl").write_text("\n".join(map(json.dumps, make_pairs(4))))
+    for flags, said in (
+        (["--data", str(tmp_path / "nowhere.jsonl")], "nowhere.jsonl: No such file"),
+        (["--data", str(tmp_path)], "Is a directory; pass a file of JSON lines"),
+        (["--data", str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1 is no JSON"),
+        (["--tokenizer", str(tmp_path / "nothing")], "nothing: nothing that can be loaded"),
+        (["--config", str(tmp_path / "nothing")], "nothing: nothing that can be loaded"),
+        (["--pairs", "0"], "--pairs 0: pass 1 or more"),
+        (["--steps", "0"], "--steps 0: pass 1 or more"),
+        (["--max-length", "0"], "--max-length 0: pass 1 or more"),
+    ):
+        assert smoke.main([*FEW, *good, *flags]) == 2, flags
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line

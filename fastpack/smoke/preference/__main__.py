@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -18,11 +19,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fastpack.bench.pair_lengths import read_preferences
 from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
 from fastpack.errors import FastpackError
 from fastpack.smoke.preference.cases import LOSSES, TRAINERS, WIDER, Case, Work, all_cases, run
 from fastpack.smoke.preference.judge import STEP_BOUND, SUM_BOUND, Differences, Verdict, judge
-from fastpack.text import print_fitting, room_for
+from fastpack.text import counted, print_fitting, room_for
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 MADE_UP_PAIRS = 256
@@ -58,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     rows = _with_progress(cases, work, noise=given.noise)
     console = Console(width=room_for(150))
-    title = f"{len(rows)} runs of {work.steps} steps of {work.pairs} pairs each, patched against stock"
+    each = f"{counted(work.steps, 'step')} of {counted(work.pairs, 'pair')}"
+    title = f"{counted(len(rows), 'run')} of {each} each, patched against stock"
     print_fitting(console, table(rows, title), (OF_FLOAT32, *FIGURES))
     console.print(_legend(time.monotonic() - begun), style="dim", highlight=False)
     for row in rows:
@@ -78,7 +81,8 @@ def make_work(given: argparse.Namespace) -> Work:
     """Data, tokenizer and config as asked for, or made up.
 
     Raises:
-        UsageError: data without prompt, chosen and rejected; too few of them; data without a tokenizer.
+        UsageError: data without prompt, chosen and rejected; too few of them; data without a tokenizer; no such
+            tokenizer or config; no pairs, steps or tokens.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer
@@ -87,6 +91,9 @@ def make_work(given: argparse.Namespace) -> Work:
 
     if not torch.cuda.is_available():
         require_trl_on_cpu("smoke")
+    for flag, number in (("--pairs", given.pairs), ("--steps", given.steps), ("--max-length", given.max_length)):
+        if number < 1:
+            raise UsageError(f"{flag} {number}: pass 1 or more")
     count = given.pairs * given.steps
     if given.data is None:
         made_up = make_pairs(max(count, MADE_UP_PAIRS), given.seed)
@@ -94,23 +101,32 @@ def make_work(given: argparse.Namespace) -> Work:
     else:
         if given.tokenizer is None:
             raise UsageError("--data needs --tokenizer FOLDER")
-        rows, tokenizer = read_pairs(given.data, count), AutoTokenizer.from_pretrained(given.tokenizer)
-    config = AutoConfig.from_pretrained(given.config) if given.config else tiny_llama(tokenizer, **SIZES)
+        rows, tokenizer = read_pairs(given.data, count), _loaded(AutoTokenizer, "--tokenizer", given.tokenizer)
+    config = _loaded(AutoConfig, "--config", given.config) if given.config else tiny_llama(tokenizer, **SIZES)
     return Work(rows, tokenizer, config, given.pairs, given.steps, given.max_length, given.learning_rate, given.seed)
+
+
+def _loaded(auto: Any, flag: str, name: str) -> Any:
+    try:
+        return auto.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{flag} {name}: nothing that can be loaded: {' '.join(str(error).split())}") from error
 
 
 def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
     """The first ``count`` rows of a JSON-lines file.
 
     Raises:
-        UsageError: there are fewer, or one lacks a prompt, a chosen or a rejected completion.
+        UsageError: there is no such file; there are fewer; one is no preference, and the message names its line.
     """
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line, _ in zip(lines, range(count), strict=False)]
+    try:
+        rows = [row for _, row in itertools.islice(read_preferences(path), count)]
+    except OSError as error:
+        raise UsageError(f"--data {path}: {error.strerror or error}; pass a file of JSON lines") from error
+    except ValueError as error:
+        raise UsageError(f"--data {path}, {error}") from error
     if len(rows) < count:
         raise UsageError(f"{path} holds {len(rows)} rows, the steps take {count}: pass fewer --pairs or --steps")
-    if any(not {"prompt", "chosen", "rejected"} <= row.keys() for row in rows):
-        raise UsageError(f"{path}: every row needs prompt, chosen and rejected")
     return rows
 
 
