@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fastpack.cli import INTERRUPTED
 from fastpack.commands import UsageError
 from fastpack.smoke.chosen import Chosen, choose
 from fastpack.smoke.flags import check, make_parser
@@ -20,11 +21,11 @@ from fastpack.smoke.record import Record
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.worker import Task
-from fastpack.text import print_fitting, room_for
+from fastpack.text import counted, print_fitting, room_for, without_empty
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where any row failed."""
+    """1 where any row failed, 2 where the flags can't be followed."""
     parser = make_parser()
     given = parser.parse_args(arguments)
     try:
@@ -35,9 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = Setting.of_this_machine(given.device, given.dtype, given.head_dim)
     task = Task(tuple(given.modes), given.backends, setting)
     start = time.monotonic()
-    rows = _run(chosen, task, given.jobs, given.timeout)
+    try:
+        rows = _run(chosen, task, given.jobs, given.timeout)
+    except KeyboardInterrupt:
+        print("\nsmoke: interrupted", file=sys.stderr)
+        return INTERRUPTED
     record = Record.of_now(setting.named(), time.monotonic() - start, chosen.absent, rows)
-    print_fitting(Console(width=room_for(150)), table(record), SPARE)
+    console = Console(width=room_for(150))
+    console.print(heading(record), highlight=False)
+    print_fitting(console, without_empty(table(record)), SPARE)
     for row in rows:
         if row.refused is not None:
             print(f"{row.family}: refused: {row.refused}")
@@ -70,17 +77,22 @@ VERDICTS = ("exact", "refused", "left out", "FAILED")
 NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 
 
-def table(record: Record) -> Table:
-    """For people: a line for each family, mode and backend."""
+def heading(record: Record) -> str:
+    """Counts of the verdicts, and what the run was made with."""
     rows = record.rows
     families = {row.family for row in rows}
+    of = f"{len(families)} {'family' if len(families) == 1 else 'families'}"
     counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS]
-    title = f"{len(rows)} runs of {len(families)} families in {record.seconds:.0f} s: {', '.join(counts)}"
-    made = Table(title=f"{title}\n{record.made_with}", title_justify="left", box=box.ROUNDED)
+    return f"{counted(len(rows), 'run')} of {of} in {record.seconds:.0f} s: {', '.join(counts)}\n{record.made_with}"
+
+
+def table(record: Record) -> Table:
+    """For people: a line for each family, mode and backend."""
+    made = Table(box=box.ROUNDED)
     for name in ("family", "mode", "rung", "attention", "dtype", *NUMBERS, ""):
         made.add_column(name, justify="right" if name in NUMBERS else "left")
     before = ""
-    for row in rows:
+    for row in record.rows:
         figures = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.bound, row.loss)]
         speed = f"{row.speed:.1f}" if row.speed is not None else ""
         name = row.family if row.family != before else ""

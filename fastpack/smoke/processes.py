@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +34,11 @@ def run(
         timeout: seconds for each family.
         done: called with the name of a family that is finished, from any thread.
     """
-    context = _context(task)
+    context, stopped = _context(task), threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
 
         def one(family: str) -> list[Row]:
-            found = list(_in_a_process(family, task, context, timeout, Path(folder) / family))
+            found = list(_in_a_process(family, task, context, timeout, Path(folder) / family, stopped))
             done(family)
             return found
 
@@ -45,6 +46,9 @@ def run(
             return [row for rows in pool.map(one, families) for row in rows]
         except KeyboardInterrupt:  # or all those that wait would have their turn first
             pool.shutdown(wait=False, cancel_futures=True)
+            stopped.set()
+            for process in context.active_children():
+                process.kill()
             raise
 
 
@@ -60,10 +64,14 @@ def _context(task: Task) -> Any:
     return context
 
 
-def _in_a_process(family: str, task: Task, context: Any, timeout: float, words: Path) -> Iterator[Row]:
+def _in_a_process(
+    family: str, task: Task, context: Any, timeout: float, words: Path, stopped: threading.Event
+) -> Iterator[Row]:
     receiving, sending = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(family, task, sending, words), daemon=True)
     process.start()
+    if stopped.is_set():  # while it started, and was not among those that were killed
+        process.kill()
     sending.close()
     end = time.monotonic() + timeout
     missing, last = [*task.modes], ""

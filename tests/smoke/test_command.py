@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,7 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
             assert row.loss <= 1e-4
             assert row.speed is not None
             assert row.speed > 0
-    assert "4 runs of 1 families" in capsys.readouterr().out
+    assert "4 runs of 1 family" in capsys.readouterr().out
 
 
 def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +203,34 @@ def test_leaving_before_the_last_backend_is_a_failed_row(monkeypatch: pytest.Mon
     monkeypatch.setattr(processes, "work", smoke_stand_ins.leave)
     sent, missed = processes.run(["one"], EXACT, jobs=1, timeout=60)
     assert (sent.mode, missed.mode, missed.verdict) == ("exact", "exact", "FAILED")
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("after", [0.2, 8])
+def test_an_interrupt_stops_everything(
+    after: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While processes start, and while they work; what they do would take ten minutes."""
+    monkeypatch.setattr(processes, "work", smoke_stand_ins.hang)
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
+    assert smoke.main(["llama", "gpt2", "mamba", "--device", "cpu", "--jobs", "2"]) == 130
+    assert capsys.readouterr().err == "\nsmoke: interrupted\n"
+    assert not multiprocessing.active_children()
+
+
+def test_columns_without_a_figure_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    row = Row("llama", "exact", "fast", "segments", "float32", 1e-6, 1e-4)
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: [row])
+    assert smoke.main(["llama", *ON_CPU]) == 0
+    printed = capsys.readouterr().out
+    assert "1 run of 1 family" in printed
+    assert "off by" in printed
+    assert "losses off by" not in printed
+    assert "x padded" not in printed
+    assert "no room for" not in printed
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
