@@ -107,9 +107,19 @@ def refuse_rows_at_the_door(model: nn.Module) -> None:
 
 
 def _may_read_rows(config: Any) -> bool:
-    method = getattr(config, "peft_type", None)
-    named = getattr(method, "value", method) in ("LILY", "POLY", "XLORA", "SHADOW")
-    return named or getattr(config, "alora_invocation_tokens", None) is not None
+    package = method_of(config).lower()
+    return package in (*_TUNERS_BY_ROWS, "xlora") or getattr(config, "alora_invocation_tokens", None) is not None
+
+
+def method_of(config: Any) -> str:
+    """PEFT's name of the method of one of its configs: ``LORA``, ``PREFIX_TUNING``."""
+    found = getattr(config, "peft_type", "")
+    name: str = getattr(found, "value", found)
+    return name
+
+
+_TUNERS_BY_ROWS = {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}
+"""PEFT's packages all of whose adapters read rows, and their names here."""
 
 
 def _reads_rows(module: Any) -> str | None:
@@ -124,7 +134,7 @@ def _reads_rows(module: Any) -> str | None:
     variants = getattr(module, "lora_variant", {})
     if any(type(variants[name]).__name__.startswith("ALora") for name in variants if name in module.active_adapters):
         return "aLoRA"
-    return {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}.get(_adapter(module))
+    return _TUNERS_BY_ROWS.get(_adapter(module))
 
 
 _PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")

@@ -8,8 +8,12 @@ import os
 import warnings
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fastpack.errors import FastpackError
+
+if TYPE_CHECKING:
+    import torch
 
 
 class UsageError(FastpackError):
@@ -35,6 +39,20 @@ def loading_errors() -> tuple[type[Exception], ...]:
     from safetensors import SafetensorError
 
     return (OSError, ValueError, RuntimeError, ImportError, NotImplementedError, SafetensorError, StrictDataclassError)
+
+
+def read_dtype(name: str) -> torch.dtype:
+    """The dtype that a ``--dtype`` other than ``auto`` names.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise UsageError(f"--dtype {name}: no such dtype; auto, float32, bfloat16 or float16")
+    return found
 
 
 def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastpack.commands import UsageError
+from fastpack.commands import UsageError, read_dtype
 
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
@@ -101,7 +101,6 @@ def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> 
 
 def random_model(given: Given) -> Any:
     """A causal LM of the config of ``--random_init``, with random weights."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     source = given.ours.random_init
@@ -112,9 +111,7 @@ def random_model(given: Given) -> Any:
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     settings: dict[str, Any] = {"trust_remote_code": trust}
     if given.model.dtype not in (None, "auto"):
-        settings["dtype"] = getattr(torch, given.model.dtype, None)
-        if not isinstance(settings["dtype"], torch.dtype):
-            raise UsageError(f"--dtype {given.model.dtype}: no such dtype; auto, float32, bfloat16 or float16")
+        settings["dtype"] = read_dtype(given.model.dtype)
     if given.model.attn_implementation is not None:
         settings["attn_implementation"] = given.model.attn_implementation
     # where it will train: a large model is drawn in a second there, and in minutes on the host

@@ -6,6 +6,7 @@ Counted as :mod:`fastpack.metrics.counting` does, which says what a slot is.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,7 +16,16 @@ from transformers import TrainerCallback
 
 from fastpack.metrics.counting import Count, count_slots, peak_memory
 
-__all__ = ["Feeding", "Meter", "StepRecord", "Summary", "count_slots", "hint", "peak_memory"]
+__all__ = [
+    "Feeding",
+    "Meter",
+    "StepRecord",
+    "Summary",
+    "count_slots",
+    "evaluation_losses",
+    "hint",
+    "peak_memory",
+]
 
 
 @dataclass
@@ -134,6 +144,11 @@ class Meter(TrainerCallback):
             peak_memory_bytes=memory,
             memory_kind=kind,
         )
+
+
+def evaluation_losses(logs: Mapping[str, Any]) -> dict[str, float]:
+    """What a trainer logged of its evaluation sets: ``eval_loss``, or ``eval_NAME_loss`` of each."""
+    return {name: value for name, value in logs.items() if name.startswith("eval_") and name.endswith("loss")}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from fastpack.commands.meter import Meter
+from fastpack.commands.meter import Meter, evaluation_losses
 
 LINES = 20
 """How many lines a run writes to a file or a pipe, about."""
@@ -44,8 +44,7 @@ class ProgressBar(TrainerCallback):
         """Show the loss, and what evaluations gave."""
         if not logs:
             return
-        found = {name: value for name, value in logs.items() if name.startswith("eval_") and name.endswith("loss")}
-        if found:
+        if found := evaluation_losses(logs):
             said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
             self._console.print(f"step {state.global_step}/{state.max_steps}  {said}", highlight=False)
         if "loss" not in logs:

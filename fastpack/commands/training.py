@@ -190,11 +190,12 @@ def _finish(command: Command, trainer: Any, meter: Meter, given: Given) -> int:
 
 def _evaluation_rows(evaluations: Sequence[Logs]) -> list[tuple[str, str]]:
     """The losses on each evaluation set."""
+    from fastpack.commands.meter import evaluation_losses
+
     losses: dict[str, list[float]] = {}
     for entry in evaluations:
-        for name, value in entry.items():
-            if name.startswith("eval_") and name.endswith("loss"):
-                losses.setdefault(name, []).append(value)
+        for name, value in evaluation_losses(entry).items():
+            losses.setdefault(name, []).append(value)
     return [(f"{name}, first to last", f"{found[0]:.4f} to {found[-1]:.4f}") for name, found in losses.items()]
 
 

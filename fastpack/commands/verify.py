@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack.commands import UsageError, loading_errors, quiet
+from fastpack.commands import UsageError, loading_errors, quiet, read_dtype
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,14 +61,9 @@ def _device(given: argparse.Namespace) -> Any:
 
 
 def _load(given: argparse.Namespace, device: Any) -> Any:
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    dtype: Any = given.dtype
-    if dtype != "auto":
-        dtype = getattr(torch, dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise UsageError(f"--dtype {given.dtype}: no such dtype; float32, bfloat16 or float16")
+    dtype: Any = given.dtype if given.dtype == "auto" else read_dtype(given.dtype)
     if given.model.endswith(".json") and not (given.random and Path(given.model).is_file()):
         raise UsageError(f"{given.model}: pass --random with a config.json that exists, or a model's folder or name")
     if given.model.startswith((".", "/", "~")) and not Path(given.model).expanduser().exists():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.adapters import method_of
 from fastpack.classes import mentions
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import Family
@@ -237,9 +238,7 @@ def passes_a_cache(module: Any) -> bool:
 
 
 def _kind(module: Any) -> str:
-    found = module.peft_config[module.active_adapter].peft_type
-    kind: str = getattr(found, "value", found)
-    return kind
+    return method_of(module.peft_config[module.active_adapter])
 
 
 def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
