@@ -184,8 +184,7 @@ def _run_linear_attention(
     if by_channel:
         g = g[..., None].expand(k.shape)
     out: Tensor = function(q, k, v, g=g, scale=1.0, **_offsets(function, packed, x.device))[0]
-    # In float32, as torch's version: a norm follows, so that the terms of D's gradient cancel where D x is most of y
-    return out if D is None else out + x * D.float()[:, None]
+    return _with_skip(out, x, D)
 
 
 def _run_mamba2(
@@ -200,8 +199,13 @@ def _run_mamba2(
     chunk_size: int,
 ) -> Tensor:
     B, C = B.to(x.dtype), C.to(x.dtype)
-    out: Tensor = function(x, dt, A, B, C, chunk_size, D=D, seq_idx=_seq_idx(packed))
-    return out
+    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed))  # it would round D x in x's dtype
+    return _with_skip(out, x, D)
+
+
+def _with_skip(out: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
+    """In float32, as torch's version: a norm follows, so that terms of D's gradient cancel where D x is most of y."""
+    return out if D is None else out + x * D.float()[:, None]
 
 
 def _run_conv_fla(

@@ -182,7 +182,7 @@ def mamba(calls: Calls) -> dict[str, Callable[..., Any]]:
             ssd_torch(*(y[:, a:e] for y in (x, dt)), A, *(y[:, a:e] for y in (B, C)), chunk_size=chunk_size, D=D)
             for a, e in calls.segments("mamba_chunk_scan_combined", total, ends_of(seq_idx, total))
         ]
-        return torch.cat(out, 1)
+        return torch.cat(out, 1).to(x.dtype)
 
     def causal_conv1d_fn(
         x: Tensor,

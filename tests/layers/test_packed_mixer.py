@@ -235,9 +235,10 @@ def test_a_float32_buffer_does_not_widen_what_kernels_get(kernels: Kernels, monk
     assert error(ours, wide) <= 1.5 * error(plain, wide)
 
 
-def test_gradient_of_a_skip_before_a_norm(kernels: Kernels) -> None:
+@pytest.mark.parametrize("package", ["fla", "mamba"])
+def test_gradient_of_a_skip_before_a_norm(package: str, kernels: Kernels) -> None:
     """Where D x is most of a head's output, a norm that follows leaves nothing of D's gradient but differences."""
-    kernels("fla")
+    kernels(package)
     heads, value, total = 2, 64, sum(LENGTHS)
     generator = torch.Generator().manual_seed(0)
     x, direction = (torch.randn(1, total, heads, value, generator=generator) for _ in range(2))
