@@ -197,6 +197,18 @@ def test_adapters_in_force_count_alone() -> None:
     assert read_plan(model) != alone
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_train_alone(tied: bool) -> None:
+    """PEFT's trainable_token_indices: the gradient is that of the whole weight, of a tied head too."""
+    lora = LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[5, 6], init_lora_weights=False)
+    model: Any = get_peft_model(tiny_model("llama", tie_word_embeddings=tied), lora)
+    plan = read_plan(model)
+    assert count(model, backward=True) == expected(plan, backward=True)
+    assert [p.weight_grad for p in plan.head] == [tied]
+    with model.disable_adapter():
+        assert not read_plan(model).head[0].weight_grad
+
+
 def test_a_classifier_and_a_bare_backbone() -> None:
     model: Any = tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=3)
     assert [(p.inputs, p.outputs) for p in read_plan(model).head] == [(32, 3)]

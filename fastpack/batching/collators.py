@@ -47,6 +47,12 @@ class _WithPackedSeqLens:
         )
         return batch
 
+    def __getattr__(self, name: str) -> Any:
+        """The collator's own attributes: a Trainer saves the ``tokenizer`` that it finds there."""
+        if name == "collator" or name.startswith("__"):  # what copy and pickle ask of a class, and before it is filled
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
 
 def with_packed_seq_lens(collator: Collator) -> Collator:
     """The collator, whose batches also carry their packing, read and checked on the host.

@@ -188,6 +188,12 @@ class _Reader:
         if hasattr(module, "base_layer"):
             yield from self._adapted(module, path, times, top)
             return
+        if _is(module, "TrainableTokensWrapper"):  # PEFT's: whole rows of one weight, which enters one product
+            trains = any(p.requires_grad for p in module.token_adapter.trainable_tokens_delta.values())
+            trains = trains and not (module.disable_adapters or module.token_adapter.merged)
+            for unit in self.units(module.original_module, path, times=times, leave=leave, top=top):
+                yield replace(unit, product=replace(unit.product, weight_grad=trains))
+            return
         if _is(module, "ModulesToSaveWrapper", "AuxiliaryTrainingWrapper"):
             active = [] if module.disable_adapters else module.active_adapters
             inner = module.modules_to_save[active[0]] if active else module.original_module

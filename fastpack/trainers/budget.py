@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fastpack.batching.budget import TOO_LONG
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
@@ -75,6 +76,10 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
     budget = given if isinstance(given, TokenBudget) else TokenBudget(given)
     if type(budget.max_tokens) is not int or budget.max_tokens < 1:
         raise PatchError(f"max_tokens={budget.max_tokens!r}; pass an int from 1 on, the tokens of a micro-batch.")
+    if type(budget.same_steps) is not bool:
+        raise PatchError(f"same_steps={budget.same_steps!r}; pass True or False.")
+    if budget.too_long not in TOO_LONG:
+        raise PatchError(f"too_long={budget.too_long!r}; pass {' or '.join(map(repr, TOO_LONG))}.")
     if state is not None and state.budget == budget:
         return lambda: None
     kind = _checked_kind(target, budget)

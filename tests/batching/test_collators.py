@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, INPUT_KINDS, Result, compare, make_sequences, run_batch, to_device
+from preferences import word_tokenizer
 from tiny import VOCAB, tiny_model
 from torch import Tensor
+from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import fastpack
 from fastpack import PackedSeqLens, PackingError, packing_inputs
@@ -76,6 +80,18 @@ def test_contradictions_are_found_in_the_collator() -> None:
     nothing: Any = None
     with pytest.raises(TypeError, match=r"takes a collator, such as trainer\.data_collator, not NoneType"):
         fastpack.with_packed_seq_lens(nothing)
+
+
+def test_what_a_trainer_reads_from_its_collator(tmp_path: Path) -> None:
+    """transformers' Trainer saves the tokenizer of its collator, where it was given none."""
+    collator = DataCollatorForSeq2Seq(word_tokenizer())
+    wrapped: Any = fastpack.with_packed_seq_lens(collator)
+    for made in (wrapped, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(wrapped))):
+        assert made.label_pad_token_id == -100
+        assert not hasattr(made, "no_such")
+    arguments = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    Trainer(tiny_model("llama"), args=arguments, data_collator=wrapped).save_model()
+    assert (tmp_path / "tokenizer_config.json").exists()
 
 
 def test_workers_can_be_handed_it() -> None:

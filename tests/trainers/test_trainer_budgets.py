@@ -267,6 +267,12 @@ def test_refused(tmp_path: Path) -> None:
         fastpack.patch(BUILD["sft"](tmp_path, padding_free=True), max_tokens=TokenBudget(200, same_steps=True))
     with pytest.raises(PatchError, match="pass an int from 1 on"):
         fastpack.patch(BUILD["sft"](tmp_path), max_tokens=0)
+    odd: Any = {"same_steps": "no"}
+    with pytest.raises(PatchError, match="same_steps='no'; pass True or False"):
+        fastpack.patch(BUILD["sft"](tmp_path), max_tokens=TokenBudget(200, **odd))
+    odd = {"same_steps": True, "too_long": "cut"}
+    with pytest.raises(PatchError, match="too_long='cut'; pass 'error' or 'truncate'"):
+        fastpack.patch(BUILD["sft"](tmp_path), max_tokens=TokenBudget(200, **odd))
     streamed = DATA["dpo"]().to_iterable_dataset()
     with pytest.raises(PackingError, match="without streaming=True"):
         fastpack.patch(BUILD["dpo"](tmp_path, streamed), max_tokens=200)
