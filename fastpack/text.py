@@ -24,9 +24,9 @@ def as_text(shown: RenderableType) -> str:
     return capture.get().rstrip("\n")
 
 
-def counted(number: int, what: str) -> str:
-    """``1 step``, ``2 steps``."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def counted(number: int, what: str, several: str = "s") -> str:
+    """``1 step``, ``2 steps``; with ``es``, ``1 batch``, ``2 batches``."""
+    return f"{number:,} {what}{'' if number == 1 else several}"
 
 
 def room_for(wanted: int) -> int:

@@ -21,6 +21,7 @@ from fastpack.bench.preference import dpo_step_flops
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
 from fastpack.errors import FastpackError
+from fastpack.text import counted
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Outcome:
     def title(self) -> str:
         """What was trained, in one line."""
         given = self.settings
-        batch = f"DPO, {given.rows} pairs" if given.trainer == "dpo" else f"{given.rows} rows"
+        batch = f"DPO, {counted(given.rows, 'pair')}" if given.trainer == "dpo" else counted(given.rows, "row")
         words = [given.shape, given.mode, batch, f"{given.lengths.split('/')[-1]} lengths"]
         words += ["checkpointing"] if given.checkpointing else []
         words += ["a plain loop"] if given.loop == "plain" else []

@@ -13,7 +13,7 @@ from rich.text import Text
 from fastpack.bench.power import Drawn
 from fastpack.bench.runner import Outcome
 from fastpack.bench.settings import Figures, spread
-from fastpack.text import print_fitting, room_for, without_empty
+from fastpack.text import counted, print_fitting, room_for, without_empty
 
 WIDTH, WIDTH_WITH_POWER = 140, 165
 COLUMNS = (
@@ -132,7 +132,7 @@ def _overall(outcome: Outcome) -> str:
         times = "" if stock in (None, row) else f" ({rate / stock.tokens_per_second_overall:.2f} x)"
         return f"{row.contestant} {rate:,.0f}{times}"
 
-    return f"real tokens/s of all {outcome.settings.steps} steps together: " + ", ".join(map(told, outcome.ran))
+    return f"real tokens/s over {counted(outcome.settings.steps, 'step')}: " + ", ".join(map(told, outcome.ran))
 
 
 def _legend(outcome: Outcome, shown: Collection[str]) -> str:

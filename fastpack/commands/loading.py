@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastpack.commands import UsageError, read_dtype
+from fastpack.text import counted
 
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
@@ -96,7 +97,7 @@ def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> 
         return  # a stream, or rows that were chosen from a table
     for column in sorted(given[0]):
         if missing := table.column(column).null_count:
-            raise UsageError(f"{name} has {missing:,} rows without a value of {column!r}: leave them out")
+            raise UsageError(f"{name} has {counted(missing, 'row')} without a value of {column!r}: leave them out")
 
 
 def random_model(given: Given) -> Any:

@@ -19,6 +19,7 @@ from fastpack.graphs.step import RecordedStep, Request, Ticket
 from fastpack.hooks import has_hooks
 from fastpack.layers.stock import Forward, bound_with, call_stock, mask_stand_in
 from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.text import counted
 
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"
@@ -222,7 +223,8 @@ class GraphRunner:
         reason = self._given_up or (self.recorder.rejects(device) if device.type != "meta" else None)
         if reason is not None:
             return f"graphs: off, {reason}"
-        parts = [f"{self.stats.recordings} recorded, {self.stats.replays} steps replayed"] if self.stats.replays else []
+        replays = counted(self.stats.replays, "step")
+        parts = [f"{self.stats.recordings} recorded, {replays} replayed"] if self.stats.replays else []
         parts += [f"{count} run as they are: {why}" for why, count in self.stats.eager.most_common()]
         return "; ".join(["graphs: on", *parts])
 

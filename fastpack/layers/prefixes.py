@@ -16,6 +16,7 @@ from fastpack.layers.rotary import LENGTH_DEPENDENT
 from fastpack.layers.stock import bound_with
 from fastpack.packing import PackedSeqLens
 from fastpack.prefixes import prefixes_of, share
+from fastpack.text import counted
 
 LEAST_SAVED = 0.05
 """The share of a batch's tokens that has to be saved, so that sharing pays.
@@ -142,9 +143,8 @@ class PrefixSharing:
         stats = self.stats
         parts = ["on"]
         if stats.batches:
-            parts = [
-                f"shared in {stats.shared} of {stats.batches} batches, {stats.saved:,} of {stats.tokens:,} tokens saved"
-            ]
+            batches = counted(stats.batches, "batch", "es")
+            parts = [f"shared in {stats.shared} of {batches}, {stats.saved:,} of {stats.tokens:,} tokens saved"]
         parts += [f"{count} whole: {why}" for why, count in stats.whole.most_common()]
         return f"{NOTE} {'; '.join(parts)}"
 

@@ -16,6 +16,7 @@ from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PatchError
 from fastpack.options import TokenBudget
 from fastpack.patching import BUDGET
+from fastpack.text import counted
 from fastpack.trainers import loader, steps
 from fastpack.trainers.kinds import Kind, averages, kind_of
 
@@ -48,12 +49,11 @@ class BudgetState:
         if self.sampler is not None:
             plan = self.sampler.plan
             kept = "; dataloader_drop_last drops none: each example comes once an epoch" if self.drop_last else ""
-            return (
-                f"{most}: {plan.micro_batches:,} micro-batches an epoch on each of {self.sampler.ranks} ranks, "
-                f"{plan.fill:.1%} full{kept}"
-            )
+            where = f"on each of {self.sampler.ranks} ranks, " if self.sampler.ranks > 1 else ""
+            made = counted(plan.micro_batches, "micro-batch", "es")
+            return f"{most}: {made} an epoch {where}{plan.fill:.1%} full{kept}"
         wholes, pieces = self.weighing.wholes, self.weighing.pieces
-        ran = f"; {wholes:,} batches ran in {pieces:,} pieces" if wholes else ""
+        ran = f"; {counted(wholes, 'batch', 'es')} ran in {counted(pieces, 'piece')}" if wholes else ""
         return f"{most}: batches over it are split inside the step{ran}"
 
 

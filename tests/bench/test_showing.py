@@ -95,9 +95,9 @@ def test_steps_together_are_told_beside_medians() -> None:
     """Where one step of five was slow, which a median does not show."""
     ours = made_up("fastpack", 2000, seconds=[0.05] * 4 + [0.2])
     text = " ".join(printed(outcome([made_up("stock padded", 500), ours])).split())
-    assert "real tokens/s of all 20 steps together: stock padded 500, fastpack 1,250 (2.50 x)" in text
+    assert "real tokens/s over 20 steps: stock padded 500, fastpack 1,250 (2.50 x)" in text
     alone = " ".join(printed(outcome([ours])).split())
-    assert "together: fastpack 1,250 " in alone
+    assert "over 20 steps: fastpack 1,250 " in alone
 
 
 def test_a_terminal_that_is_too_narrow_for_anything_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

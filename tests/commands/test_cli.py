@@ -284,7 +284,7 @@ def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: 
     (tmp_path / "null.jsonl").write_text('{"text": "Why?"}\n{"text": null}\n')
     for name, said in (
         ("empty.jsonl", "empty.jsonl holds no rows"),
-        ("null.jsonl", "has 1 rows without a value of 'text'"),
+        ("null.jsonl", "has 1 row without a value of 'text'"),
         ("odd.jsonl", "has the columns answer, question"),
         ("broken.jsonl", "can't be read as a data set"),
         ("notes.doc", "a local data set is one of .jsonl"),
