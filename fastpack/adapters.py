@@ -216,7 +216,7 @@ def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
         return "its adapter carries hooks"
     if type(dropout) not in (nn.Dropout, nn.Identity):
         return f"its adapter's dropout is a {type(dropout).__name__}"
-    weight_a, weight_b = a._parameters["weight"], b._parameters["weight"]
+    weight_a, weight_b = _weight_of(a), _weight_of(b)
     if weight_a is None or weight_b is None:
         return "its adapter has no weight"
     reason = _why_not_plain(weight_a, at_rest) or _why_not_plain(weight_b, at_rest)
@@ -224,6 +224,11 @@ def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
         return f"of its adapter, {reason}"
     probability = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     return Lora(weight_a, weight_b, float(module.scaling[name]), probability)
+
+
+def _weight_of(linear: nn.Module) -> Tensor | None:
+    weight = linear._parameters.get("weight")
+    return getattr(linear, "weight", None) if weight is None else weight  # FSDP's first version puts a view there
 
 
 def _base_layer(module: nn.Module) -> nn.Module | None:

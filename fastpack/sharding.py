@@ -7,6 +7,7 @@ in its place, and fills it while the module that holds it is called.
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -30,3 +31,20 @@ def is_gathered(weight: Tensor) -> bool:
 def is_partitioned(weight: Tensor) -> bool:
     """True for a weight of ZeRO-3, which is empty but inside a call of its module."""
     return hasattr(weight, "ds_id")
+
+
+def exchange_inside(module: nn.Module) -> list[dist.ProcessGroup]:
+    """The processes that exchange weights whenever something inside this module is called; none where nothing inside is
+    sharded (the module itself may be: what it holds is whole while it runs).
+
+    Those of FSDP2 are read off the weights that are shards at the moment; where every one is whole, all processes.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    inside = [child for child in module.modules() if child is not module and is_sharded(child)]
+    if not inside:
+        return []
+    found = (getattr(weight, "device_mesh", None) for child in inside for weight in child.parameters())
+    meshes = dict.fromkeys(mesh for mesh in found if mesh is not None)
+    groups = dict.fromkeys(mesh.get_group(i) for mesh in meshes for i in range(mesh.ndim))
+    return list(groups or [dist.distributed_c10d._get_default_group()])

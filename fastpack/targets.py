@@ -73,8 +73,17 @@ def refuse_strange_backbone(head: Any) -> None:
         )
 
 
-def refuse_wrapped(model: nn.Module) -> None:
+_PATCH_FIRST = (
+    "Patch the plain model first, then wrap it; trainers wrap it themselves when train() begins. (TRL shards a "
+    "reference model when its trainer is built: give it one that is patched, ref_model=fastpack.patch(reference).)"
+)
+
+
+def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
     """Raise where a model that is to be patched was wrapped before: class names and weights are others then.
+
+    Args:
+        advice: how to mend it.
 
     Raises:
         PatchError: it, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
@@ -83,11 +92,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     for module in (*way_in(model), *way_in(getattr(_innermost(model), "base_model", None))):
         how = _wrapping(module)
         if how is not None:
-            raise PatchError(
-                f"this model is already {how}. Patch the plain model first, then wrap it; trainers wrap it themselves "
-                "when train() begins. (TRL shards a reference model when its trainer is built: give it one that is "
-                "patched, ref_model=fastpack.patch(reference).)"
-            )
+            raise PatchError(f"this model is already {how}. {advice}")
 
 
 def refuse_kept_forward(model: nn.Module, head: Any) -> None:

@@ -33,6 +33,12 @@ CONTROL = 0.1
 """How far off the control must be: it sees everything that comes before."""
 
 
+_VERIFY_FIRST = (
+    "verify runs a plain patched model, in this process alone: call it before the model is wrapped (of a trainer, "
+    "before train()), or on the one that DistributedDataParallel holds, fastpack.verify(model.module)."
+)
+
+
 def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
     """Check a patched model against itself unpatched, on random tokens.
 
@@ -59,7 +65,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     if len(lengths) < 3 or min(lengths) < 1:
         raise ValueError(f"lengths={tuple(lengths)}: verify takes three sequences or more, each of a token or more.")
     model = models_of(target)[0]
-    refuse_wrapped(model)
+    refuse_wrapped(model, _VERIFY_FIRST)
     parts = find_parts(model)
     if type(parts.head).__name__.endswith("ForSequenceClassification"):
         raise PatchError(

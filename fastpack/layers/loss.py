@@ -50,9 +50,14 @@ def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | Non
         return f"{type(head).__name__} carries accelerate's hooks"
     if "forward" in head.__dict__:
         return f"the forward of {type(head).__name__} was already replaced (trainers that bring a loss do this)"
-    if next(head.lm_head.parameters()).device.type == "meta":
+    if _is_meta(head.lm_head):
         return None  # sharded loading: read again at the first batch
     return _why_not_now(head)
+
+
+def _is_meta(module: nn.Module) -> bool:
+    weight = next(module.parameters(), None)  # FSDP's first version may keep all parameters itself
+    return weight is not None and weight.device.type == "meta"
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def fused_loss_fails(head: Any) -> str | None:
     origin = defined_in(head.__dict__.get("forward"))
     if origin.startswith(("trl.", "liger_kernel.")):  # wrappers of others call what they found
         return f"the forward of {type(head).__name__} was replaced after the patch, by {origin}, which brings a loss"
-    unread = next(head.lm_head.parameters()).device.type == "meta" and not hasattr(head.lm_head, "_hf_hook")
+    unread = _is_meta(head.lm_head) and not hasattr(head.lm_head, "_hf_hook")
     return None if unread else _why_not_now(head)
 
 

@@ -21,6 +21,7 @@ from fastpack.layers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, binds, call_stock, is_stand_in
 from fastpack.packing import PackedSeqLens
+from fastpack.sharding import exchange_inside
 
 
 def mixer_forward(
@@ -42,7 +43,7 @@ def mixer_forward(
         if packed_rejects(module, spec, stock, device, dtype) is None:
             return packed_forward(module, spec, packed, dtype, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
-    groups = row_groups(packed, equal=False)
+    groups = row_groups(packed, equal=False, among=exchange_inside(module))
     carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
     dtype = _hidden(args, kwargs).dtype if spec.mask == "added" else torch.bool
     results = []

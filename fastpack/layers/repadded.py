@@ -1,7 +1,8 @@
 """The last rung: the stock backbone on rows of equal length, one batch for each length.
 
 Nothing is padded, so this is exact whatever the model does inside a row: the length of the row may matter, and what
-stands to the right. It is no faster than the stock model, and slower where every sequence has another length.
+stands to the right. It is no faster than the stock model, and slower where every sequence has another length. Where
+layers are sharded, all ranks run as many batches as the one with most lengths.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fastpack.layers.arguments import parameters
 from fastpack.layers.rows import put_back, row_groups, take
 from fastpack.layers.stock import Forward, call_stock
 from fastpack.packing import PackedSeqLens
+from fastpack.sharding import exchange_inside
 
 _MADE_ANEW = ("attention_mask", "position_ids", "packed_seq_lens")
 """A row that is one sequence without padding needs none of them."""
@@ -27,7 +29,7 @@ def repadded_forward(backbone: Any, stock: Forward | None, arguments: Mapping[st
     Raises:
         PatchError: see :func:`fastpack.layers.rows.put_back`.
     """
-    groups = row_groups(packed, equal=True)
+    groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
     given = {name: value for name, value in arguments.items() if name not in _MADE_ANEW}
     if "use_mems" in parameters(type(backbone).forward):  # XLNet's cache, which nobody asked for
         given["use_mems"] = False

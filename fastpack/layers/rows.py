@@ -6,11 +6,12 @@ Shape suffixes: T tokens, n rows, L length of the longest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
@@ -31,7 +32,8 @@ class Rows:
 
     Attributes:
         tokens: int64 ``[n, L]``: the token in each slot, as an index into T.
-        slots: int64: where the real tokens are in ``[n * L]``, row after row; None where every slot holds one.
+        slots: int64: where the real tokens are in ``[n * L]``, row after row; None where every slot holds one, empty
+            where all are dropped.
     """
 
     tokens: Tensor
@@ -71,14 +73,27 @@ class RowGroups:
         return joined if self.order is None else joined.index_select(0, self.order)
 
 
-def row_groups(packed: PackedSeqLens, *, equal: bool) -> RowGroups:
+def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.ProcessGroup] = ()) -> RowGroups:
     """The groups of a batch, made once for it.
 
     Args:
         equal: whether rows of a group must be equally long, so that nothing is padded.
+        among: processes that must come to the same number of groups, since each exchanges weights: those with fewer run
+            a row of theirs again, and drop what becomes of it.
     """
     groups: RowGroups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
+    if among:
+        groups = packed.memo(("rows", equal, "agreed"), lambda: _as_many(groups, among))
     return groups
+
+
+def _as_many(groups: RowGroups, among: Sequence[dist.ProcessGroup]) -> RowGroups:
+    last = groups.groups[-1]
+    most = torch.tensor(len(groups.groups), device=last.tokens.device)
+    for processes in among:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=processes)
+    again = Rows(last.tokens[:1], torch.empty(0, dtype=torch.int64, device=last.tokens.device))
+    return replace(groups, groups=(*groups.groups, *[again] * (int(most) - len(groups.groups))))
 
 
 def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:

@@ -45,6 +45,7 @@ class Case:
             FSDP) or None.
         feed: a kind of input, or ``naive``: sequences one after the other as if they were one.
         micro_batches: over which the gradient is accumulated before the ranks exchange it.
+        units: of FSDP2: ``layers``, or ``projections`` of them.
     """
 
     wrap: str
@@ -57,6 +58,8 @@ class Case:
     loss: Any = None
     half: bool = False
     share_prefixes: Any = None
+    units: str = "layers"
+    lengths: tuple[int, ...] = LENGTHS
 
 
 def device() -> torch.device:
@@ -64,7 +67,9 @@ def device() -> torch.device:
 
 
 def build(case: Case) -> Any:
-    model: Any = tiny_model(case.family, attn_implementation="sdpa" if case.family == "llama" else "eager")
+    settings = {"is_decoder": True} if case.family == "roformer" else {}
+    attention = "sdpa" if case.family == "llama" else "eager"
+    model: Any = tiny_model(case.family, attn_implementation=attention, **settings)
     return (with_lora(model) if case.lora else model).to(device())
 
 
@@ -83,6 +88,14 @@ def checkpoint(model: Any, kind: str | None) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": kind == "reentrant"})
 
 
+def units(model: Any, kind: str) -> list[nn.Module]:
+    """What FSDP2 shards beside the whole model."""
+    if kind == "layers":
+        lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+        return list(max(lists, key=lambda layers: len(list(layers.modules()))))
+    return [module for module in model.base_model.modules() if type(module) is nn.Linear]
+
+
 def wrap(model: Any, case: Case) -> Any:
     """The module to call; the one inside keeps its parameters' names."""
     if case.wrap == "none":
@@ -95,8 +108,8 @@ def wrap(model: Any, case: Case) -> Any:
     if case.half:
         settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     inside = plain(model)
-    for layer in inside.model.layers:
-        fully_shard(layer, **settings)
+    for module in units(inside, case.units):
+        fully_shard(module, **settings)
     if case.wrap == "accelerate":
         fully_shard(inside.model.embed_tokens, **settings)
         fully_shard([inside.model.norm, inside.lm_head], **settings, reshard_after_forward=False)
@@ -190,7 +203,7 @@ def one_process(case: Case, sequences: list[Tensor]) -> Result:
 
 def one_step(case: Case) -> dict[str, Any]:
     """How far loss and gradients are from :func:`one_process`, and which fused Functions ran."""
-    sequences = make_sequences(VOCAB, LENGTHS)
+    sequences = make_sequences(VOCAB, case.lengths)
     expected = one_process(case, sequences)
     model, outer = prepare(case)
     with counted() as calls:

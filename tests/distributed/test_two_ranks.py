@@ -72,6 +72,24 @@ def test_other_families(family: str, ranks: Ranks) -> None:
             assert found["calls"]["project"] >= 2 * LAYERS
 
 
+@pytest.mark.parametrize("feed", ["padded left", "TRL's keywords"])
+@pytest.mark.parametrize(
+    ("wrap", "family", "units"),
+    [
+        ("ddp", "roformer", "layers"),
+        ("fsdp2", "roformer", "layers"),
+        ("hybrid", "roformer", "layers"),
+        ("fsdp2", "roformer", "projections"),
+        ("fsdp2", "falcon_h1", "projections"),
+    ],
+)
+def test_ranks_run_as_many_groups_of_rows(wrap: str, family: str, units: str, feed: str, ranks: Ranks) -> None:
+    """The first has three different lengths, the second two, and each call exchanges weights."""
+    case = Case(wrap, feed=feed, family=family, units=units, lengths=(7, 1, 19, 1, 33, 5))
+    for found in ranks.run(one_step, case):
+        assert found["error"] <= bound(ranks)
+
+
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_shared_prefixes(wrap: str, checkpointing: str | None, ranks: Ranks) -> None:
