@@ -77,6 +77,20 @@ def require_file(flag: str, name: str | Path | None, *, made: str | Path | None 
         raise UsageError(f"{flag} {name}: it can't be written; pass a file that can.")
 
 
+def require_one_process(command: str) -> None:
+    """Raise where a launcher started several processes, each of which would do the same beside the others.
+
+    Raises:
+        UsageError: it names the commands that train on many.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and processes != "1":
+        raise UsageError(
+            f"`fastpack {command}` runs in one process, and was started in {processes}: call it without torchrun or "
+            "`accelerate launch` (`fastpack sft` and `fastpack dpo` train in many)."
+        )
+
+
 PICTURES = (".png", ".svg", ".pdf")
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from fastpack.bench.flags import add_arguments, check_together, run
-from fastpack.commands import require, require_trl_on_cpu
+from fastpack.commands import require, require_one_process, require_trl_on_cpu
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -17,6 +17,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_arguments(parser)
     given = parser.parse_args(arguments)
+    require_one_process("bench")
     check_together(given, parser)
     if given.plot:
         require("bench --plot", "matplotlib", extra="plot")

@@ -48,9 +48,10 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     The ``num_items_in_batch`` of transformers' ``Trainer`` counts every label but those in column 0, and so the first
     ones of sequences that begin further right: padded left, or packed. It is scaled by the share of this batch's
     counted labels that is kept. Where a step is one micro-batch on one rank, that makes it the number of labels kept;
-    where it is several, each is corrected by its own share. A number below what the ``Trainer`` would count in this
-    batch alone is somebody's own, and divides as it came. Of heads whose loss the ``Trainer`` doesn't know (GPT-2's) it
-    counts column 0 too: all first labels, wherever sequences begin, and that stays as it is.
+    where it is several, or ranks divide by the labels of all, each is corrected by its own share. A number below what
+    the ``Trainer`` would count in this batch alone is somebody's own, and divides as it came. Of heads whose loss the
+    ``Trainer`` doesn't know (GPT-2's) it counts column 0 too: all first labels, wherever sequences begin, and that
+    stays as it is.
     """
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +41,8 @@ class Case:
 
     Attributes:
         wrap: ``ddp``, ``fsdp2``, ``hybrid`` (FSDP2 on a mesh of two dimensions), ``accelerate`` (FSDP2 in the units
-            that accelerate makes), or ``none``, where each rank keeps its own gradient.
+            that accelerate makes), ``fsdp1`` (its first version), ``flat`` (the same, whose modules have no weights but
+            while they run), or ``none``, where each rank keeps its own gradient.
         checkpointing: ``non-reentrant``, ``reentrant``, ``wrapper`` (the one that accelerate puts around layers for
             FSDP) or None.
         feed: a kind of input, or ``naive``: sequences one after the other as if they were one.
@@ -102,6 +104,10 @@ def wrap(model: Any, case: Case) -> Any:
         return model
     if case.wrap == "ddp":
         return DistributedDataParallel(model, device_ids=[dist.get_rank()] if device().type == "cuda" else None)
+    if case.wrap in ("fsdp1", "flat"):
+        layers = ModuleWrapPolicy({type(layer) for layer in units(plain(model), case.units)})
+        as_they_are = case.wrap == "fsdp1"
+        return FullyShardedDataParallel(model, auto_wrap_policy=layers, use_orig_params=as_they_are, device_id=device())
     settings: dict[str, Any] = {}
     if case.wrap == "hybrid":
         settings["mesh"] = init_device_mesh(device().type, (dist.get_world_size(), 1), mesh_dim_names=("copies", "in"))
@@ -163,10 +169,16 @@ def whole(tensor: Tensor) -> Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """By the names that they have in the stock model."""
-    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    found = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return {name.replace("_fsdp_wrapped_module.", ""): p for name, p in found.items()}
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    if isinstance(model, FullyShardedDataParallel) and model._use_orig_params:
+        with model.summon_full_params(model, with_grads=True):
+            return {
+                name: p.grad.clone() for name, p in weights_of(model).items() if p.grad is not None and p.requires_grad
+            }
     return {name: whole(p.grad).clone().float() for name, p in weights_of(model).items() if p.grad is not None}
 
 
@@ -208,7 +220,23 @@ def one_step(case: Case) -> dict[str, Any]:
     model, outer = prepare(case)
     with counted() as calls:
         loss = step(outer, case, sequences)
-    return {"error": off(Result([], loss, grads_of(model)), expected), "calls": dict(calls)}
+    grads = grads_of(outer if case.wrap == "fsdp1" else model)
+    return {"error": off(Result([], loss, grads), expected), "calls": dict(calls)}
+
+
+def flat_step(case: Case) -> dict[str, Any]:
+    """The loss of a step whose gradients nobody can take apart; reports before it and after, and verify's refusal."""
+    sequences = make_sequences(VOCAB, case.lengths)
+    expected = one_process(case, sequences)
+    _, outer = prepare(case)
+    before = fastpack.report(outer).to_dict()
+    error = abs(float(step(outer, case, sequences) / expected.loss) - 1)
+    found = {"error": error, "reports": [before, fastpack.report(outer).to_dict()], "refused": ""}
+    try:
+        fastpack.verify(outer)
+    except fastpack.PatchError as refused:
+        found["refused"] = str(refused)
+    return found
 
 
 def step_with_prefixes(case: Case) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rank_work import (
     Case,
     exchanges,
     fail_on_the_second,
+    flat_step,
     half_precision,
     nothing_on_one_rank,
     one_step,
@@ -88,6 +89,25 @@ def test_ranks_run_as_many_groups_of_rows(wrap: str, family: str, units: str, fe
     case = Case(wrap, feed=feed, family=family, units=units, lengths=(7, 1, 19, 1, 33, 5))
     for found in ranks.run(one_step, case):
         assert found["error"] <= bound(ranks)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_first_version_of_fsdp(lora: bool, checkpointing: str | None, ranks: Ranks) -> None:
+    """While a layer runs its modules have views of its weights, which are no parameters."""
+    for found in ranks.run(one_step, Case("fsdp1", lora, checkpointing)):
+        assert found["error"] <= bound(ranks)
+        assert found["calls"] == fused_calls(Case("fsdp1", lora, checkpointing))
+
+
+@pytest.mark.parametrize("loss", [None, "fused"])
+def test_modules_without_weights(loss: str | None, ranks: Ranks) -> None:
+    """The first version of FSDP holds them all itself, but while a layer runs."""
+    for found in ranks.run(flat_step, Case("flat", loss=loss)):
+        assert found["error"] <= bound(ranks)
+        assert [said["rung"] for said in found["reports"]] == ["fast", "fast"]
+        assert "already wrapped by FSDP" in found["refused"]
+        assert "call it before the model is wrapped" in found["refused"]
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)

@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fastpack.commands import PICTURES, UsageError, quiet, require, require_file, require_picture, require_trl_on_cpu
+from fastpack.commands import (
+    PICTURES,
+    UsageError,
+    quiet,
+    require,
+    require_file,
+    require_one_process,
+    require_picture,
+    require_trl_on_cpu,
+)
 
 TOLERANCE = 1e-4
 """How far apart the losses of a step may be, relative to the stock one."""
@@ -27,6 +36,7 @@ THREADS = 1
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; the exit code is 1 where the losses disagree."""
     given = _parse(arguments)
+    require_one_process("demo")
     require("demo", "trl", "datasets", extra="trl")
     require("demo", "matplotlib", extra="plot")
     require_trl_on_cpu("demo")
