@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from fastpack.compiling import known_once
+from fastpack.errors import PatchError
 
 _SAYING = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 """Special methods that change what a module computes; the others copy, restore or print it."""
@@ -18,7 +20,11 @@ def stock_class(module: nn.Module) -> Any:
 
     Of a user's only such as changes nothing that it inherits; one with a forward of its own stays what it is.
     """
-    return next(cls for cls in type(module).__mro__ if not _adds_nothing(cls))
+    return _stock_of(type(module))
+
+
+def _stock_of(cls: type) -> Any:
+    return next(each for each in cls.__mro__ if issubclass(each, nn.Module) and not _adds_nothing(each))
 
 
 def mentions(module: nn.Module, name: str) -> bool:
@@ -43,12 +49,48 @@ def _adds_nothing(cls: type) -> bool:
 
 
 def changes_of(cls: Any) -> list[str]:
-    """What a class has of its own in place of what it inherits."""
-    names = [name for name in vars(cls) if name in _SAYING or not name.startswith("__")]
-    return [name for name in names if any(hasattr(base, name) and _differ(cls, base, name) for base in cls.__bases__)]
+    """What a class has of its own, or from a mixin that is no module, in place of what it inherits."""
+    modules = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
+    mixins = [base for base in cls.__bases__ if base not in modules]
+    spaces = [cls, *(each for base in mixins for each in base.__mro__ if each is not object)]
+    names = dict.fromkeys(name for space in spaces for name in vars(space))
+    said = [name for name in names if name in _SAYING or not name.startswith("__")]
+    return [name for name in said if any(hasattr(base, name) and _differ(cls, base, name) for base in modules)]
 
 
 def _differ(cls: Any, base: Any, name: str) -> bool:
     """Unless one wraps the other, as transformers wraps the forward of every subclass of its layers."""
     mine, its = inspect.getattr_static(cls, name), inspect.getattr_static(base, name)
     return inspect.unwrap(mine) is not inspect.unwrap(its)
+
+
+class Classes:
+    """The classes of modules whose forward a patch replaced, as they were when they were last looked at.
+
+    A forward of ours computes what the class did that the module had; one that comes over it later is seen at the next
+    forward of the model.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[nn.Module, type]] = []
+
+    def watch(self, modules: Iterable[nn.Module]) -> None:
+        """Look at these from now on."""
+        self._seen += [(module, type(module)) for module in modules]
+
+    def check(self) -> None:
+        """Raise where a module computes something else now; costs a look at each class while none was changed.
+
+        Raises:
+            PatchError: it names both classes.
+        """
+        for at, (module, before) in enumerate(self._seen):
+            now = type(module)
+            if now is before:
+                continue
+            if _stock_of(now) is not _stock_of(before):
+                raise PatchError(
+                    f"a {before.__name__} became a {now.__name__} after the patch, whose forward is another than the "
+                    "one that fastpack computes. Call unpatch(model), and patch it again."
+                )
+            self._seen[at] = (module, now)

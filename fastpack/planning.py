@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import explain
-from fastpack.classes import changes_of, mentions, stock_class
+from fastpack.classes import Classes, mentions
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -54,6 +54,7 @@ from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.serving import attention_shape, serving_backend
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
+from fastpack.trust import own_class, refuse_look_alikes, trusted_specs
 from fastpack.windows import MEND, LayerOrder, misplaced
 
 
@@ -85,6 +86,7 @@ class Plan:
     pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     scope: PackingScope | None = None
     mixing: Mixing | None = None
+    classes: Classes = field(default_factory=Classes)
 
 
 def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
@@ -99,7 +101,8 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     skipped: list[tuple[str, str]] = []
     notes: list[str] = []
 
-    specs = _trusted_specs(backbone, family, skipped)
+    refuse_look_alikes(backbone, family)
+    specs = trusted_specs(backbone, family, skipped)
     family = _keeping_windows(family, specs)
     fast = family.rung == "fast" and all(name in specs for name in family.attention)
     rung = "varlen" if family.rung == "fast" and not fast else family.rung
@@ -125,21 +128,24 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
             if passes_a_cache(wrapper)
             else "PEFT's prompts: for batches padded on the right"
         )
-    attentions = [m for m in backbone.modules() if _own(m, family) in family.attention]
+    attentions = [m for m in backbone.modules() if own_class(m, family) in family.attention]
     wanted = (*family.attention, *family.mixers)
-    if not any(_own(m, family) in wanted for m in backbone.modules()) and not family.repadded:
+    if not any(own_class(m, family) in wanted for m in backbone.modules()) and not family.repadded:
         raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
     _refuse_misplaced(backbone, specs, family)
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
-    plan.interface_modules = [m for m in attentions if _own(m, family) not in specs]
+    plan.interface_modules = [m for m in attentions if own_class(m, family) not in specs]
     if family.alibi is not None and plan.scope is not None:
         bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
         plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
+    plan.classes.watch(swap.module for swap in plan.forwards)
 
     plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family)))
-    shapes = list(dict.fromkeys(attention_shape(backbone, m, specs.get(_own(m, family) or "")) for m in attentions))
+    shapes = list(
+        dict.fromkeys(attention_shape(backbone, m, specs.get(own_class(m, family) or "")) for m in attentions)
+    )
     backend = ", ".join(dict.fromkeys(serving_backend(shape, attention, notes) for shape in shapes))
     projections = count_projections(backbone)
     if any("8-bit" in kind for kind in projections):
@@ -166,12 +172,6 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     return plan
 
 
-def _own(module: nn.Module, family: Family) -> str | None:
-    """The name of a class of this family's upstream module, None for a look-alike of the same name and all others."""
-    cls = stock_class(module)
-    return cls.__name__ if cls.__module__ == family.module else None
-
-
 MIXER = "mixer"
 PROJECTING = {"attention", "mlp", "layer"}
 """Kinds of swapped modules that read their projections' weights."""
@@ -182,7 +182,7 @@ def _mixing_modules(plan: Plan, family: Family) -> list[tuple[nn.Module, Rung | 
     if family.repadded:
         return [(plan.backbone, "re-padded model")]
     found: dict[int, Rung | MixerSpec] = {id(swap.module): "fast" for swap in plan.forwards if swap.kind == "attention"}
-    found |= {id(s.module): family.mixers[_own(s.module, family) or ""] for s in plan.forwards if s.kind == MIXER}
+    found |= {id(s.module): family.mixers[own_class(s.module, family) or ""] for s in plan.forwards if s.kind == MIXER}
     found |= {id(module): "varlen" for module in plan.interface_modules}
     return [(module, found[id(module)]) for module in plan.backbone.modules() if id(module) in found]
 
@@ -193,41 +193,6 @@ def _keeping_windows(family: Family, specs: dict[str, Spec]) -> Family:
         return family
     masked = MixerSpec("added", window=f"config.{family.mask_window}")
     return replace(family, attention=(), mixers=dict.fromkeys(family.attention, masked))
-
-
-def _trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
-    """What the classes compute that get fast forwards, those whose source is known."""
-    trusted: dict[str, Spec] = {}
-    classes: set[Any] = {stock_class(m) for m in backbone.modules()}
-    for cls in sorted(classes, key=lambda cls: cls.__name__):
-        if cls.__module__ != family.module:
-            _look_at_stranger(cls, family, skipped)
-            continue
-        if cls.__name__ not in family.fast:
-            continue
-        found = source_hash(cls)
-        if found in FORMS:
-            trusted[cls.__name__] = FORMS[found]
-        else:
-            skipped.append(
-                (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
-            )
-    return trusted
-
-
-def _look_at_stranger(cls: Any, family: Family, skipped: list[tuple[str, str]]) -> None:
-    """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
-    bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
-    if not bases:
-        return
-    what = f"a {bases[0]} with its own {', '.join(changes_of(cls))}"
-    if any(name in family.attention or name in family.mixers for name in bases):
-        raise PatchError(
-            f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
-            f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
-        )
-    if bases[0] in family.fast:
-        skipped.append((cls.__name__, f"{what}: its own forward runs"))
 
 
 def _plan_backbone(
@@ -247,7 +212,9 @@ def _plan_backbone(
     offload = None if options.offload is None else CheckpointOffload(products=options.offload == "activations")
     sharing = PrefixSharing() if options.share_prefixes == "auto" else None
     order = LayerOrder.of(backbone)
-    bind = functools.partial(_bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, order, family))
+    bind = functools.partial(
+        _bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, plan.classes, order, family)
+    )
     plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))
     if head is None:
         plan.pre_hooks.append((backbone, replica_pre_hook))
@@ -298,7 +265,7 @@ def _plan_module(
     options: PatchOptions,
     skipped: list[tuple[str, str]],
 ) -> None:
-    own = _own(module, family)
+    own = own_class(module, family)
     name = own or type(module).__name__
     mixer = family.mixers.get(own or "")
     if mixer is not None:
@@ -313,6 +280,11 @@ def _plan_module(
     hooked = hasattr(module, "_hf_hook")
     replaced = found is not None and not hooked and not stands_for(module, found, spec, plan.backbone)
     if isinstance(spec, AnyAttentionSpec):
+        if getattr(module, "is_causal", True) is False:
+            raise PatchError(
+                f"a {name} was set to attend in both directions (is_causal=False); only causal attention is covered. "
+                "Train it unpatched, or set it to True. Nothing was changed."
+            )
         if replaced:
             raise PatchError(
                 f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
@@ -343,7 +315,7 @@ def _refuse_misplaced(backbone: nn.Module, specs: dict[str, Spec], family: Famil
     """Raise where layers were moved, so that their windows are not those by which the stock model masks."""
     forms: dict[int, Any] = {}
     for module in backbone.modules():
-        own = _own(module, family) or ""
+        own = own_class(module, family) or ""
         if own in family.mixers or own in family.attention:
             spec = family.mixers.get(own, specs.get(own))
             forms[id(module)] = _with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec

@@ -29,6 +29,12 @@ def subclassed(module: nn.Module, **own: Any) -> None:
     module.__class__ = type(f"My{type(module).__name__}", (type(module),), {**own, "__module__": __name__})
 
 
+def mix_in(module: nn.Module, mixin: type) -> None:
+    """One of a user's own in its place, whose mixin comes first and is no module."""
+    cls: Any = type(module)
+    module.__class__ = type(f"My{cls.__name__}", (mixin, cls), {"__module__": __name__})
+
+
 def vocabulary(model: Any) -> int:
     return min(VOCAB, model.get_input_embeddings().num_embeddings)
 
@@ -91,6 +97,109 @@ def test_mixing_of_ones_own_is_refused(model_type: str, path: str) -> None:
     with pytest.raises(PatchError, match=f"My{base} is a {base} with its own forward: how it mixes tokens"):
         fastpack.patch(model)
     assert not fastpack.is_patched(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path"), [("llama", "model.layers.1.self_attn"), ("bamba", "model.layers.0.mamba")]
+)
+def test_mixing_from_a_mixin_is_refused(model_type: str, path: str) -> None:
+    class Louder:
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    model = build_tiny(model_type)
+    module = model.get_submodule(path)
+    base = type(module).__name__
+    mix_in(module, Louder)
+    with pytest.raises(PatchError, match=f"My{base} is a {base} with its own forward: how it mixes tokens"):
+        fastpack.patch(model)
+    assert not fastpack.is_patched(model)
+
+
+@pytest.mark.parametrize("path", ["model.layers.1.self_attn", "model.layers.1.mlp", "model.layers.1.input_layernorm"])
+def test_mixins_that_change_nothing_are_fast(path: str) -> None:
+    class Noted:
+        def noted(self) -> str:
+            return "new, and nobody calls it"
+
+    model = tiny_model("llama")
+    mix_in(model.get_submodule(path), Noted)
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model, strict=True)
+    check_exact(model, alone)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path", "name"),
+    [
+        ("llama", "model.layers.1.self_attn", "LlamaAttention"),
+        ("bamba", "model.layers.0.mamba", "BambaMixer"),
+        ("bamba", "model.layers.0.mamba", "Mine"),
+    ],
+)
+def test_what_stands_for_a_class_that_mixes_is_refused(model_type: str, path: str, name: str) -> None:
+    """A copied file's class, or another at a recurrent module's place: such ran over all sequences as over one."""
+    model = build_tiny(model_type)
+    parent, _, child = path.rpartition(".")
+    copied = type(name, (nn.Module,), {"__module__": __name__})
+    setattr(model.get_submodule(parent), child, copied())
+    with pytest.raises(PatchError, match=f"{child} is a {name} of {__name__}, which is not the class of transformers"):
+        fastpack.patch(model)
+    assert not fastpack.is_patched(model)
+
+
+def test_attention_in_both_directions_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn.is_causal = False
+    with pytest.raises(PatchError, match="set to attend in both directions"):
+        fastpack.patch(model)
+    opt: Any = fastpack.patch(build_tiny("opt"))
+    opt.model.decoder.layers[1].self_attn.is_causal = False
+    with pytest.raises(PatchError, match="'bidirectional'"):
+        opt(torch.arange(5, 15)[None], attention_mask=torch.ones(1, 10), use_cache=False)
+
+
+@pytest.mark.parametrize("how", ["class", "hook", "forward"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma3_text", "granite"])
+def test_tables_that_are_no_rotation(model_type: str, how: str) -> None:
+    """The two halves of cos and sin differ, of which RoPE's fast form reads one."""
+
+    def bent(tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        return tuple(table * torch.linspace(0.8, 1.2, table.shape[-1]) for table in tables)
+
+    model: Any = build_tiny(model_type).train()
+    module = model.model.rotary_emb
+    stock = type(module).forward
+    if how == "class":
+        subclassed(module, forward=lambda self, *args, **kwargs: bent(stock(self, *args, **kwargs)))
+    elif how == "hook":
+        module.register_forward_hook(lambda module, args, tables: bent(tables))
+    else:
+        module.forward = lambda *args, **kwargs: bent(stock(module, *args, **kwargs))
+    alone = run_alone(model, make_sequences(VOCAB))
+    with pytest.raises(PatchError, match="its cos and sin may be any of"):
+        fastpack.patch(model, strict=True)
+    fastpack.patch(model)
+    assert fastpack.report(model).rung == "varlen"
+    check_exact(model, alone)
+
+
+@pytest.mark.parametrize("path", ["layers.1", "layers.1.self_attn", "layers.1.mlp", "layers.1.input_layernorm", "norm"])
+def test_a_class_that_came_after_the_patch(path: str) -> None:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super(type(self), self).forward(*args, **kwargs)
+
+    model: Any = fastpack.patch(tiny_model("llama"))
+    ids = torch.arange(5, 15)[None]
+    module = model.model.get_submodule(path)
+    before = type(module)
+    subclassed(module, note="nothing of the base's")
+    model(ids, use_cache=False)
+    subclassed(module, forward=forward)
+    with pytest.raises(PatchError, match=f"a My{before.__name__} became a MyMy{before.__name__} after the patch"):
+        model(ids, use_cache=False)
+    module.__class__ = before
+    model(ids, use_cache=False)
 
 
 @pytest.mark.parametrize("which", ["mlp", "input_layernorm"])

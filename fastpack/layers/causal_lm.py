@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.adapters import refuse_rows_at_the_door
-from fastpack.classes import mentions, stock_class
+from fastpack.classes import Classes, mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
@@ -78,6 +78,7 @@ def backbone_forward(
     offload: CheckpointOffload | None,
     sharing: PrefixSharing | None,
     scope: PackingScope | None,
+    classes: Classes,
     order: LayerOrder | None,
     family: Family,
     stock: Forward | None,
@@ -95,7 +96,7 @@ def backbone_forward(
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.windows.LayerOrder.check`.
+        PatchError: see :meth:`fastpack.classes.Classes.check` and :meth:`fastpack.windows.LayerOrder.check`.
     """
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
@@ -110,8 +111,10 @@ def backbone_forward(
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
-    elif order is not None:
-        order.check(backbone)
+    else:
+        classes.check()
+        if order is not None:
+            order.check(backbone)
     packed = _pack(arguments, packing, prefixes=sharing is not None)
     refuse_positions(backbone, family, arguments, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)

@@ -63,7 +63,7 @@ def packed_interface(
         )
         return result
     unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
-    if unknown or kwargs.get("is_causal") is False:
+    if unknown or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise PatchError(
             f"{type(module).__name__} asks for {unknown or ['bidirectional']} attention, which packed attention does "
             "not compute. fastpack.unpatch(model) restores the stock model; please report the family."

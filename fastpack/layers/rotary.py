@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.classes import stock_class
+from fastpack.hooks import carries_hooks
 from fastpack.layers.stock import FORWARDS, Forward, binds, call_stock
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -26,6 +28,21 @@ def depends_on_length(module: Any) -> bool:
     """True for a rotary module whose frequencies do."""
     rope_type = getattr(module, "rope_type", None)
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """True for a module that makes the tables of cos and sin, as families name it."""
+    return any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__)
+
+
+def gives_known_tables(module: nn.Module) -> bool:
+    """True for a rotary module that is transformers' own: each angle stands in both halves of its tables.
+
+    What was put over it, by a class, a forward or a hook, may give any.
+    """
+    if stock_class(module).__module__.split(".")[0] != "transformers":
+        return False
+    return "_hf_hook" in module.__dict__ or not carries_hooks(module)
 
 
 def is_served(module: nn.Module) -> bool:

@@ -1,0 +1,86 @@
+"""Which classes of a model are the family's own, and what is to become of those that stand for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fastpack.classes import changes_of, stock_class
+from fastpack.errors import PatchError
+from fastpack.families import FORMS, source_hash
+from fastpack.families.spec import AnyAttentionSpec, Family, Spec
+from fastpack.layers.rotary import gives_known_tables, is_rotary
+
+
+def own_class(module: nn.Module, family: Family) -> str | None:
+    """The name of a class of this family's upstream module, None for a look-alike of the same name and all others."""
+    cls = stock_class(module)
+    return cls.__name__ if cls.__module__ == family.module else None
+
+
+def trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
+    """What the classes compute that get fast forwards, those whose source is known."""
+    trusted: dict[str, Spec] = {}
+    classes: set[Any] = {stock_class(m) for m in backbone.modules()}
+    for cls in sorted(classes, key=lambda cls: cls.__name__):
+        if cls.__module__ != family.module:
+            _look_at_stranger(cls, family, skipped)
+            continue
+        if cls.__name__ not in family.fast:
+            continue
+        found = source_hash(cls)
+        if found in FORMS:
+            trusted[cls.__name__] = FORMS[found]
+        else:
+            skipped.append(
+                (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
+            )
+    strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
+    if strange:
+        fast = [name for name, spec in trusted.items() if isinstance(spec, AnyAttentionSpec)]
+        trusted = {name: spec for name, spec in trusted.items() if name not in fast}
+        skipped += [(name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in fast]
+    return trusted
+
+
+def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
+    """Raise for a class of somebody's own that stands for one which mixes tokens, and would get none of the packing.
+
+    It has that one's name, as in a copied file; or it stands where other layers have a recurrent module.
+    """
+    mixing = {*family.attention, *family.mixers}
+    named = dict(backbone.named_modules())
+    places = {_place(name) for name, module in named.items() if own_class(module, family) in family.mixers}
+    for name, module in named.items():
+        cls = stock_class(module)
+        if any(base.__module__ == family.module for base in cls.__mro__):
+            continue
+        if cls.__module__.split(".")[0] in ("transformers", "torch"):
+            continue
+        wraps = any(own_class(inner, family) in mixing for inner in module.modules())
+        if cls.__name__ in mixing or (_place(name) in places and not wraps):
+            raise PatchError(
+                f"{name} is a {cls.__name__} of {cls.__module__}, which is not the class of {family.module}: how it "
+                "mixes tokens is not known, and its sequences would see each other. Give it a class of that module. "
+                "Nothing was changed."
+            )
+
+
+def _place(name: str) -> str:
+    return ".".join("N" if part.isdigit() else part for part in name.split("."))
+
+
+def _look_at_stranger(cls: Any, family: Family, skipped: list[tuple[str, str]]) -> None:
+    """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
+    bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
+    if not bases:
+        return
+    what = f"a {bases[0]} with its own {', '.join(changes_of(cls))}"
+    if any(name in family.attention or name in family.mixers for name in bases):
+        raise PatchError(
+            f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
+            f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
+        )
+    if bases[0] in family.fast:
+        skipped.append((cls.__name__, f"{what}: its own forward runs"))
