@@ -32,6 +32,13 @@ def mentions(module: nn.Module, name: str) -> bool:
     return name in names_in(stock_class(module).forward)
 
 
+def shadowed(module: nn.Module) -> list[str]:
+    """Methods of a module's class that its stock forward calls, and in whose place the instance has another."""
+    cls = stock_class(module)
+    held = [name for name in names_in(cls.forward) if name in module.__dict__]
+    return [name for name in held if inspect.isfunction(inspect.getattr_static(cls, name, None))]
+
+
 @known_once
 def names_in(function: Any) -> tuple[str, ...]:
     """The globals and attributes that a function reads, whatever wraps it."""
@@ -61,7 +68,17 @@ def changes_of(cls: Any) -> list[str]:
 def _differ(cls: Any, base: Any, name: str) -> bool:
     """Unless one wraps the other, as transformers wraps the forward of every subclass of its layers."""
     mine, its = inspect.getattr_static(cls, name), inspect.getattr_static(base, name)
-    return inspect.unwrap(mine) is not inspect.unwrap(its)
+    return unwrapped(mine) is not unwrapped(its)
+
+
+def unwrapped(function: Any) -> Any:
+    """The function beneath transformers' and torch's own decorators; one that somebody else put over it stays."""
+    while hasattr(function, "__wrapped__"):
+        written_in = getattr(function, "__globals__", {}).get("__name__", "")
+        if written_in.split(".")[0] not in ("transformers", "torch", "contextlib"):
+            break
+        function = function.__wrapped__
+    return function
 
 
 class Classes:

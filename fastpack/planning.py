@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import explain
-from fastpack.classes import Classes, mentions
+from fastpack.classes import Classes, mentions, shadowed
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -46,7 +46,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
 from fastpack.layers.refusals import learns_prompts, passes_a_cache, prompts_pre_hook, replica_pre_hook
-from fastpack.layers.rotary import depends_on_length, rotary_forward
+from fastpack.layers.rotary import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
 from fastpack.offload import CheckpointOffload
@@ -54,7 +54,7 @@ from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.serving import attention_shape, serving_backend
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
-from fastpack.trust import own_class, refuse_look_alikes, trusted_specs
+from fastpack.trust import own_class, refuse_look_alikes, refuse_own_attention, trusted_specs
 from fastpack.windows import MEND, LayerOrder, misplaced
 
 
@@ -102,6 +102,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     notes: list[str] = []
 
     refuse_look_alikes(backbone, family)
+    refuse_own_attention(backbone, family)
     specs = trusted_specs(backbone, family, skipped)
     family = _keeping_windows(family, specs)
     fast = family.rung == "fast" and all(name in specs for name in family.attention)
@@ -279,6 +280,8 @@ def _plan_module(
     found = own_forward(module)
     hooked = hasattr(module, "_hf_hook")
     replaced = found is not None and not hooked and not stands_for(module, found, spec, plan.backbone)
+    if own and (methods := shadowed(module)):
+        replaced, found = True, ", ".join(methods)
     if isinstance(spec, AnyAttentionSpec):
         if getattr(module, "is_causal", True) is False:
             raise PatchError(
@@ -287,7 +290,7 @@ def _plan_module(
             )
         if replaced:
             raise PatchError(
-                f"the forward of a {name} was already replaced ({module.__dict__['forward']!r}); undo that first: its "
+                f"the forward of a {name} was already replaced ({found!r}); undo that first: its "
                 "attention would not be packed."
             )
         bind = functools.partial(_bind, attention_forward, module, (spec, options, plan.scope))
@@ -337,6 +340,12 @@ def _plan_rotary(plan: Plan, backbone: nn.Module, notes: list[str]) -> None:
     for module in backbone.modules():
         if depends_on_length(module):
             rope_type = module.rope_type
+            if not gives_known_tables(module):
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "
+                    "and a forward or a hook that is not transformers', which is not covered. Take it off, or train "
+                    "the model unpatched. Nothing was changed."
+                )
             if mentions(module, "polar"):  # Llama 4's cos and sin are one complex table
                 raise UnsupportedModelError(
                     f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,7 @@ from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
 from fastpack.families.spec import AnyAttentionSpec, Family, Spec
 from fastpack.layers.rotary import gives_known_tables, is_rotary
+from fastpack.layers.stock import defined_in
 
 
 def own_class(module: nn.Module, family: Family) -> str | None:
@@ -65,6 +68,34 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
                 "mixes tokens is not known, and its sequences would see each other. Give it a class of that module. "
                 "Nothing was changed."
             )
+
+
+def refuse_own_attention(backbone: nn.Module, family: Family) -> None:
+    """Raise where the model attends by a function of somebody's own, which a patch would silently replace.
+
+    Registered under a name of its own, put in the place of one of transformers', or of a family's eager one.
+    """
+    from transformers import AttentionInterface
+
+    module: Any
+    for module in backbone.modules():
+        config = getattr(module, "config", None)
+        if own_class(module, family) not in family.attention or config is None:
+            continue
+        name = config._attn_implementation
+        eager = getattr(sys.modules[family.module], "eager_attention_forward", None)
+        found: Any = eager if name in (None, "eager") else AttentionInterface().get(name, None)
+        function = found.func if isinstance(found, functools.partial) else found
+        if function is None or defined_in(function).split(".")[0] in _NOT_THEIR_OWN:
+            return
+        raise PatchError(
+            f"this {type(backbone).__name__} attends by {defined_in(function)}.{function.__name__} "
+            f"(attn_implementation={name!r}), which is not transformers': fastpack's attention would compute something "
+            "else. If it computes the same, call model.set_attn_implementation('sdpa') first. Nothing was changed."
+        )
+
+
+_NOT_THEIR_OWN = ("transformers", "torch", "fastpack")
 
 
 def _place(name: str) -> str:

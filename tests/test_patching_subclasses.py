@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from transformers.models.llama import modeling_llama as llama
 
 import fastpack
 from fastpack.classes import changes_of, stock_class
-from fastpack.errors import PatchError
+from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.smoke.tiny import build_tiny
 
 
@@ -200,6 +201,122 @@ def test_a_class_that_came_after_the_patch(path: str) -> None:
         model(ids, use_cache=False)
     module.__class__ = before
     model(ids, use_cache=False)
+
+
+@pytest.mark.parametrize("which", ["self_attn", "mlp", "input_layernorm"])
+def test_a_decorator_hides_nothing(which: str) -> None:
+    """``functools.wraps`` leads back to the stock source."""
+    model = tiny_model("llama")
+    module = model.model.layers[1].get_submodule(which)
+    stock: Any = type(module).forward
+
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        return (result[0] * 1.1, *result[1:]) if isinstance(result, tuple) else result * 1.1
+
+    subclassed(module, forward=forward)
+    alone = run_alone(model, make_sequences(VOCAB))
+    if which == "self_attn":
+        with pytest.raises(PatchError, match="with its own forward: how it mixes tokens"):
+            fastpack.patch(model)
+        return
+    fastpack.patch(model)
+    assert [what for what, _ in fastpack.report(model).skipped] == [type(module).__name__]
+    check_exact(model, alone)
+
+
+@pytest.mark.parametrize("name", ["apply_rotary_pos_emb", "rotate_half"])
+def test_decorated_helpers_of_a_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock: Any = getattr(llama, name)
+
+    @functools.wraps(stock)
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        return tuple(x * 1.1 for x in result) if isinstance(result, tuple) else result * 1.1
+
+    monkeypatch.setattr(llama, name, mine)
+    model = tiny_model("llama")
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    assert fastpack.report(model).rung == "varlen"
+    check_exact(model, alone)
+
+
+def test_attention_functions_of_ones_own_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def mine(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(module, query * 1.1, *args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "mine", mine)
+    for model_type in ("llama", "opt"):
+        model = build_tiny(model_type)
+        model.set_attn_implementation("mine")
+        with pytest.raises(PatchError, match=r"attends by test_patching_subclasses.mine .*set_attn_implementation"):
+            fastpack.patch(model)
+        model.set_attn_implementation("sdpa")
+        fastpack.patch(model)
+    monkeypatch.setattr(llama, "eager_attention_forward", mine)
+    fastpack.patch(tiny_model("llama", attn_implementation="sdpa"))
+    with pytest.raises(PatchError, match="attn_implementation='eager'"):
+        fastpack.patch(tiny_model("llama", attn_implementation="eager"))
+
+
+def test_methods_of_an_instance() -> None:
+    model: Any = build_tiny("gemma").train()
+    norm = model.model.layers[1].input_layernorm
+    stock = norm._norm
+    norm._norm = lambda x: 1.1 * stock(x)
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    assert fastpack.report(model).skipped[0][0] == "GemmaRMSNorm"
+    check_exact(model, alone)
+    latent: Any = build_tiny("deepseek_v3")
+    attention = latent.model.layers[1].self_attn
+    attention.expand_kv = type(attention).expand_kv.__get__(attention)
+    with pytest.raises(PatchError, match="'expand_kv'"):
+        fastpack.patch(latent)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"), [("qwen3", "variance_epsilon"), ("exaone4", "variance_epsilon"), ("gemma3_text", "eps")]
+)
+def test_norms_of_heads_with_settings_of_their_own(model_type: str, name: str) -> None:
+    model: Any = build_tiny(model_type).train()
+    norm = model.model.layers[1].self_attn.k_norm
+    assert getattr(norm, name) < 0.3
+    setattr(norm, name, 0.3)
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model, strict=True)
+    check_exact(model, alone)
+
+
+def test_a_norm_that_reads_rows() -> None:
+    class Rows(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            _, _, width = x.shape
+            return x / width**0.5
+
+    for model_type in ("llama", "olmo2", "mixtral"):
+        model: Any = build_tiny(model_type).train()
+        layer = model.model.layers[1]
+        for name in ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"):
+            if hasattr(layer, name):
+                setattr(layer, name, Rows())
+        alone = run_alone(model, make_sequences(VOCAB))
+        fastpack.patch(model)
+        assert fastpack.report(model).rung == "fast"
+        check_exact(model, alone)
+
+
+def test_dynamic_frequencies_of_ones_own_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model: Any = tiny_model("llama", rope_parameters=rope, max_position_embeddings=16)
+    subclassed(model.model.rotary_emb, forward=lambda self, *args: super(type(self), self).forward(*args))
+    with pytest.raises(UnsupportedModelError, match="'dynamic', whose frequencies depend on the length, and a forward"):
+        fastpack.patch(model)
 
 
 @pytest.mark.parametrize("which", ["mlp", "input_layernorm"])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastpack.classes import stock_class
+from fastpack.classes import stock_class, unwrapped
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.forms import FORMS
 from fastpack.families.mixers import MIXER_FAMILIES
@@ -99,7 +99,7 @@ def source_hash(cls: Any) -> str:
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
-    waiting = [("forward", _read(inspect.unwrap(cls.forward)))]
+    waiting = [("forward", _read(unwrapped(cls.forward)))]
     while waiting:
         name, said = waiting.pop()
         if said is None:
@@ -110,7 +110,7 @@ def source_hash(cls: Any) -> str:
         ]
         for other, found in called:
             if inspect.isfunction(found) and other not in (*parts, *_LEFT_OUT):
-                helper = inspect.unwrap(found)
+                helper = unwrapped(found)
                 if helper.__module__ == module.__name__:
                     waiting.append((other, _read(helper)))
                 elif (helper.__globals__.get("__name__"), helper.__name__) in _ROTATIONS:
@@ -120,7 +120,7 @@ def source_hash(cls: Any) -> str:
 
 def forward_hash(forward: Any) -> str:
     """Hash of a forward alone, under whatever decorators; :data:`UNREADABLE` where its source is not there."""
-    said = _read(inspect.unwrap(forward))
+    said = _read(unwrapped(forward))
     return UNREADABLE if said is None else _short_hash(said.text)
 
 
@@ -140,8 +140,8 @@ class _Said(NamedTuple):
 def _read(function: FunctionType) -> _Said | None:
     """None for a function of ``exec``, a lambda or a callable object. Others replace functions, not their sources."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # wrapped by nobody
+    except (AttributeError, OSError, TypeError, SyntaxError):
         return None
     return _said(tree) if isinstance(tree, ast.FunctionDef) else None
 

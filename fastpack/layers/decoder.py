@@ -120,7 +120,7 @@ def _run_mlp(
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     settings = our_settings(mlp, mlp_forward)
     if settings is None:
-        found = mlp((x if norm is None else norm(x)).unsqueeze(0))
+        found = mlp(x[None] if norm is None else norm(x[None]))
         out = (found[0] if isinstance(found, tuple) else found).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
     mlp_spec = settings[0]
@@ -138,7 +138,7 @@ def _run_mlp(
 def _added(layer: Any, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: Any) -> Tensor:
     """x plus what a branch gave, normalised, dropped out and scaled where the family does so."""
     if norm is not None:
-        out = getattr(layer, norm)(out)
+        out = getattr(layer, norm)(out[None])[0]
     if dropout:
         out = dropout(out)
     return x + (out if spec.residual_scale is None else out * getattr(layer, spec.residual_scale))

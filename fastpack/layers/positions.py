@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.projections import read_norm
+from fastpack.ops.projection_parts import Norm
 from fastpack.ops.rope import apply_rope, norm_rope
 from fastpack.options import PatchOptions
 
@@ -34,7 +35,8 @@ def normalise_and_turn(
     first, second = (getattr(module, name, None) for name in spec.norms)
     if spec.qk_norm == "head" and first is not None and second is not None:
         norm, other = read_norm(first), read_norm(second)
-        if norm is not None and other is not None and tables is not None and norm.weight.ndim == other.weight.ndim == 1:
+        alike = norm is not None and other is not None and _settings(norm) == _settings(other)
+        if alike and norm is not None and other is not None and tables is not None:
             how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
             return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0], tables[1], **how, **settings)
         q, k = first(q), second(k)
@@ -43,6 +45,11 @@ def normalise_and_turn(
     if spec.qk_norm == "turned" and first is not None and second is not None:
         q, k = first(q), second(k)
     return q, k
+
+
+def _settings(norm: Norm) -> tuple[Any, ...]:
+    """What one launch takes once for both norms; their weights have the size of a head."""
+    return norm.weight.ndim == 1, norm.eps, norm.rounding, norm.unit_offset
 
 
 def repeated(table: Tensor) -> Tensor:

@@ -86,10 +86,10 @@ def project_modules(
         The outputs, and x to go on with (see :func:`fastpack.ops.projections.project`).
     """
     fused_norm = None if norm is None else read_norm(norm)
-    given = x if norm is None or fused_norm is not None else norm(x)
+    given = x if norm is None or fused_norm is not None else _call(norm, x)
     group = read_group(modules, given, fused_norm)
     if group is None:
-        n = given if norm is None or fused_norm is None else norm(x)
+        n = given if norm is None or fused_norm is None else _call(norm, x)
         outputs = _one_by_one(modules, n)
         return ([residual + outputs[0]] if residual is not None else outputs), x
     adds = residual is not None and residual.dtype == group[0].dtype
