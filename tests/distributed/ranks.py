@@ -40,7 +40,7 @@ class Ranks:
 
     backend: str
     world: int = 2
-    limit_s: float = 60.0
+    limit_s: float = 180.0
     _processes: list[Any] = field(default_factory=list)
     _tasks: list[Any] = field(default_factory=list)
     _answers: Any = None
