@@ -74,11 +74,15 @@ def _differ(cls: Any, base: Any, name: str) -> bool:
 def unwrapped(function: Any) -> Any:
     """The function beneath transformers' and torch's own decorators; one that somebody else put over it stays."""
     while hasattr(function, "__wrapped__"):
-        written_in = getattr(function, "__globals__", {}).get("__name__", "")
-        if written_in.split(".")[0] not in ("transformers", "torch", "contextlib"):
+        if defined_in(function).split(".")[0] not in ("transformers", "torch", "contextlib"):
             break
         function = function.__wrapped__
     return function
+
+
+def defined_in(forward: Any) -> str:
+    """The module in which a forward was written, whatever it says: TRL's has the name of what it replaces."""
+    return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
 
 
 class Classes:

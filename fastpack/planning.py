@@ -290,8 +290,8 @@ def _plan_module(
             )
         if replaced:
             raise PatchError(
-                f"the forward of a {name} was already replaced ({found!r}); undo that first: its "
-                "attention would not be packed."
+                f"the forward of a {name} was already replaced ({found!r}); undo that first: its attention would not "
+                "be packed."
             )
         bind = functools.partial(_bind, attention_forward, module, (spec, options, plan.scope))
         plan.forwards.append(ForwardSwap(module, bind, "attention"))

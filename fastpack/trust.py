@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from typing import Any
 
 from torch import nn
 
-from fastpack.classes import changes_of, stock_class
+from fastpack.classes import changes_of, defined_in, stock_class
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
 from fastpack.families.spec import AnyAttentionSpec, Family, Spec
+from fastpack.layers.interface import eager_attention
 from fastpack.layers.rotary import gives_known_tables, is_rotary
-from fastpack.layers.stock import defined_in
 
 
 def own_class(module: nn.Module, family: Family) -> str | None:
@@ -57,12 +56,12 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
     places = {_place(name) for name, module in named.items() if own_class(module, family) in family.mixers}
     for name, module in named.items():
         cls = stock_class(module)
-        if any(base.__module__ == family.module for base in cls.__mro__):
-            continue
         if cls.__module__.split(".")[0] in ("transformers", "torch"):
             continue
-        wraps = any(own_class(inner, family) in mixing for inner in module.modules())
-        if cls.__name__ in mixing or (_place(name) in places and not wraps):
+        if any(base.__module__ == family.module for base in cls.__mro__):
+            continue
+        stands = _place(name) in places and not any(own_class(m, family) in mixing for m in module.modules())
+        if cls.__name__ in mixing or stands:
             raise PatchError(
                 f"{name} is a {cls.__name__} of {cls.__module__}, which is not the class of {family.module}: how it "
                 "mixes tokens is not known, and its sequences would see each other. Give it a class of that module. "
@@ -77,25 +76,20 @@ def refuse_own_attention(backbone: nn.Module, family: Family) -> None:
     """
     from transformers import AttentionInterface
 
-    module: Any
-    for module in backbone.modules():
-        config = getattr(module, "config", None)
-        if own_class(module, family) not in family.attention or config is None:
-            continue
-        name = config._attn_implementation
-        eager = getattr(sys.modules[family.module], "eager_attention_forward", None)
-        found: Any = eager if name in (None, "eager") else AttentionInterface().get(name, None)
-        function = found.func if isinstance(found, functools.partial) else found
-        if function is None or defined_in(function).split(".")[0] in _NOT_THEIR_OWN:
-            return
-        raise PatchError(
-            f"this {type(backbone).__name__} attends by {defined_in(function)}.{function.__name__} "
-            f"(attn_implementation={name!r}), which is not transformers': fastpack's attention would compute something "
-            "else. If it computes the same, call model.set_attn_implementation('sdpa') first. Nothing was changed."
-        )
-
-
-_NOT_THEIR_OWN = ("transformers", "torch", "fastpack")
+    attentions = (m for m in backbone.modules() if own_class(m, family) in family.attention and hasattr(m, "config"))
+    module: Any = next(attentions, None)
+    if module is None:
+        return
+    name = module.config._attn_implementation
+    found: Any = eager_attention(module) if name in (None, "eager") else AttentionInterface().get(name, None)
+    function = found.func if isinstance(found, functools.partial) else found
+    if function is None or defined_in(function).split(".")[0] in ("transformers", "torch", "fastpack"):
+        return
+    raise PatchError(
+        f"this {type(backbone).__name__} attends by {defined_in(function)}.{function.__name__} "
+        f"(attn_implementation={name!r}), which is not transformers': fastpack's attention would compute something "
+        "else. If it computes the same, call model.set_attn_implementation('sdpa') first. Nothing was changed."
+    )
 
 
 def _place(name: str) -> str:

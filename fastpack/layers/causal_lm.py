@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.adapters import refuse_rows_at_the_door
-from fastpack.classes import Classes, mentions, stock_class
+from fastpack.classes import Classes, defined_in, mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
@@ -48,7 +48,7 @@ from fastpack.layers.refusals import (
 )
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, binds, call_stock, defined_in, mask_stand_in, without_itself
+from fastpack.layers.stock import Forward, binds, call_stock, mask_stand_in, without_itself
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.targets import find_parts, refuse_strange_backbone

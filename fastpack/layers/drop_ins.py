@@ -11,8 +11,9 @@ from typing import Any
 from torch import nn
 from torch.nn import functional as F
 
+from fastpack.classes import defined_in
 from fastpack.families.spec import MlpSpec, NormSpec, Spec
-from fastpack.layers.stock import HELD, defined_in
+from fastpack.layers.stock import HELD
 from fastpack.ops.glu import ActivationKind, activation_kind
 from fastpack.ops.norm import Rounding
 

@@ -96,11 +96,16 @@ def stock_interface(module: Any) -> Forward:
     from transformers import AttentionInterface
 
     name = stock_config(module)._attn_implementation
-    eager = getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
+    eager = eager_attention(module)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
     found: Forward = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]  # None for no eager
     return found
+
+
+def eager_attention(module: nn.Module) -> Forward | None:
+    """The eager implementation in the file of a module's class; None where it has none."""
+    return getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
 
 
 def interface_name(attention: str) -> str:

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.adapters import read_projection
-from fastpack.classes import stock_class
+from fastpack.classes import defined_in, stock_class
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
 from fastpack.hooks import carries_hooks
 from fastpack.layers.arguments import keeps_some_logits
 from fastpack.layers.labels import targets_of
-from fastpack.layers.stock import defined_in
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
@@ -101,8 +100,7 @@ _STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 def has_stock_loss(head: Any) -> bool:
     """True where a head's ``loss_function`` is transformers' own of causal LMs, not one that somebody has set."""
     loss = head.loss_function
-    named = (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _STOCK_LOSS
-    return named and not hasattr(loss, "__wrapped__")  # somebody's decorator has its names
+    return (defined_in(loss), getattr(loss, "__name__", "")) == _STOCK_LOSS  # a decorator has its names alone
 
 
 def _why_not_now(head: Any) -> str | None:

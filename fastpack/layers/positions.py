@@ -35,8 +35,7 @@ def normalise_and_turn(
     first, second = (getattr(module, name, None) for name in spec.norms)
     if spec.qk_norm == "head" and first is not None and second is not None:
         norm, other = read_norm(first), read_norm(second)
-        alike = norm is not None and other is not None and _settings(norm) == _settings(other)
-        if alike and norm is not None and other is not None and tables is not None:
+        if norm is not None and other is not None and tables is not None and _share_a_launch(norm, other):
             how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
             return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0], tables[1], **how, **settings)
         q, k = first(q), second(k)
@@ -47,9 +46,11 @@ def normalise_and_turn(
     return q, k
 
 
-def _settings(norm: Norm) -> tuple[Any, ...]:
-    """What one launch takes once for both norms; their weights have the size of a head."""
-    return norm.weight.ndim == 1, norm.eps, norm.rounding, norm.unit_offset
+def _share_a_launch(norm: Norm, other: Norm) -> bool:
+    """Whether both weights have the size of a head, and what is given once for both is the same."""
+    if not norm.weight.ndim == other.weight.ndim == 1:
+        return False
+    return (norm.eps, norm.rounding, norm.unit_offset) == (other.eps, other.rounding, other.unit_offset)
 
 
 def repeated(table: Tensor) -> Tensor:

@@ -45,11 +45,6 @@ def without_itself(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args[1:] if args and args[0] is module else args
 
 
-def defined_in(forward: Any) -> str:
-    """The module in which a forward was written, whatever it says: TRL's has the name of what it replaces."""
-    return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
-
-
 def binds(forward: Any, function: Callable[..., Any]) -> TypeGuard[functools.partial[Any]]:
     """True for a forward of ours that calls this function."""
     return isinstance(forward, functools.partial) and forward.func is function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ class Case:
         feed: a kind of input, or ``naive``: sequences one after the other as if they were one.
         micro_batches: over which the gradient is accumulated before the ranks exchange it.
         units: of FSDP2: ``layers``, or ``projections`` of them.
+        lengths: of the sequences, dealt to the ranks in turn.
     """
 
     wrap: str
@@ -169,16 +171,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """By the names that they have in the stock model."""
-    found = {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
-    return {name.replace("_fsdp_wrapped_module.", ""): p for name, p in found.items()}
+    return {re.sub(r"_(checkpoint|fsdp)_wrapped_module\.", "", name): p for name, p in model.named_parameters()}
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    if isinstance(model, FullyShardedDataParallel) and model._use_orig_params:
-        with model.summon_full_params(model, with_grads=True):
-            return {
-                name: p.grad.clone() for name, p in weights_of(model).items() if p.grad is not None and p.requires_grad
-            }
+    if isinstance(model, FullyShardedDataParallel):
+        with model.summon_full_params(model, with_grads=True):  # of frozen ones too, which are zero
+            trained = {name: p for name, p in weights_of(model).items() if p.requires_grad}
+            return {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}
     return {name: whole(p.grad).clone().float() for name, p in weights_of(model).items() if p.grad is not None}
 
 

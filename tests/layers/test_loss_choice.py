@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,13 @@ def with_loss(model: Any) -> Any:
     return model
 
 
+def with_decorated_loss(model: Any) -> Any:
+    """Which has the stock one's names."""
+    stock = model.loss_function
+    model.loss_function = functools.wraps(stock)(lambda *args, **kwargs: 2 * stock(*args, **kwargs))
+    return model
+
+
 def with_hook(model: Any) -> Any:
     model.lm_head.register_forward_hook(lambda module, args, output: output * 2)
     return model
@@ -77,6 +85,7 @@ def with_dropout(model: Any) -> Any:
     [
         (lambda: replaced(tiny_model("llama")), "already replaced"),
         (lambda: with_loss(tiny_model("llama")), "loss_function"),
+        (lambda: with_decorated_loss(tiny_model("llama")), "loss_function"),
         (lambda: with_hook(tiny_model("llama")), "hooks"),
         (lambda: with_dropout(tiny_model("llama")), "dropout"),
         (lambda: tiny_model("gpt2"), "not one that the fused loss was proved on"),
