@@ -100,7 +100,8 @@ _STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 def has_stock_loss(head: Any) -> bool:
     """True where a head's ``loss_function`` is transformers' own of causal LMs, not one that somebody has set."""
     loss = head.loss_function
-    return (defined_in(loss), getattr(loss, "__name__", "")) == _STOCK_LOSS  # a decorator has its names alone
+    named = (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _STOCK_LOSS
+    return named and not hasattr(loss, "__wrapped__")  # somebody's decorator has its names
 
 
 def _why_not_now(head: Any) -> str | None:
