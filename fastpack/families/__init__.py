@@ -86,6 +86,7 @@ _LEFT_OUT = ("eager_attention_forward",)
 
 
 UNREADABLE = "no source"
+_CACHE = {"past_key_values": "cache", "cache_params": "cache"}
 _ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}") for which in ("", "_gpt_oss")}
 """Liger's, each of which stands for the family's own."""
 
@@ -93,9 +94,10 @@ _ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}")
 def source_hash(cls: Any) -> str:
     """Hash of what a class's forward computes: the forward, and what it calls of its own class and module.
 
-    Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter, and
-    each time anew: others replace forwards and helpers. A helper for which Liger's stands is read where it was
-    written. :data:`UNREADABLE` where one of them has no source to read.
+    Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter, with
+    one name for a cache, whatever the version of transformers calls it; and each time anew: others replace forwards
+    and helpers. A helper for which Liger's stands is read where it was written. :data:`UNREADABLE` where one of them
+    has no source to read.
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
@@ -156,7 +158,34 @@ def _read_as_written(module: ModuleType, name: str) -> _Said | None:
     return next((_said(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
 
 
+class _OneNameForCaches(ast.NodeTransformer):
+    """transformers 5.24 says ``cache`` for ``past_key_values`` and ``cache_params``, and hands ``update`` keywords."""
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        node.id = _CACHE.get(node.id, node.id)
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        node.attr = _CACHE.get(node.attr, node.attr)
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.arg = _CACHE.get(node.arg, node.arg)
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        node.arg = None if node.arg is None else _CACHE.get(node.arg, node.arg)
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if ast.unparse(node.func) == "cache.update":
+            node.keywords = [each for each in node.keywords if ast.unparse(each) != "kwargs=kwargs"]
+        return node
+
+
 def _said(tree: ast.FunctionDef) -> _Said:
+    tree = _OneNameForCaches().visit(tree)
     tree.decorator_list = []
     tree.returns = None
     for argument in ast.walk(tree.args):

@@ -34,6 +34,7 @@ FAST_FAMILIES: tuple[Family, ...] = (
     _fast("aria_text", "AriaText", "Attention RMSNorm DecoderLayer", package="aria"),
     _fast("arcee", "Arcee", "Attention RMSNorm DecoderLayer ForCausalLM"),
     _fast("apertus", "Apertus", "Attention RMSNorm ForCausalLM"),
+    _fast("apertus1p5_text", "Apertus1p5Text", "Attention RMSNorm", package="apertus1p5"),
     _fast("cohere", "Cohere", "Attention LayerNorm MLP ForCausalLM"),
     _fast("cohere2", "Cohere2", "Attention LayerNorm MLP ForCausalLM"),
     _fast("cwm", "Cwm"),

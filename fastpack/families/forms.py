@@ -27,45 +27,48 @@ _EXAONE = AttentionSpec(
 _GLM = AttentionSpec(rope_layout="interleaved", rope_tables="repeated")
 
 _ATTENTION: tuple[tuple[AnyAttentionSpec, tuple[str, ...]], ...] = (
-    (AttentionSpec(), ("0f7bde9ab6b6", "5d5bba4a5949", "10620fc2b2c4", "d770eefe6ceb")),  # Llama, three hybrids
-    (AttentionSpec(window="sliding_window"), ("d9db6f3597d3",)),  # Qwen 2
-    (AttentionSpec(window="config.sliding_window"), ("da1ce3eb9aca",)),  # Mistral
-    (AttentionSpec(window="config.sliding_window", out_dropout="residual_dropout"), ("ff8850670fe7",)),  # StarCoder 2
-    (AttentionSpec(out_dropout="residual_dropout"), ("212f84e09b5d",)),  # Seed-OSS
-    (AttentionSpec(qkv="qkv_proj", window="config.sliding_window"), ("14ac7faaf345",)),  # Phi 3
-    (AttentionSpec(rope_if=("use_rope",), window="sliding_window"), ("f9d24781c323",)),  # SmolLM 3
-    (AttentionSpec(window="sliding_window", softcap="attn_logit_softcapping"), ("532ed964adf0",)),  # Gemma 2
-    (AttentionSpec(window="sliding_window", sinks="sinks"), ("ba70f9c0f7a7",)),  # Granite with windows
-    (AttentionSpec(window="sliding_window", sinks="sinks", rope_tables="once"), ("9cb3c5b1b509",)),  # gpt-oss
-    (AttentionSpec(key_scale="key_multiplier"), ("7d60f53f2ab9",)),  # Falcon-H1
+    (AttentionSpec(), ("0b4840046acc", "440de75021a8", "b18528886288", "e30156661700")),  # Llama, three hybrids
+    (AttentionSpec(window="sliding_window"), ("a4fab25e6272",)),  # Qwen 2
+    (AttentionSpec(window="config.sliding_window"), ("d554e6ff404d",)),  # Mistral
+    (AttentionSpec(window="config.sliding_window", out_dropout="residual_dropout"), ("01b22449120b",)),  # StarCoder 2
+    (AttentionSpec(out_dropout="residual_dropout"), ("8a438ac68d93",)),  # Seed-OSS
+    (AttentionSpec(qkv="qkv_proj", window="config.sliding_window"), ("2dc14f585803",)),  # Phi 3
+    (AttentionSpec(rope_if=("use_rope",), window="sliding_window"), ("8b67d93467ff",)),  # SmolLM 3
+    (AttentionSpec(window="sliding_window", softcap="attn_logit_softcapping"), ("e99531ab4ca8",)),  # Gemma 2
+    (AttentionSpec(window="sliding_window", sinks="sinks"), ("f819dd9a4646",)),  # Granite with windows
+    (AttentionSpec(window="sliding_window", sinks="sinks", rope_tables="once"), ("18118692580a",)),  # gpt-oss
+    (AttentionSpec(key_scale="key_multiplier"), ("cc4d920292c7",)),  # Falcon-H1
     # queries and keys normalised
-    (AttentionSpec(qk_norm="head", window="sliding_window"), ("2b1c310f880d", "ff3f5ad6dd36")),  # Qwen 3, Gemma 3
-    (AttentionSpec(qk_norm="head"), ("80ed1e24c43d", "eb29cd21eae2")),  # Apertus, GLM-4-MoE
-    (AttentionSpec(qk_norm="head", gated=True), ("b9979ad5c4f2",)),  # Qwen3-Next
+    (
+        AttentionSpec(qk_norm="head", window="sliding_window"),
+        ("4440c3461474", "531d88608eca", "8a515cde41d5"),
+    ),  # Qwen 3, Gemma 3, Lara
+    (AttentionSpec(qk_norm="head"), ("30b3208aa557", "68696db3e03b")),  # Apertus, GLM-4-MoE
+    (AttentionSpec(qk_norm="head", gated=True), ("9457e652dd44",)),  # Qwen3-Next
     (
         AttentionSpec(qk_norm="head", norms=("q_layernorm", "k_layernorm"), out="out_proj", dropout=None),
-        ("a53ff40276a9",),
+        ("991e9a795f77",),
     ),  # LFM 2
-    (_EXAONE, ("20a08880b10c",)),
-    (AttentionSpec(qk_norm="turned", norms=("query_layernorm", "key_layernorm")), ("2f784a9d4da6",)),  # HunYuan
+    (_EXAONE, ("ee3f08fc35f7",)),
+    (AttentionSpec(qk_norm="turned", norms=("query_layernorm", "key_layernorm")), ("e08b84826e8f",)),  # HunYuan
     (
         AttentionSpec(qk_norm="flat"),
-        ("8aeeb7518f8d", "c67c3a719ba8", "aeb23411ae58"),
+        ("702b24b8bdf1", "5629e9f59aaa", "4e7713e7b03c"),
     ),  # OLMo 2, MiniMax-M2, OLMo hybrid
-    (AttentionSpec(qk_norm="flat", window="sliding_window"), ("e73c930ade2a",)),  # OLMo 3
+    (AttentionSpec(qk_norm="flat", window="sliding_window"), ("b6506f56b1da",)),  # OLMo 3
     # pairs side by side
-    (AttentionSpec(qk_norm="head", rope_layout="interleaved", rope_in_float32=True), ("e0719482e0ec",)),  # Cohere
+    (AttentionSpec(qk_norm="head", rope_layout="interleaved", rope_in_float32=True), ("908c1f6350e7",)),  # Cohere
     (
         AttentionSpec(
             rope_layout="interleaved", rope_in_float32=True, rope_if=("sliding_window",), window="sliding_window"
         ),
-        ("a4efa118753b",),
+        ("30422eb9ce17",),
     ),  # Cohere 2
-    (_GLM, ("7115afe3cb5e", "e5d90d8f81ff")),  # GLM 4, Helium
-    (replace(_GLM, rope_in_float32=True), ("c1f6540f2a3e",)),  # ERNIE 4.5
+    (_GLM, ("577afc660ee5", "99e03e4faee3")),  # GLM 4, Helium
+    (replace(_GLM, rope_in_float32=True), ("b8d5afba8ae3",)),  # ERNIE 4.5
     # latents, shared keys
-    (LatentAttentionSpec(), ("ca4bcec8f389",)),  # DeepSeek-V3
-    (SharedAttentionSpec(), ("06d8af24a3ef", "9e3958f5f3cb")),  # Gemma 4
+    (LatentAttentionSpec(), ("35678718b422",)),  # DeepSeek-V3
+    (SharedAttentionSpec(), ("405cdd05f4f2", "2092b47095dd")),  # Gemma 4
 )
 
 _NORMS: tuple[tuple[NormSpec, tuple[str, ...]], ...] = (
@@ -97,23 +100,23 @@ _AROUND = DecoderSpec(
 )
 
 _DECODERS: tuple[tuple[DecoderSpec, tuple[str, ...]], ...] = (
-    (DecoderSpec(), ("1a8125909341", "d4699009e63a", "a6e4ee9acdf9")),  # Llama, Mixtral, gpt-oss
-    (_AFTER, ("47f108ddd245",)),  # OLMo 2
-    (_AROUND, ("eb03c623c021",)),  # Gemma 2
-    (DecoderSpec(post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm"), ("9469804e4de4",)),  # GLM 4
-    (DecoderSpec(mlp="block_sparse_moe", residual_scale="residual_multiplier"), ("e59328f52816",)),  # GraniteMoE
-    (DecoderSpec(residual_scale="residual_multiplier"), ("bb8119d990e3",)),  # Granite
-    (DecoderSpec(dropouts=("resid_attn_dropout", "resid_mlp_dropout")), ("df580f10cfd4",)),  # Phi 3
+    (DecoderSpec(), ("223a3cfccaa8", "70926ca58d4f", "c7483dd7d756")),  # Llama, Mixtral, gpt-oss
+    (_AFTER, ("db20e2fe7a4c",)),  # OLMo 2
+    (_AROUND, ("e663eabb52c0",)),  # Gemma 2
+    (DecoderSpec(post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm"), ("3fd14898857e",)),  # GLM 4
+    (DecoderSpec(mlp="block_sparse_moe", residual_scale="residual_multiplier"), ("70eb65a6e623",)),  # GraniteMoE
+    (DecoderSpec(residual_scale="residual_multiplier"), ("635b29c3ed76",)),  # Granite
+    (DecoderSpec(dropouts=("resid_attn_dropout", "resid_mlp_dropout")), ("ecfa3793899b",)),  # Phi 3
 )
 
 _HEADS: tuple[tuple[HeadSpec, tuple[str, ...]], ...] = (
-    (HeadSpec(), ("9778a263fc3a", "9581bf6d6970")),  # Llama
-    (HeadSpec(experts="balanced"), ("657f0083b198", "73260769457b")),  # Mixtral
-    (HeadSpec(experts="routed"), ("aabacb233a84",)),  # DeepSeek-V3
-    (HeadSpec(experts="balanced", divisor="config.logits_scaling"), ("976a1fe7de1c", "917a74befdbf")),  # GraniteMoE
-    (HeadSpec(scale="logit_scale"), ("8bd49d934a6e", "3911d8ea6a36")),  # Cohere
-    (HeadSpec(divisor="config.logits_scaling"), ("3c7c2ea75a62", "d4465e7b06ff")),  # Granite
-    (HeadSpec(softcap="config.final_logit_softcapping"), ("9ebc825e0c75", "f26244fd430f")),  # Gemma 2
+    (HeadSpec(), ("3eb801727fee", "967f97843440")),  # Llama
+    (HeadSpec(experts="balanced"), ("52aa9995fe96", "e3b31a0902bc")),  # Mixtral
+    (HeadSpec(experts="routed"), ("0c37c200897b",)),  # DeepSeek-V3
+    (HeadSpec(experts="balanced", divisor="config.logits_scaling"), ("f8763433c940", "be112c3302b2")),  # GraniteMoE
+    (HeadSpec(scale="logit_scale"), ("0257768f42cb", "405d4204f0bb")),  # Cohere
+    (HeadSpec(divisor="config.logits_scaling"), ("0173b06ffbe3", "daf447c13c2f")),  # Granite
+    (HeadSpec(softcap="config.final_logit_softcapping"), ("92f6d5c80b9c", "41f5f509623b")),  # Gemma 2
 )
 
 FORMS: dict[str, Spec] = {

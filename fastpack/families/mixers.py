@@ -15,14 +15,14 @@ _MASKED = MixerSpec("added")
 _POSITIONS = MixerSpec(left_out=("position_ids",))
 """An embedding that counts positions itself, from 0 or from the padding id on."""
 
-# those that kernels run on packed tokens, with the forwards of transformers 5.17 and 5.23
-_CONV = MixerSpec(scan="conv", proved=("085f25c1bac5", "6b88f290151c"))
-_SSD = MixerSpec(scan="ssd", proved=("bb28bfcdd77a", "c4a171d656d6", "40875abb4e95", "d64a3f2df9a5"))
+# those that kernels run on packed tokens, with the forwards of transformers 5.17 and 5.23, 5.24
+_CONV = MixerSpec(scan="conv", proved=("ebd1bbf414fa", "33e615ce2156"))
+_SSD = MixerSpec(scan="ssd", proved=("7b4c0ee386e0", "23e4965d27ab", "6f61df50423e", "f33768edcbff"))
 _DELTA = MixerSpec(
     scan="gated_delta",
-    proved=("61046a155505", "0bddf67062b9", "df5ce38429aa", "7d0c1b43d722", "00aaa5955871", "203fb07e17b7"),
+    proved=("61054d2ee201", "8a8dd6b95ae5", "3abeeb7fd248", "3be85a0f8201", "7c9024a50436", "7e99305a17d7"),
 )
-_KDA = MixerSpec(scan="kda", proved=("bdf01b62e683", "9c899983f311", "d1b54e639089"))
+_KDA = MixerSpec(scan="kda", proved=("15383149c8ec", "d70003af88e6", "50d5246573fe"))
 
 
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
@@ -103,6 +103,13 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         ("KimiLinearAttention",),
         mixers={"KimiLinearDeltaAttention": _KDA},
         fast=names("KimiLinear", "RMSNorm MLP"),
+    ),
+    Family(
+        "lara_mini",
+        "LaraMiniModel",
+        ("LaraMiniAttention",),
+        mixers={"LaraMiniGatedDeltaNet": _DELTA},
+        fast=names("LaraMini", "Attention RMSNorm MLP ForCausalLM"),
     ),
     Family(
         "lfm2",

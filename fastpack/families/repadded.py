@@ -14,6 +14,7 @@ REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("fuyu", "FuyuModel", repadded=True),
     Family("git", "GitModel", repadded=True),
     Family("got_ocr2", "GotOcr2Model", repadded=True),
+    Family("inkling2_loop_text", "Inkling2LoopTextModel", package="inkling2_loop", repadded=True),
     Family("inkling2_text", "Inkling2TextModel", package="inkling2", repadded=True),
     Family("inkling_text", "InklingTextModel", package="inkling", repadded=True),
     Family("mllama", "MllamaTextModel", repadded=True),

@@ -35,6 +35,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     Family("dbrx", "DbrxModel", ("DbrxAttention",)),
     Family("deepseek_v2", "DeepseekV2Model", ("DeepseekV2Attention",), fast=names("DeepseekV2", "MLP RMSNorm")),
     Family("diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), fast=names("DiffLlama", "MLP RMSNorm")),
+    Family("dory", "DoryModel", ("DoryAttention",)),
     Family("flint", "FlintModel", ("FlintAttention",), fast=names("Flint", "RMSNorm MLP")),
     Family("gpt2", "GPT2Model", ("GPT2Attention",)),
     Family("gpt_bigcode", "GPTBigCodeModel", ("GPTBigCodeAttention",)),

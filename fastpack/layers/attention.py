@@ -35,7 +35,7 @@ def attention_forward(
     hidden_states: Tensor,
     position_embeddings: Tables | None = None,
     attention_mask: Any = None,
-    past_key_values: Any = None,
+    *,
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -50,7 +50,6 @@ def attention_forward(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
             **kwargs,
         )
         return result

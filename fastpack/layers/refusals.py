@@ -44,7 +44,7 @@ OF_ROWS = ("lang_ids", "lengths", "patch_lengths", "perm_mask", "input_mask")
 def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
     """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were; or
     XLNet generates."""
-    if _has_cache(arguments) or arguments.get("target_mapping") is not None:
+    if has_cache(arguments) or arguments.get("target_mapping") is not None:
         return True
     wants_attentions = arguments.get("output_attentions")
     if wants_attentions is None:
@@ -52,7 +52,8 @@ def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("use_cache")) or bool(wants_attentions)
 
 
-def _has_cache(arguments: Mapping[str, Any]) -> bool:
+def has_cache(arguments: Mapping[str, Any]) -> bool:
+    """Whether a cache came, under whatever name."""
     return any(arguments.get(name) is not None for name in CACHES)
 
 
@@ -73,7 +74,7 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     if packing:
         raise PackingError(f"{', '.join(packing)} came together with {why}. {mend}")
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if _has_cache(arguments):
+    if has_cache(arguments):
         return
     if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return

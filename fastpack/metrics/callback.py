@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from fastpack.errors import FastpackWarning, PatchError, UnsupportedModelError
+from fastpack.layers.refusals import has_cache
 from fastpack.metrics.counting import BatchCounts, Count, batch_shape, count_batch, peak_memory, predicted_positions
 from fastpack.metrics.peaks import peak_of
 from fastpack.metrics.plan import ModelPlan, read_plan
@@ -212,7 +213,7 @@ class MetricsCallback(TrainerCallback):
             return
         kind = self._kind(model)
         batch = {**kwargs, "input_ids": args[0]} if args else kwargs
-        decodes = batch.get("past_key_values") is not None or bool(batch.get("use_cache"))
+        decodes = has_cache(batch) or bool(batch.get("use_cache"))
         has_tokens = batch.get("input_ids") is not None or batch.get("inputs_embeds") is not None
         if not has_tokens or (decodes and kind != "train"):
             self._calls.append(None)

@@ -34,8 +34,8 @@ _OTHERS = frozenset(
 _CROSS = ("encoder_attn", "encoder_attention", "crossattention", "cross_attn")
 """Names of attention to another model's states, which decoders alone don't have."""
 _PARTLY = frozenset(
-    {"blt", "cpmant", "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "hrm_text", "longcat_flash"}
-    | {"minimax_m3_vl_text", "mllama", "mllama_text_model", "xlnet", "zaya"}
+    {"blt", "cpmant", "dory", "dots3_note", "dots3_note_text", "gemma3n", "gemma3n_text", "hrm_text", "longcat_flash"}
+    | {"inkling2_loop_text", "minimax_m3_vl_text", "mllama", "mllama_text_model", "xlnet", "zaya"}
 )
 """Families that run a layer several times or not at all, or have products that no module shows."""
 _ROUTED = ("top_k", "num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
