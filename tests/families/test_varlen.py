@@ -34,7 +34,7 @@ from fastpack.families import FAST_FAMILIES, VARLEN_FAMILIES, Family
 from fastpack.smoke.tiny import model_types
 
 NAIVE_BOUND = 1e-2
-CALLS_PER_MODULE = {"diffllama": 2}
+CALLS_PER_MODULE = {"diffllama": 2, "dory": 2}
 """How often a module calls the interface in one forward, where that is not once."""
 IN_FLOAT64 = ("biogpt", "ctrl")
 """The gradient of a key bias is zero where positions are added to the embeddings; float32 leaves rounding alone."""
