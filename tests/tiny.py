@@ -108,7 +108,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": MLA_MOE,
     "deepseek_v3": MLA_MOE,
     "dots1": MIXED_MOE,
-    "dory": {"initializer_range": 0.1},  # see fastpack/smoke/special.py
+    "dory": {"initializer_range": 0.1, "sliding_window": WINDOW},  # see fastpack/smoke/special.py
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24},
     "exaone4": MIXED,
     "exaone_moe": MIXED_MOE,
