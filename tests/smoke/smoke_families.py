@@ -1,10 +1,11 @@
-"""The families that the tiny models were written for: every name in the causal-LM mapping of transformers 5.23."""
+"""The families that the tiny models were written for: every name in the causal-LM mapping of transformers 5.24."""
 
 from __future__ import annotations
 
 from fastpack.smoke.most_used import MOST_USED
 
 _OTHERS = """
+    apertus1p5_text dory exaone inkling2_loop_text lara_mini sarvam_mla sarvam_moe
     afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bart beam bert-generation big_bird bigbird_pegasus bitnet
     blenderbot blenderbot-small blt camembert cohere2_moe cohere_compass_text cpmant ctrl cwm data2vec-text diffllama
     doge dots1 dots3_note dots3_note_text electra emu3 ernie ernie4_5_moe exaone_moe flex_olmo flint fuyu gemma3n
