@@ -57,8 +57,8 @@ from fastpack.report import PatchReport
 from fastpack.targets import STATE, Parts, find_parts, models_of, refuse_wrapped, way_in
 
 T = TypeVar("T")
-BUDGET = "_fastpack_budget"
-"""The attribute of a trainer under which its token budget is kept."""
+BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
+"""The attributes of a trainer under which its token budget, and the loss in place of its own, are kept."""
 
 
 @dataclass
@@ -157,9 +157,12 @@ def patch(
         raise not_a_choice("verify", verify, (False, True))
     models = models_of(target)
     _refuse_model_init(target, options)
-    set_budget = _plan_budget(target, max_tokens)
+    set_loss = _plan_loss(target, loss)
+    set_budget = _plan_budget(target, max_tokens, anew=set_loss is not None)
     for plan in _plan_all(models, options):
         _apply(plan, options)
+    if set_loss is not None:
+        set_loss()
     set_budget()
     if verify:
         from fastpack.verify import verify as check
@@ -194,6 +197,8 @@ def unpatch(target: T) -> T:
     for model in models_of(target):
         _restore(model)
     _plan_budget(target, None)()
+    if (take_off := _plan_loss(target, None)) is not None:
+        take_off()
     return target
 
 
@@ -201,11 +206,16 @@ def unpatch(target: T) -> T:
 def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
     """``patch`` with these options on entry; on exit, also after an exception, what was in force before."""
     before = [(model, options_of(model)) for model in models_of(target)]
-    budget = getattr(target, "__dict__", {}).get(BUDGET)
+    of_target = getattr(target, "__dict__", {})
+    budget, fused = of_target.get(BUDGET), FUSED_LOSS in of_target
     try:
         yield patch(target, **options)
     finally:
-        _plan_budget(target, None if budget is None else budget.budget)()
+        set_loss = _plan_loss(target, "fused" if fused else None)
+        set_budget = _plan_budget(target, None if budget is None else budget.budget, anew=set_loss is not None)
+        if set_loss is not None:
+            set_loss()
+        set_budget()
         for model, known in before:
             if known is None:
                 unpatch(model)
@@ -242,9 +252,11 @@ def report(target: Any) -> PatchReport:
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)
     if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
-        reason = _why_no_fused_loss(head, state)
-        skipped += () if reason is None else (("loss", reason),)
-        notes += ("loss: fused in training with labels=, where out.logits is None",) if reason is None else ()
+        fused = getattr(target, "__dict__", {}).get(FUSED_LOSS)
+        reason = _why_no_fused_loss(head, state, fused)
+        note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
+        skipped += () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
+        notes += (note,) if reason is None else ()
     projections = count_projections(backbone)
     return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
 
@@ -259,21 +271,47 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _why_no_fused_loss(head: nn.Module | None, state: PatchState) -> str | None:
-    """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells."""
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState, of_trainer: Any = None) -> str | None:
+    """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells.
+
+    Args:
+        of_trainer: what was set up on the trainer that was asked for it, if one was.
+    """
+    if of_trainer is not None and of_trainer.rejected is not None:
+        return str(of_trainer.rejected)
     if head is None:
         return "a bare backbone has none"
-    reason = fused_loss_fails(head) if _carries(head, state) else f"this {type(head).__name__} came after the patch"
-    return None if reason is None else f"{reason}: the stock loss runs"
+    if not _carries(head, state):
+        return f"this {type(head).__name__} came after the patch"
+    return fused_loss_fails(head, asked_for=of_trainer is not None)
 
 
-def _plan_budget(target: Any, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
+def why_no_fused_loss(trainer: Any) -> str | None:
+    """Why the head of a trainer that was given the fused loss would compute its stock one now, or None."""
+    parts = find_parts(trainer.model)
+    state = _state(parts.backbone)
+    if state is None or state.options.loss is None:
+        return "its model is not patched for it"
+    skipped = dict(state.report.skipped).get("loss")
+    return skipped or _why_no_fused_loss(parts.head, state, trainer.__dict__[FUSED_LOSS])
+
+
+def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
     """What sets up a trainer's token budget, or takes off the one that it has."""
     if max_tokens is None and BUDGET not in getattr(target, "__dict__", {}):
         return lambda: None
     from fastpack.trainers.budget import plan_budget
 
-    return plan_budget(target, max_tokens)
+    return plan_budget(target, max_tokens, anew=anew)
+
+
+def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
+    """What puts the fused loss in the place of a trainer's own, or takes it off; None where nothing changes."""
+    if isinstance(target, nn.Module) or (loss is None and FUSED_LOSS not in target.__dict__):
+        return None
+    from fastpack.trainers.fused_loss import plan_fused_loss
+
+    return plan_fused_loss(target, loss)
 
 
 def is_patched(target: Any) -> bool:

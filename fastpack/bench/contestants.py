@@ -17,6 +17,7 @@ class Contestant:
         liger: Liger's kernels are applied.
         patched: by fastpack.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
+        fused: the trainer's loss is the head's own, fused: ``patch(trainer, loss="fused")``.
         shared: what pairs have in common at their beginnings runs once.
         trainers: of which trainers it is a way. DPO's pads whatever it is told.
     """
@@ -27,6 +28,7 @@ class Contestant:
     liger: bool = False
     patched: bool = False
     collated: bool = False
+    fused: bool = False
     shared: bool = False
     trainers: tuple[str, ...] = ("sft",)
 
@@ -55,6 +57,9 @@ CONTESTANTS = {
     "fastpack packed": Contestant("patched, fed the flattened batches", packed=True, patched=True),
     "fastpack collated": Contestant(
         "the same, lengths read in the collator, not from the device", packed=True, patched=True, collated=True
+    ),
+    "fastpack fused loss": Contestant(
+        "the same, the trainer's loss fused with the head", packed=True, patched=True, collated=True, fused=True
     ),
 }
 """By name, the first one that the others are compared with first."""

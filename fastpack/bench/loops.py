@@ -12,6 +12,7 @@ import torch
 from fastpack.batching import with_packed_seq_lens
 from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
+from fastpack.bench.models import apply_liger, patch
 from fastpack.bench.settings import Settings
 
 LEARNING_RATE = 1e-4
@@ -46,6 +47,8 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
             processing_class=tokenizer_of_ids(),
             callbacks=[clock_callback(clock)],
         )
+        if contestant.fused:
+            patch(trainer, settings)
         if contestant.packed:
             trainer.data_collator = with_boundaries(trainer.data_collator)
         if contestant.collated:
@@ -99,8 +102,6 @@ def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock)
     """A user's own loop over ``model(..., labels=...)`` with AdamW. Returns as :func:`train_with_trl`."""
     contestant = CONTESTANTS[settings.contestant]
     if contestant.liger:
-        from fastpack.bench.models import apply_liger
-
         apply_liger(model)
     device = next(model.parameters()).device
     if settings.checkpointing:

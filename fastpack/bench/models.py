@@ -48,14 +48,15 @@ def patch(target: Any, settings: Settings) -> str:
     """Patch a model or trainer as the flags say; the name of its attention backend."""
     import fastpack
 
+    contestant = CONTESTANTS[settings.contestant]
     fastpack.patch(
         target,
         attention=settings.attention,
         kernels=settings.kernels,
         graphs=settings.graphs,
-        loss=settings.loss,
+        loss="fused" if contestant.fused else settings.loss,
         offload=settings.offload,
-        share_prefixes="auto" if CONTESTANTS[settings.contestant].shared else None,
+        share_prefixes="auto" if contestant.shared else None,
     )
     return str(fastpack.report(target).backend)
 

@@ -35,7 +35,15 @@ from fastpack.layers.labels import (
     without_first_labels,
     without_padding,
 )
-from fastpack.layers.loss import FusedLoss, fused_head, fused_loss_serves, has_stock_loss
+from fastpack.layers.loss import (
+    FUSED_LM_HEAD,
+    TOKEN_STATISTICS,
+    FusedLoss,
+    fused_head,
+    fused_loss_serves,
+    has_stock_loss,
+    is_trls,
+)
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import (
@@ -200,22 +208,25 @@ def _run_head(
     args: tuple[Any, ...],
     kwargs: Any,
 ) -> Any:
+    statistics = kwargs.pop(TOKEN_STATISTICS, None)
     _refuse_adapters(head, args, kwargs)
     if reads_packing(head, kind, scope, args, kwargs):
         args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
     if kind == "causal_lm" and shifts_labels(head):
         kwargs = without_first_labels(head, kwargs)
     packed = kwargs.get("packed_seq_lens")
-    if stock is not None or kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
+    if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(head, scope, stock, *args, **kwargs)
-    flatten = _loss_on_real_tokens(head, packed, kwargs)
-    fused = loss is not None and fused_loss_serves(head, kwargs)
+    # TRL's own loss is left in force; asked for none, TRL's forward is the one before it
+    as_stock = stock is None or (is_trls(stock) and not kwargs.get(FUSED_LM_HEAD))
+    fused = loss is not None and as_stock and fused_loss_serves(head, kwargs)
+    flatten = (stock is None or fused) and _loss_on_real_tokens(head, packed, kwargs)
     if not (flatten or fused):
         return _call_head(head, scope, stock, *args, **kwargs)
     as_tuple = wants_tuple(head, kwargs)
     run: Forward = functools.partial(_call_head, head, scope, stock)
     if loss is not None and fused:
-        run = functools.partial(fused_head, head, loss)
+        run = functools.partial(fused_head, head, loss, token_statistics=statistics)
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
         targets = flat["labels"]

@@ -32,6 +32,20 @@ from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
+TOKEN_STATISTICS = "token_statistics"
+"""A keyword of a call with labels, float32 or float64 ``[3]``: where the loss is fused, the sum of the entropies of its
+predictions, the number of labels that are the likeliest token, and that of labels are added to it."""
+
+
+FUSED_LM_HEAD = "fused_lm_head"
+
+
+def is_trls(forward: Any) -> bool:
+    """True for the forward that TRL puts in place of a head's, which computes TRL's loss where ``fused_lm_head`` says
+    so, and else calls the one that it found."""
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return defined_in(forward).startswith("trl.") and code is not None and FUSED_LM_HEAD in code.co_varnames
+
 
 def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | None:
     """Why a head's stock loss is kept, or None. Asked before its forward is swapped.
@@ -47,7 +61,7 @@ def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | Non
         return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
     if hasattr(head, "_hf_hook"):
         return f"{type(head).__name__} carries accelerate's hooks"
-    if "forward" in head.__dict__:
+    if "forward" in head.__dict__ and not is_trls(head.__dict__["forward"]):
         return f"the forward of {type(head).__name__} was already replaced (trainers that bring a loss do this)"
     if _is_meta(head.lm_head):
         return None  # sharded loading: read again at the first batch
@@ -67,10 +81,19 @@ class FusedLoss:
     implementation: Implementation
 
 
-def fused_loss_fails(head: Any) -> str | None:
-    """Why the loss that a head's forward was swapped for does not run now: of what came after the patch."""
-    origin = defined_in(head.__dict__.get("forward"))
-    if origin.startswith(("trl.", "liger_kernel.")):  # wrappers of others call what they found
+def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
+    """Why the loss that a head's forward was swapped for does not run now: of what came after the patch.
+
+    Args:
+        asked_for: whoever brings a forward of TRL's calls it for the head's own loss.
+    """
+    forward = head.__dict__.get("forward")
+    over, under = forward, [found for found in getattr(forward, "args", ()) if is_trls(found)]
+    if not asked_for and (is_trls(over) or under):
+        return "TRL's trainers bring a loss (fastpack.patch(trainer, loss='fused') gives an SFTTrainer this one)"
+    origin = defined_in(over)
+    if origin.startswith("liger_kernel.") or (origin.startswith("trl.") and not is_trls(over)):
+        # wrappers of others call what they found
         return f"the forward of {type(head).__name__} was replaced after the patch, by {origin}, which brings a loss"
     unread = _is_meta(head.lm_head) and not hasattr(head.lm_head, "_hf_hook")
     return None if unread else _why_not_now(head)
@@ -159,12 +182,21 @@ def read_head(head: Any, spec: HeadSpec) -> HeadProduct | str:
     )
 
 
-def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: PackedSeqLens, **arguments: Any) -> Any:
+def fused_head(
+    head: Any,
+    fused: FusedLoss,
+    *,
+    labels: Tensor,
+    packed_seq_lens: PackedSeqLens,
+    token_statistics: Tensor | None = None,
+    **arguments: Any,
+) -> Any:
     """The head's forward on a batch whose packing was read and whose first labels are ignored.
 
     Args:
         labels: ``[B, S]``.
         packed_seq_lens: of this batch.
+        token_statistics: see :data:`TOKEN_STATISTICS`.
         arguments: the others of the stock forward, by name.
 
     Returns:
@@ -175,6 +207,7 @@ def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: 
     packed, spec = packed_seq_lens, fused.spec
     arguments.pop("logits_to_keep", None)
     arguments.pop("return_dict", None)
+    arguments.pop(FUSED_LM_HEAD, None)
     if spec.experts == "balanced" and arguments.get("output_router_logits") is None:
         arguments["output_router_logits"] = head.config.output_router_logits
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
@@ -184,6 +217,9 @@ def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: 
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
     count = _begin_count(targets, ignore_index)
+    sums: Tensor | None = None
+    if token_statistics is not None:
+        sums = torch.zeros(2, device=targets.device)
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
     product = read_head(head, spec)
@@ -200,8 +236,11 @@ def fused_head(head: Any, fused: FusedLoss, *, labels: Tensor, packed_seq_lens: 
         reduction="mean",
         num_items=arguments.get("num_items_in_batch"),
         num_kept=count(),
+        statistics=sums,
         implementation=fused.implementation,
     )
+    if token_statistics is not None and sums is not None:
+        token_statistics += torch.cat([sums.to(token_statistics), (targets != ignore_index).sum(0, keepdim=True)])
     if spec.experts is None:
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None

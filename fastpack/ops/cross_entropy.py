@@ -5,6 +5,9 @@ Definition, with s the logit scale, c the softcap and f the factor on the gradie
     y       = c tanh(s logits / c)
     losses  = F.cross_entropy(y.float(), labels, reduction="none")
     logits <- f s (softmax(y) - onehot(labels)) (1 - (y / c)^2), zero where the label is ignored
+
+and of each row's distribution p = softmax(y) the entropy, ``-sum(p log p)`` in nats, and whether the label is the
+likeliest token, ``argmax(p) == label`` (the first of several).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ def cross_entropy_(
     softcap: float | None,
     gradient: bool,
     triton: bool,
+    statistics: Tensor | None = None,
 ) -> None:
     """Losses of rows of logits, written; where ``gradient``, that of the products over ``logits``, in place.
 
@@ -37,6 +41,8 @@ def cross_entropy_(
         softcap: logits are kept between plus and minus this; None for no cap.
         gradient: whether to write it.
         triton: the kernel, or else the definition step by step.
+        statistics: ``[C, 2]``, contiguous, in the dtype of the losses; each row's entropy, and 1 where the label is the
+            likeliest token, are written; 0 where the label is ignored. None for none.
 
     Raises:
         RuntimeError: a label lies outside the vocabulary; the kernel's loss and gradient are NaN there.
@@ -53,6 +59,7 @@ def cross_entropy_(
             logit_scale=logit_scale,
             softcap=softcap,
             gradient=gradient,
+            statistics=statistics,
         )
         return
     # every step in place: a chunk of float32 logits is as large as all else together
@@ -69,12 +76,19 @@ def cross_entropy_(
         x.mul_(softcap)
     x.sub_(x.amax(1, keepdim=True))
     wanted = x.gather(1, label)
+    if statistics is not None:
+        statistics[:, 1] = x.argmax(1) == label[:, 0]
     x.exp_()
     sums = x.sum(1, keepdim=True)
     losses.copy_((sums.log() - wanted)[:, 0].masked_fill(ignored, 0))
-    if not gradient:
+    if not gradient and statistics is None:
         return
     x.div_(sums)
+    if statistics is not None:
+        statistics[:, 0] = torch.special.entr(x).sum(1)
+        statistics.masked_fill_(ignored[:, None], 0)
+        if not gradient:
+            return
     x.scatter_add_(1, label, torch.full_like(sums, -1))
     if slope is not None:
         x.mul_(slope)

@@ -23,7 +23,7 @@ LoRA.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,6 +56,7 @@ def linear_cross_entropy(
     reduction: Reduction = "sum",
     num_items: int | Tensor | None = None,
     num_kept: int | None = None,
+    statistics: Tensor | None = None,
     chunk: int | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -80,6 +81,8 @@ def linear_cross_entropy(
         reduction: the float32 result is the sum of all losses, their mean, or each loss ``[T]``, 0 where ignored.
         num_items: what the mean divides by; by default the number of labels that are not ignored.
         num_kept: that number, or any that is not below it, where the host knows it.
+        statistics: ``[2]`` on the device of hidden, to which is added, in the forward, the sum of the entropies of the
+            predictions whose label is kept, in nats, and how many of those labels are the likeliest token.
         chunk: rows of logits at a time.
 
     Raises:
@@ -109,6 +112,7 @@ def linear_cross_entropy(
         rows=_chunk_rows(kept, chunk or (CHUNK_TRAINED if trained else CHUNK)),
         triton=use_triton(implementation, hidden) and hidden.dtype != torch.float64,
         differentiate=torch.is_grad_enabled(),
+        statistics=statistics,
     )
     a, b = (None, None) if lora is None else lora[:2]
     loss: Tensor = _LinearCrossEntropy.apply(settings, hidden, dense, bias, a, b, labels, order, factor)
@@ -162,6 +166,7 @@ class _Settings:
     rows: int
     triton: bool
     differentiate: bool
+    statistics: Tensor | None = None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -208,6 +213,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             *inputs, labels, order = ctx.saved_tensors
             scale = grad if order is None else grad.index_select(0, order)
             needs = ctx.needs_input_grad[1:6]
+            settings = replace(settings, statistics=None)  # which the forward has seen to
             _, grads, _ = _by_chunks(settings, ctx.autocast, inputs, labels, order, scale.contiguous(), needs)
             made = [x if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
         else:
@@ -270,6 +276,7 @@ def _by_chunks(
             labels = labels.index_select(0, order)
         total, vocab = len(labels), len(dense)
         losses = torch.empty(total, dtype=wide, device=hidden.device)
+        of_rows = None if settings.statistics is None else losses.new_empty(total, 2)
         dhidden, dweight, dbias, da, db = (None,) * 5
         if needs[0]:
             make = torch.empty_like if order is None else torch.zeros_like
@@ -297,6 +304,7 @@ def _by_chunks(
                 softcap=settings.softcap,
                 gradient=gradient,
                 triton=settings.triton,
+                statistics=None if of_rows is None else of_rows[start:stop],
             )
             if not gradient:
                 continue
@@ -315,6 +323,8 @@ def _by_chunks(
                 da = _add_product(da, dlow.t(), h, wide)
             if needs[4]:
                 db = _add_product(db, logits.t(), low, wide)
+        if settings.statistics is not None and of_rows is not None:
+            settings.statistics.add_(of_rows.sum(0))
         if da is not None:
             da.mul_(settings.lora_scale)
         found = [dhidden, dweight, dbias, da, db]

@@ -63,8 +63,11 @@ def budget_of(target: Any) -> BudgetState | None:
     return state
 
 
-def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], None]:
+def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
     """Check everything that a budget needs; what is returned sets it up, or takes one off, and can't fail.
+
+    Args:
+        anew: also where the same one is in force: what lies beneath it will have changed.
 
     Raises:
         PatchError: the target is no trainer, or one that this can't be done with, and why.
@@ -80,7 +83,7 @@ def plan_budget(target: Any, given: int | TokenBudget | None) -> Callable[[], No
         raise PatchError(f"same_steps={budget.same_steps!r}; pass True or False.")
     if budget.too_long not in TOO_LONG:
         raise PatchError(f"too_long={budget.too_long!r}; pass {' or '.join(map(repr, TOO_LONG))}.")
-    if state is not None and state.budget == budget:
+    if state is not None and state.budget == budget and not anew:
         return lambda: None
     kind = _checked_kind(target, budget)
     dataset = getattr(target, "train_dataset", None)

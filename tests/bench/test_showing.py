@@ -174,7 +174,8 @@ def test_flags() -> None:
 
 def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     names, left_out = choose(None, on_gpu=False)
-    assert names == ["stock padded", "stock padding_free", "fastpack", "fastpack packed", "fastpack collated"]
+    stock = ["stock padded", "stock padding_free"]
+    assert names == [*stock, "fastpack", "fastpack packed", "fastpack collated", "fastpack fused loss"]
     assert left_out == dict.fromkeys(["stock + FA2", "stock + FA2 + Liger"], "needs a GPU")
     with pytest.raises(FastpackError, match="needs a GPU"):
         choose(["stock + FA2"], on_gpu=False)

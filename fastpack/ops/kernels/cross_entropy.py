@@ -1,8 +1,8 @@
 """Softmax cross-entropy over rows of logits, and its gradient written over them.
 
 A program owns a row and walks over it twice: once for the maximum and the sum of exponentials, each lane of the block
-for itself until the end of the row, and once to write the gradient. The second walk finds much of the row in the
-cache still.
+for itself until the end of the row, and once to write the gradient, and for the row's statistics. The second walk finds
+much of the row in the cache still.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def _cross_entropy_kernel(
     LABELS,
     SCALE,
     LOSSES,
+    STATISTICS,
     stride,
     vocab,
     ignore_index,
@@ -52,6 +53,9 @@ def _cross_entropy_kernel(
     # Rows are as long as their stride, so that masks don't split vector loads where the vocabulary's size is odd.
     if label == ignore_index:
         tl.store(LOSSES + row, 0.0)
+        if STATISTICS is not None:
+            tl.store(STATISTICS + 2 * row, 0.0)
+            tl.store(STATISTICS + 2 * row + 1, 0.0)
         if GRADIENT:
             for start in range(0, stride, BLOCK):
                 at = start + column
@@ -72,20 +76,32 @@ def _cross_entropy_kernel(
         top = tl.max(highest, 0)
         log_total = tl.log(tl.sum(total * tl.exp2((highest - top) * LOG2E), 0))
         tl.store(LOSSES + row, log_total + (top - wanted))
-        if GRADIENT:
+        if GRADIENT or STATISTICS is not None:
             factor = logit_scale
             if SCALE is not None:
                 factor *= tl.load(SCALE + (row if SCALE_PER_ROW else 0)).to(tl.float32)
             factor = tl.where(known, factor, float("nan"))
+            entropy = tl.zeros((BLOCK,), tl.float32)
+            likelier = tl.zeros((BLOCK,), tl.int32)
             tl.debug_barrier()  # every lane has read the label's logit before any writes over it
             for start in range(0, stride, BLOCK):
                 at = start + column
                 x = _logits(AT, at, stride, vocab, logit_scale, softcap, SOFTCAP)
-                slope = tl.exp2(((x - top) - log_total) * LOG2E) - tl.where(at == label, 1.0, 0.0)
-                if SOFTCAP:
-                    slope *= 1.0 - (x / softcap) * (x / softcap)
-                slope = tl.where(at < vocab, slope * factor, 0.0)
-                tl.store(AT + at, slope.to(LOGITS.dtype.element_ty), mask=at < stride)
+                log_share = (x - top) - log_total
+                share = tl.exp2(log_share * LOG2E)
+                if STATISTICS is not None:
+                    entropy -= tl.where(share > 0.0, share * log_share, 0.0)
+                    likelier += ((x > wanted) | ((x == wanted) & (at < label))).to(tl.int32)
+                if GRADIENT:
+                    slope = share - tl.where(at == label, 1.0, 0.0)
+                    if SOFTCAP:
+                        slope *= 1.0 - (x / softcap) * (x / softcap)
+                    slope = tl.where(at < vocab, slope * factor, 0.0)
+                    tl.store(AT + at, slope.to(LOGITS.dtype.element_ty), mask=at < stride)
+            if STATISTICS is not None:
+                tl.store(STATISTICS + 2 * row, tl.sum(entropy, 0))
+                is_first = (tl.sum(likelier, 0) == 0) & known
+                tl.store(STATISTICS + 2 * row + 1, is_first.to(tl.float32))
 
 
 def cross_entropy_(
@@ -98,6 +114,7 @@ def cross_entropy_(
     logit_scale: float,
     softcap: float | None,
     gradient: bool,
+    statistics: Tensor | None = None,
 ) -> None:
     """Losses of rows of logits, and their gradient in place of them.
 
@@ -107,6 +124,7 @@ def cross_entropy_(
         losses: float32 ``[C]``, contiguous; written.
         scale: float32, the factor on the gradient: one for all rows, or ``[C]``, or None for 1.
         gradient: whether to write it.
+        statistics: float32 ``[C, 2]``, contiguous; written, as :func:`fastpack.ops.cross_entropy.cross_entropy_` says.
     """
     rows, vocab = logits.shape
     if rows == 0:
@@ -115,6 +133,6 @@ def cross_entropy_(
     block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](
-            logits, labels, scale, losses, logits.stride(0), vocab, ignore_index, logit_scale, softcap or 1.0,
-            softcap is not None, gradient, per_row, block, num_warps=WARPS, **early(logits),
+            logits, labels, scale, losses, statistics, logits.stride(0), vocab, ignore_index, logit_scale,
+            softcap or 1.0, softcap is not None, gradient, per_row, block, num_warps=WARPS, **early(logits),
         )  # fmt: skip

@@ -1,0 +1,193 @@
+"""``fastpack.patch(trainer, loss="fused")`` of TRL's ``SFTTrainer``: its loss is the head's own, without logits.
+
+TRL's forward stays on the head: called without ``fused_lm_head=True`` it is the stock one, whose loss of ``labels=`` is
+what :mod:`fastpack.layers.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
+twice, forward and backward, and waits for the device four times in each micro-batch, for its metrics; these are
+computed in passing here, and read when they are logged.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.layers.loss import TOKEN_STATISTICS
+from fastpack.layers.stock import binds
+from fastpack.options import Loss
+from fastpack.patching import FUSED_LOSS, why_no_fused_loss
+from fastpack.text import counted
+from fastpack.trainers import steps
+from fastpack.trainers.budget import remove_budget
+
+STATISTICS = 4
+"""Of a micro-batch: the sum of its entropies, how many labels are the likeliest token, labels, and tokens."""
+
+
+@dataclass
+class FusedLossState:
+    """What stands in the place of a trainer's loss.
+
+    Attributes:
+        rejected: why this trainer keeps its own; None where it doesn't.
+        fused, stock: how many micro-batches had the one and the other.
+        why_stock: why the last one of those had.
+        pending: float64 ``[STATISTICS]`` of each micro-batch that was not read from the device yet.
+        undo: what each replaced attribute of the instance was, None where it had none of its own.
+    """
+
+    rejected: str | None
+    fused: int = 0
+    stock: int = 0
+    why_stock: str = ""
+    pending: list[Tensor] = field(default_factory=list)
+    undo: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """A line for the report."""
+        ran = f"; {counted(self.fused, 'micro-batch', 'es')} so far" if self.fused else ""
+        others = f", {self.stock} with TRL's own ({self.why_stock})" if self.stock else ""
+        return f"loss: fused in this trainer's training, its metrics with it, read when they are logged{ran}{others}"
+
+
+def fused_loss_of(target: Any) -> FusedLossState | None:
+    """What stands in the place of a trainer's loss."""
+    state: FusedLossState | None = getattr(target, "__dict__", {}).get(FUSED_LOSS)
+    return state
+
+
+def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
+    """What gives a trainer the fused loss, or takes it off, and can't fail; None where nothing is to be done.
+
+    It takes a token budget off, which lies over the loss: whoever calls it sets that up anew.
+    """
+    state = fused_loss_of(target)
+    if loss is None or not _brings_a_loss(target):
+        return None if state is None else functools.partial(_remove, target)
+    rejected = next(_reasons(target), None)
+    if state is not None and state.rejected == rejected:
+        return None
+    return functools.partial(_set_up, target, FusedLossState(rejected))
+
+
+def _brings_a_loss(target: Any) -> bool:
+    """True for trainers of TRL; that of transformers asks the model for its loss."""
+    return hasattr(target, "compute_loss") and any(
+        base.__module__.split(".")[0] == "trl" for base in type(target).__mro__
+    )
+
+
+def _reasons(trainer: Any) -> Iterator[str]:
+    """Why a trainer keeps its own loss."""
+    name = type(trainer).__name__
+    known: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
+    if not known:
+        yield f"{name} brings a loss of its own, of other things than labels"
+        return
+    found = beneath(trainer.__dict__.get("compute_loss"))
+    own = found is not None and getattr(found, "__func__", None) is not known[0].compute_loss
+    if own or type(trainer).compute_loss is not known[0].compute_loss or trainer.compute_loss_func is not None:
+        yield f"the loss of this {name} is one of its user's"
+    if trainer.args.loss_type != "nll":
+        yield f"loss_type is {trainer.args.loss_type!r}"
+    if trainer.label_smoother is not None:
+        yield "its labels are smoothed"
+    if trainer.aux_loss_enabled:
+        yield "it adds the auxiliary loss of experts, by its own share (router_aux_loss_coef=0.0 leaves that out)"
+    for axis in ("tp", "cp", "sp"):
+        size = getattr(trainer, f"get_{axis}_size", None)
+        if size is not None and int(size()) > 1:
+            yield f"ranks share a batch here ({axis} of {int(size())})"
+    if not (hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")):
+        yield "this TRL keeps its metrics elsewhere"
+
+
+_SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
+
+
+def beneath(compute_loss: Any) -> Any:
+    """The loss under a token budget and under ours; None where it is the class's."""
+    while binds(compute_loss, steps.compute_loss) or binds(compute_loss, _compute_loss):
+        compute_loss = compute_loss.args[1]
+    return compute_loss
+
+
+def _set_up(trainer: Any, state: FusedLossState) -> None:
+    _remove(trainer)
+    if state.rejected is None:
+        for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
+            state.undo[name] = trainer.__dict__.get(name)
+            setattr(trainer, name, functools.partial(ours, trainer, getattr(trainer, name), state))
+    trainer.__dict__[FUSED_LOSS] = state
+
+
+def _remove(trainer: Any) -> None:
+    remove_budget(trainer)
+    state = fused_loss_of(trainer)
+    if state is not None:
+        _settle(trainer, state)
+        for name, before in state.undo.items():
+            trainer.__dict__.pop(name, None)
+            if before is not None:
+                setattr(trainer, name, before)
+        del trainer.__dict__[FUSED_LOSS]
+
+
+def _compute_loss(
+    trainer: Any,
+    stock: Any,
+    state: FusedLossState,
+    model: Any,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Any:
+    """``SFTTrainer.compute_loss``: in training the head's own, where it is fused; else TRL's."""
+    training = trainer.model.training and torch.is_grad_enabled() and not return_outputs
+    reason = "evaluation" if not training else why_no_fused_loss(trainer)
+    if reason is None and num_items_in_batch is None:
+        reason = "the trainer doesn't say how many labels the step has"
+    if reason is not None:
+        _settle(trainer, state)  # TRL's reads how many tokens there were
+        if training:
+            state.stock, state.why_stock = state.stock + 1, reason
+        return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+    device = inputs["labels"].device
+    statistics = torch.zeros(STATISTICS, dtype=torch.float64, device=device)
+    # a step without a label has a loss of zero, as TRL's
+    num_items = torch.as_tensor(num_items_in_batch, device=device).clamp(min=1)
+    given = {**inputs, "use_cache": False, "num_items_in_batch": num_items, TOKEN_STATISTICS: statistics[:3]}
+    loss = model(**given).loss
+    if trainer.args.average_tokens_across_devices:
+        loss = loss * trainer.accelerator.num_processes
+    # an assignment of a number would wait for the device, adding one does not
+    statistics[3].add_(
+        inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].shape[1]
+    )
+    state.pending.append(statistics)
+    state.fused += 1
+    return loss
+
+
+def _log(trainer: Any, stock: Any, state: FusedLossState, *args: Any, **kwargs: Any) -> None:
+    """``SFTTrainer.log``, with the metrics of the micro-batches before it."""
+    _settle(trainer, state)
+    stock(*args, **kwargs)
+
+
+def _settle(trainer: Any, state: FusedLossState) -> None:
+    """Read what is pending, on all ranks, into TRL's metrics, as its own loss would have done."""
+    if not state.pending:
+        return
+    summed = trainer.accelerator.reduce(torch.stack(state.pending), reduction="sum")
+    state.pending.clear()
+    metrics = trainer._metrics["train"]
+    for entropy, likeliest, labels, tokens in summed.tolist():
+        metrics["entropy"].append(entropy / labels if labels else 0.0)
+        metrics["mean_token_accuracy"].append(likeliest / labels if labels else 0.0)
+        trainer._total_train_tokens += int(tokens)
+    metrics["num_tokens"] = [trainer._total_train_tokens]

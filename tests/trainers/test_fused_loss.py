@@ -1,0 +1,285 @@
+"""``patch(trainer, loss="fused")``: TRL's ``SFTTrainer`` has the head's own loss, and logs what it always logs."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND
+from preferences import alone
+from test_adapters import with_lora
+from test_trainers import FEEDS, STEPS, config, rows, tokenizer
+from tiny import tiny_model
+from torch import Tensor, nn
+from trainer_cases import dpo, plain
+from trl import SFTConfig, SFTTrainer
+from trl.trainer import utils as trl_utils
+
+import fastpack
+from fastpack.layers import loss as module
+from fastpack.trainers.fused_loss import fused_loss_of
+
+pytestmark = pytest.mark.usefixtures("accelerate_afresh")
+LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+
+
+class Losses:
+    """Which losses ran: how many rows ours saw, and how often TRL's own did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        self.of_trl = 0
+        ours, output = module.linear_cross_entropy, trl_utils.FusedCausalLMOutput
+
+        def counted(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self.rows.append(len(hidden))
+            return ours(hidden, *args, **kwargs)
+
+        def made(*args: Any, **kwargs: Any) -> Any:
+            self.of_trl += 1
+            return output(*args, **kwargs)
+
+        monkeypatch.setattr(module, "linear_cross_entropy", counted)
+        monkeypatch.setattr(trl_utils, "FusedCausalLMOutput", made)
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> Losses:
+    return Losses(monkeypatch)
+
+
+def trainer_of(folder: Path, model: nn.Module | None = None, *, cls: Any = SFTTrainer, **settings: Any) -> Any:
+    model = tiny_model("llama", attn_implementation="sdpa") if model is None else model
+    given = {"logging_steps": 1, **settings}
+    arguments = config(folder, **given)
+    data = {"train_dataset": rows(), "eval_dataset": rows(6, seed=1)}
+    return cls(model, args=arguments, processing_class=tokenizer(), **data)
+
+
+def logged(trainer: Any) -> list[dict[str, float]]:
+    """What it logs in training, step by step."""
+    trainer.train()
+    history = trainer.state.log_history
+    return [{name: entry[name] for name in LOGGED} for entry in history if "loss" in entry]
+
+
+def check_same(found: list[dict[str, float]], wanted: list[dict[str, float]], bound: float = FLOAT32_BOUND) -> None:
+    assert len(found) == len(wanted) > 1
+    assert len({entry["loss"] for entry in found}) > len(found) // 2, "it trains"
+    for step, (ours, theirs) in enumerate(zip(found, wanted, strict=True), 1):
+        for name in LOGGED:
+            assert ours[name] == pytest.approx(theirs[name], rel=bound, abs=bound * 0.01), (step, name)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["model and trainer", "trainer"])
+@pytest.mark.parametrize("feed", FEEDS)
+def test_same_steps_and_metrics(feed: str, before: bool, tmp_path: Path, ran: Losses) -> None:
+    wanted = logged(trainer_of(tmp_path, **FEEDS[feed]))
+    assert any(entry["mean_token_accuracy"] > 0 for entry in wanted)
+    assert (len(ran.rows), ran.of_trl) == (0, STEPS)
+    model = tiny_model("llama", attn_implementation="sdpa")
+    if before:
+        fastpack.patch(model, loss="fused")
+    trainer = fastpack.patch(trainer_of(tmp_path, model, **FEEDS[feed]), loss="fused")
+    check_same(logged(trainer), wanted)
+    assert (len(ran.rows), ran.of_trl) == (STEPS, STEPS), "ours in each step, TRL's in none"
+    report = fastpack.report(trainer)
+    assert "loss" not in dict(report.skipped)
+    assert any(f"{STEPS} micro-batches" in note for note in report.notes)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 4},
+    "rare logs": {"logging_steps": 3},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+}
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
+    results = []
+    for fused in (None, "fused"):
+        trainer = fastpack.patch(trainer_of(tmp_path, **SETTINGS[what]), loss=fused)
+        results.append(logged(trainer))
+    check_same(results[1], results[0])
+    assert len(ran.rows) == ran.of_trl == STEPS
+
+
+def test_with_lora(tmp_path: Path, ran: Losses) -> None:
+    results = []
+    for fused in (None, "fused"):
+        trainer = trainer_of(tmp_path, with_lora(tiny_model("llama")))
+        results.append(logged(fastpack.patch(trainer, loss=fused)))
+    check_same(results[1], results[0])
+    assert len(ran.rows) == ran.of_trl == STEPS
+
+
+def test_evaluation_is_trls(tmp_path: Path, ran: Losses) -> None:
+    """Which counts the tokens of training, too."""
+    results = []
+    for fused in (None, "fused"):
+        trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=3, logging_steps=4)
+        fastpack.patch(trainer, loss=fused)
+        trainer.train()
+        names = ("eval_loss", "eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens")
+        history = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
+        results.append([[entry[name] for name in names] for entry in history])
+    assert len(results[0]) > 1
+    assert len(ran.rows) == STEPS
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert ours == pytest.approx(theirs, rel=FLOAT32_BOUND)
+
+
+class OfTheUser(SFTTrainer):  # type: ignore[misc]
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def a_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def with_loss_func(trainer: Any) -> Any:
+    trainer.compute_loss_func = a_loss
+    return trainer
+
+
+def with_own_loss(trainer: Any) -> Any:
+    trainer.compute_loss = functools.partial(type(trainer).compute_loss, trainer)
+    return trainer
+
+
+KEPT: dict[str, tuple[Any, str]] = {
+    "dft": (lambda folder: trainer_of(folder, loss_type="dft"), "loss_type is 'dft'"),
+    "smoothing": (lambda folder: trainer_of(folder, label_smoothing_factor=0.1), "smoothed"),
+    "loss function": (lambda folder: with_loss_func(trainer_of(folder)), "its user's"),
+    "class": (lambda folder: trainer_of(folder, cls=OfTheUser), "its user's"),
+    "instance": (lambda folder: with_own_loss(trainer_of(folder)), "its user's"),
+    "experts": (lambda folder: trainer_of(folder, tiny_model("mixtral"), router_aux_loss_coef=0.5), "experts"),
+    "head": (lambda folder: trainer_of(folder, tiny_model("gpt2")), "not one that the fused loss was proved on"),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None:
+    build, reason = KEPT[what]
+    wanted = logged(fastpack.patch(build(tmp_path)))
+    trainer = fastpack.patch(build(tmp_path), loss="fused")
+    assert reason in dict(fastpack.report(trainer).skipped)["loss"]
+    check_same(logged(trainer), wanted)
+    assert not ran.rows
+
+
+def test_other_trainers(tmp_path: Path, ran: Losses) -> None:
+    """A preference trainer's loss is another; transformers' asks the model, which has the fused one."""
+    trainer = fastpack.patch(dpo(tmp_path), loss="fused")
+    assert "DPOTrainer brings a loss of its own" in dict(fastpack.report(trainer).skipped)["loss"]
+    trainer.train()
+    assert not ran.rows
+    trainer = fastpack.patch(plain(tmp_path), loss="fused")
+    assert fused_loss_of(trainer) is None
+    trainer.train()
+    assert ran.rows
+
+
+def test_a_head_that_changed_since_has_trls(tmp_path: Path, ran: Losses) -> None:
+    trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
+    seen: list[int] = []
+    trainer.model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    trainer.train()
+    assert not ran.rows
+    assert ran.of_trl == STEPS
+    state = fused_loss_of(trainer)
+    assert state is not None
+    assert state.stock == STEPS
+    assert "hook" in dict(fastpack.report(trainer).skipped)["loss"]
+
+
+def test_a_step_without_labels(tmp_path: Path, ran: Losses) -> None:
+    """Its loss is zero, as TRL's: nothing else divides by the number of labels."""
+    trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
+    ids = torch.tensor([[5, 6, 7]])
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
+    loss = trainer.compute_loss(trainer.model.train(), batch, num_items_in_batch=torch.tensor(0))
+    loss.backward()
+    assert len(ran.rows) == 1
+    assert float(loss.detach()) == 0
+    assert all(p.grad is None or not p.grad.any() for p in trainer.model.parameters())
+
+
+# --- doing and undoing ------------------------------------------------------------------------------------------------
+
+
+def test_unpatched_it_is_trls_again(tmp_path: Path, ran: Losses) -> None:
+    trainer = trainer_of(tmp_path)
+    before = dict(trainer.__dict__)
+    fastpack.patch(trainer, loss="fused")
+    assert trainer.compute_loss is not before.get("compute_loss")
+    fastpack.unpatch(trainer)
+    assert trainer.__dict__.keys() == before.keys()
+    trainer.train()
+    assert not ran.rows
+
+
+def test_a_second_patch_and_another_one(tmp_path: Path, ran: Losses) -> None:
+    trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
+    ours = trainer.compute_loss
+    assert fastpack.patch(trainer, loss="fused").compute_loss is ours
+    with fastpack.patched(trainer):
+        assert fused_loss_of(trainer) is None
+    assert fused_loss_of(trainer) is not None
+    fastpack.patch(trainer)
+    assert fused_loss_of(trainer) is None
+    trainer.train()
+    assert not ran.rows
+
+
+@pytest.mark.parametrize("same_steps", [True, False])
+def test_under_a_token_budget(same_steps: bool, tmp_path: Path, ran: Losses) -> None:
+    """Set up in any order; pieces of a micro-batch are fused, too."""
+    budget = fastpack.TokenBudget(60, same_steps=same_steps)
+    wanted = logged(fastpack.patch(trainer_of(tmp_path), max_tokens=budget))
+    for first in ({"loss": "fused"}, {"max_tokens": budget}, {"loss": "fused", "max_tokens": budget}):
+        ran.rows.clear()
+        ran.of_trl = 0
+        trainer = fastpack.patch(trainer_of(tmp_path), **first)
+        fastpack.patch(trainer, loss="fused", max_tokens=budget)
+        found = logged(trainer)
+        assert len(ran.rows) >= STEPS
+        assert not ran.of_trl
+        for ours, theirs in zip(found, wanted, strict=True):
+            for name in ("loss", "grad_norm", "num_tokens"):
+                assert ours[name] == pytest.approx(theirs[name], rel=FLOAT32_BOUND)
+        fastpack.patch(trainer, max_tokens=budget)
+        assert fused_loss_of(trainer) is None
+        assert any("max_tokens" in note for note in fastpack.report(trainer).notes)
+        fastpack.unpatch(trainer)
+        assert "compute_loss" not in trainer.__dict__
+
+
+@pytest.mark.gpu
+def test_nothing_waits_for_the_device(tmp_path: Path, ran: Losses) -> None:
+    """With lengths read in the collator, a step's loss is launched without looking at the device."""
+    arguments = alone(SFTConfig(output_dir=str(tmp_path), max_steps=3, padding_free=True, max_length=None,
+                                report_to="none", use_cpu=False, bf16=False, logging_nan_inf_filter=False,
+                                accelerator_config={"non_blocking": True}))  # fmt: skip
+    model = tiny_model("llama").cuda()
+    trainer = SFTTrainer(model, args=arguments, train_dataset=rows(), processing_class=tokenizer())
+    fastpack.patch(trainer, loss="fused")
+    trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)
+    ours = trainer.compute_loss
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return ours(*args, **kwargs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    trainer.compute_loss = watched
+    trainer.train()
+    assert len(ran.rows) == 3
