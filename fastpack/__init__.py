@@ -22,8 +22,9 @@ from fastpack.errors import (
 )
 from fastpack.options import TokenBudget
 from fastpack.packing import PackedSeqLens
-from fastpack.patching import is_patched, patch, patched, report, unpatch
+from fastpack.patching import is_patched, patch, patched, unpatch
 from fastpack.report import PatchReport
+from fastpack.reporting import report
 from fastpack.verification import Verification
 from fastpack.verify import verify
 

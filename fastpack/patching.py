@@ -12,35 +12,25 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
 
-from fastpack.adapters import count_opaque, count_projections
 from fastpack.changes import (
     Attribute,
     Change,
     Hook,
     TakeBack,
-    count_drop_ins,
     take_off_copies,
     take_off_head,
-    unfused,
 )
 from fastpack.errors import NoFasterWarning, PatchError
-from fastpack.graphs import runner_of
 from fastpack.layers.causal_lm import head_forward
-from fastpack.layers.drop_ins import count_unknown
 from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, register_interface
-from fastpack.layers.loss import fused_loss_fails
-from fastpack.layers.prefixes import NOTE as PREFIXES
-from fastpack.layers.prefixes import sharing_of
-from fastpack.layers.rotary import unserved
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import HELD, Held, binds
 from fastpack.mixing import Mixing
-from fastpack.offload import offload_of
 from fastpack.ops.implementation import Implementation
 from fastpack.options import (
     Graphs,
@@ -52,7 +42,7 @@ from fastpack.options import (
     TokenBudget,
     not_a_choice,
 )
-from fastpack.planning import PROJECTING, Plan, make_plan
+from fastpack.planning import Plan, make_plan
 from fastpack.report import PatchReport
 from fastpack.targets import STATE, Parts, find_parts, models_of, refuse_wrapped, way_in
 
@@ -188,7 +178,7 @@ def _refuse_model_init(target: Any, options: PatchOptions) -> None:
 
 def options_of(model: nn.Module) -> PatchOptions | None:
     """Those of the patch in force on a model, None where there is none."""
-    state = _state(find_parts(model).backbone)
+    state = state_of(find_parts(model).backbone)
     return None if state is None else state.options
 
 
@@ -223,79 +213,6 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
                 patch(model, **known.to_dict())
 
 
-def report(target: Any) -> PatchReport:
-    """What was swapped, which backend serves, what was left alone and why.
-
-    For a trainer, the report of the model that it trains.
-    """
-    parts = find_parts(models_of(target)[0])
-    backbone, head = parts.backbone, parts.head
-    state = _state(backbone)
-    if state is None:
-        return PatchReport.stock(backbone if head is None else head)
-    # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
-    as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
-    found = replace(state.report, **state.mixing.refreshed(state.report))
-    offload, graphs, sharing = offload_of(backbone), runner_of(backbone), sharing_of(backbone)
-    outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
-    notes = tuple(note for note in found.notes if not note.startswith(outdated))
-    if offload is not None:
-        notes += (offload.describe(backbone),)
-    if sharing is not None:
-        notes += (sharing.describe(),)
-    if graphs is not None:
-        notes += (graphs.describe(next(backbone.parameters()).device),)
-    budget = getattr(target, "__dict__", {}).get(BUDGET)
-    if budget is not None:
-        notes += (budget.describe(),)
-    notes += _notes_on_liger(backbone, state)
-    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
-    skipped += unfused(backbone, state.changes)
-    if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
-        fused = getattr(target, "__dict__", {}).get(FUSED_LOSS)
-        reason = _why_no_fused_loss(head, state, fused)
-        note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
-        skipped += () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
-        notes += (note,) if reason is None else ()
-    projections = count_projections(backbone)
-    return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
-
-
-def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
-    notes: list[str] = []
-    drop_ins, unknown = count_drop_ins(backbone, state.changes), count_unknown(backbone)
-    if drop_ins:
-        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: what a layer fuses, it computes itself instead")
-    if unknown:
-        notes.append(f"{unknown} modules are of Liger's own classes: they are called as modules")
-    return tuple(notes)
-
-
-def _why_no_fused_loss(head: nn.Module | None, state: PatchState, of_trainer: Any = None) -> str | None:
-    """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells.
-
-    Args:
-        of_trainer: what was set up on the trainer that was asked for it, if one was.
-    """
-    if of_trainer is not None and of_trainer.rejected is not None:
-        return str(of_trainer.rejected)
-    if head is None:
-        return "a bare backbone has none"
-    if not _carries(head, state):
-        return f"this {type(head).__name__} came after the patch"
-    return fused_loss_fails(head, asked_for=of_trainer is not None)
-
-
-def why_no_fused_loss(trainer: Any) -> str | None:
-    """Why the head of a trainer that was given the fused loss would compute its stock one now, or None."""
-    parts = find_parts(trainer.model)
-    state = _state(parts.backbone)
-    if state is None or state.options.loss is None:
-        return "its model is not patched for it"
-    skipped = dict(state.report.skipped).get("loss")
-    return skipped or _why_no_fused_loss(parts.head, state, trainer.__dict__[FUSED_LOSS])
-
-
 def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
     """What sets up a trainer's token budget, or takes off the one that it has."""
     if max_tokens is None and BUDGET not in getattr(target, "__dict__", {}):
@@ -316,10 +233,11 @@ def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
 
 def is_patched(target: Any) -> bool:
     """True where ``patch`` is in force on this model; for a trainer, on the model that it trains."""
-    return _state(find_parts(models_of(target)[0]).backbone) is not None
+    return state_of(find_parts(models_of(target)[0]).backbone) is not None
 
 
-def _state(backbone: nn.Module) -> PatchState | None:
+def state_of(backbone: nn.Module) -> PatchState | None:
+    """The record of the patch in force on a backbone."""
     state: PatchState | None = backbone.__dict__.get(STATE)
     return state
 
@@ -333,11 +251,11 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
     with ExitStack() as put_back:
         for model in models:
             parts = find_parts(model)
-            backbone, state = parts.backbone, _state(parts.backbone)
+            backbone, state = parts.backbone, state_of(parts.backbone)
             if any(plan.backbone is backbone for plan in plans):
                 continue
             if state is not None:
-                if state.options == options and (parts.head is None or _carries(parts.head, state)):
+                if state.options == options and (parts.head is None or carries(parts.head, state)):
                     continue
                 _refuse_another_head(parts, state)
             refuse_wrapped(model)
@@ -355,7 +273,8 @@ def _plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
     return plans
 
 
-def _carries(module: nn.Module, state: PatchState) -> bool:
+def carries(module: nn.Module, state: PatchState) -> bool:
+    """True where a patch changed this very module."""
     return any(change.module is module for change in state.changes)
 
 
@@ -399,7 +318,7 @@ def _held(forward: functools.partial[Any], _: Any) -> Held:
 def _restore(model: nn.Module) -> list[TakeBack]:
     """Undo a patch; what puts it back again, to be called from the last to the first."""
     parts = find_parts(model)
-    state = _state(parts.backbone)
+    state = state_of(parts.backbone)
     if state is None:
         if parts.head is not None:
             take_off_head(parts.head)
@@ -416,7 +335,7 @@ def uncovered(model: nn.Module) -> Iterator[PatchState]:
 
     Accelerate's hooks, which move tensors, stay.
     """
-    state = _state(find_parts(model).backbone)
+    state = state_of(find_parts(model).backbone)
     assert state is not None
     with ExitStack() as later:
         for module in way_in(model):

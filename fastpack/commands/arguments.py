@@ -25,7 +25,7 @@ from fastpack.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget,
 if TYPE_CHECKING:
     from fastpack.commands.training import Command
 
-PATCH_OPTIONS = ("attention", "kernels", "graphs", "offload", "share_prefixes")
+PATCH_OPTIONS = ("attention", "kernels", "graphs", "loss", "offload", "share_prefixes")
 """Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
 
 
@@ -54,6 +54,13 @@ class OwnArguments:
     graphs: str | None = field(
         default=None,
         metadata={"help": "Replay the decoder stack as CUDA graphs wherever that is right.", "choices": ["auto"]},
+    )
+    loss: str | None = field(
+        default=None,
+        metadata={
+            "help": "Of sft: the head's own loss in training, without logits, in place of TRL's; the metrics stay.",
+            "choices": ["fused"],
+        },
     )
     offload: str | None = field(
         default=None,
@@ -192,6 +199,10 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
     if (ours.random_init is None) == (model.model_name_or_path is None):
         raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
     _check_ours(ours)
+    if ours.loss is not None and command.name != "sft":
+        raise UsageError(
+            f"--loss is for fastpack sft: TRL's {command.trainer} brings a loss of other things than labels"
+        )
     if training.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UsageError(
             "--use_liger_kernel needs Liger, not installed here: pip install liger-kernel, or leave it out"

@@ -225,6 +225,9 @@ def _print_summary(
     table.add_row("attention backend", report.backend or "stock")
     table.add_row("rung", report.rung if given.ours.patch else "stock (--no_patch)")
     for note in report.notes:
-        if note.startswith(("graphs: ", "offload: ", "prefixes: ", "max_tokens=")):
+        if note.startswith(("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")):
             table.add_row(*note.split(": ", 1))
+    for what, reason in report.skipped:
+        if what == "loss":
+            table.add_row(what, f"not fused: {reason}")
     Console().print(table)

@@ -19,7 +19,8 @@ from torch import Tensor
 from fastpack.layers.loss import TOKEN_STATISTICS
 from fastpack.layers.stock import binds
 from fastpack.options import Loss
-from fastpack.patching import FUSED_LOSS, why_no_fused_loss
+from fastpack.patching import FUSED_LOSS
+from fastpack.reporting import why_no_fused_loss
 from fastpack.text import counted
 from fastpack.trainers import steps
 from fastpack.trainers.budget import remove_budget
@@ -49,9 +50,9 @@ class FusedLossState:
 
     def describe(self) -> str:
         """A line for the report."""
-        ran = f"; {counted(self.fused, 'micro-batch', 'es')} so far" if self.fused else ""
-        others = f", {self.stock} with TRL's own ({self.why_stock})" if self.stock else ""
-        return f"loss: fused in this trainer's training, its metrics with it, read when they are logged{ran}{others}"
+        ran = f"{counted(self.fused, 'micro-batch', 'es')} so far" if self.fused else "each micro-batch of training"
+        others = f"; {self.stock} had TRL's own ({self.why_stock})" if self.stock else ""
+        return f"loss: fused in {ran}, TRL's metrics with it{others}"
 
 
 def fused_loss_of(target: Any) -> FusedLossState | None:

@@ -70,6 +70,15 @@ def test_what_patch_is_told(work: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @trains_on_cpu
+def test_the_fused_loss(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = run_sft(work, "--loss", "fused", "--max_steps", "2")
+    assert "fused in 2 micro-batches" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert losses(figures) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
+    run_sft(work, "--loss", "fused", "--loss_type", "dft", "--max_steps", "1")
+    assert "not fused: loss_type is 'dft'" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+@trains_on_cpu
 def test_packing_runs_and_leaves_nothing_to_say(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figures = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2")
     assert figures["summary"]["padding_share"] == 0

@@ -108,4 +108,5 @@ def test_dpo_wants_pairs(work: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert_one_line(arguments, "has the columns messages; DPO takes prompt, chosen and rejected", capsys)
     arguments[arguments.index("--dataset_name") + 1] = str(work / "pairs.jsonl")
     assert_one_line([*arguments, "--loss_type", "aot", "--use_weighting"], "not implemented for 'aot'", capsys)
+    assert_one_line([*arguments, "--loss", "fused"], "TRL's DPOTrainer brings a loss of other things", capsys)
     assert_one_line([*arguments, "--packing"], "not used by the HfArgumentParser: ['--packing']", capsys)

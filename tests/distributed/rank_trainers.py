@@ -35,7 +35,7 @@ FSDP2: dict[str, Any] = {
 }
 
 
-def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, **further: Any) -> Any:
+def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, loss: Any = None, **further: Any) -> Any:
     """An SFT or DPO trainer, patched as a user would; the reference before the trainer is built, which shards it."""
     model: Any = tiny_model("llama", attn_implementation="sdpa")
     if lora:
@@ -60,7 +60,7 @@ def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, **further: Any)
             train_dataset=pairs(EXAMPLES * STEPS),
             processing_class=word_tokenizer(),
         )
-    return fastpack.patch(trainer) if patched else trainer
+    return fastpack.patch(trainer, loss=loss) if patched else trainer
 
 
 def train(trainer: Any) -> list[tuple[float, float]]:
@@ -75,6 +75,12 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
         trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
         found: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
         report = fastpack.report(trainer)
+        found["metrics"] = [
+            [entry[name] for name in ("entropy", "mean_token_accuracy", "num_tokens")]
+            for entry in trainer.state.log_history
+            if "loss" in entry and kind == "sft"
+        ]
+        found["of loss"] = [*(note for note in report.notes if note.startswith("loss")), *dict(report.skipped).values()]
         found |= {"rung": report.rung, "as_modules": report.as_modules, "world": trainer.args.world_size}
         fastpack.unpatch(trainer)
         found["rung after"] = fastpack.report(trainer).rung

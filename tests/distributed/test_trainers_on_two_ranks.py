@@ -41,3 +41,21 @@ def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: 
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
     assert len(set(alone[kind, lora])) == STEPS, "it trains"
     assert alone[kind, lora][1] != pytest.approx(alone[kind, not lora][1], rel=1e-3), "the check sees another model"
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None:
+    """Its metrics are those of all ranks, as TRL's are; where accelerate makes the head a unit of its own, TRL's runs."""
+    further, _ = WRAPS[wrap]
+    stock = ranks.run(train_on_ranks, "sft", lora, **further)
+    for found, trls in zip(ranks.run(train_on_ranks, "sft", lora, loss="fused", **further), stock, strict=True):
+        if wrap == "ddp":
+            assert found["of loss"] == [f"loss: fused in {STEPS} micro-batches so far, TRL's metrics with it"]
+        else:
+            assert "it carries hooks" in found["of loss"][-1]
+        assert len(found["logged"]) == STEPS
+        for ours, theirs in zip(found["logged"], alone["sft", lora], strict=True):
+            assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)
+        for ours, theirs in zip(found["metrics"], trls["metrics"], strict=True):
+            assert ours == pytest.approx(theirs, rel=3e-5 if ranks.backend == "gloo" else 1e-3)

@@ -1,0 +1,95 @@
+"""``report``: what a patch is doing now, with all that came, went or was switched since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fastpack.adapters import count_opaque, count_projections
+from fastpack.changes import count_drop_ins, unfused
+from fastpack.graphs import runner_of
+from fastpack.layers.drop_ins import count_unknown
+from fastpack.layers.loss import fused_loss_fails
+from fastpack.layers.prefixes import NOTE as PREFIXES
+from fastpack.layers.prefixes import sharing_of
+from fastpack.layers.rotary import unserved
+from fastpack.offload import offload_of
+from fastpack.patching import BUDGET, FUSED_LOSS, PatchState, carries, state_of
+from fastpack.planning import PROJECTING
+from fastpack.report import PatchReport
+from fastpack.targets import find_parts, models_of
+
+
+def report(target: Any) -> PatchReport:
+    """What was swapped, which backend serves, what was left alone and why.
+
+    For a trainer, the report of the model that it trains.
+    """
+    parts = find_parts(models_of(target)[0])
+    backbone, head = parts.backbone, parts.head
+    state = state_of(backbone)
+    if state is None:
+        return PatchReport.stock(backbone if head is None else head)
+    # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
+    as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
+    found = replace(state.report, **state.mixing.refreshed(state.report))
+    offload, graphs, sharing = offload_of(backbone), runner_of(backbone), sharing_of(backbone)
+    outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
+    notes = tuple(note for note in found.notes if not note.startswith(outdated))
+    if offload is not None:
+        notes += (offload.describe(backbone),)
+    if sharing is not None:
+        notes += (sharing.describe(),)
+    if graphs is not None:
+        notes += (graphs.describe(next(backbone.parameters()).device),)
+    budget = getattr(target, "__dict__", {}).get(BUDGET)
+    if budget is not None:
+        notes += (budget.describe(),)
+    notes += _notes_on_liger(backbone, state)
+    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
+    skipped += unfused(backbone, state.changes)
+    if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
+        fused = getattr(target, "__dict__", {}).get(FUSED_LOSS)
+        reason = _why_no_fused_loss(head, state, fused)
+        note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
+        skipped += () if reason is None else (("loss", reason),)
+        notes += (note,) if reason is None else ()
+    projections = count_projections(backbone)
+    return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
+
+
+def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
+    notes: list[str] = []
+    drop_ins, unknown = count_drop_ins(backbone, state.changes), count_unknown(backbone)
+    if drop_ins:
+        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: what a layer fuses, it computes itself instead")
+    if unknown:
+        notes.append(f"{unknown} modules are of Liger's own classes: they are called as modules")
+    return tuple(notes)
+
+
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState, of_trainer: Any = None) -> str | None:
+    """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells.
+
+    Args:
+        of_trainer: what was set up on the trainer that was asked for it, if one was.
+    """
+    if of_trainer is not None and of_trainer.rejected is not None:
+        return f"{of_trainer.rejected}: the stock loss runs"
+    if head is None:
+        return "a bare backbone has none"
+    came_after = f"this {type(head).__name__} came after the patch"
+    reason = fused_loss_fails(head, asked_for=of_trainer is not None) if carries(head, state) else came_after
+    return None if reason is None else f"{reason}: the stock loss runs"
+
+
+def why_no_fused_loss(trainer: Any) -> str | None:
+    """Why the head of a trainer that was given the fused loss would compute its stock one now, or None."""
+    parts = find_parts(trainer.model)
+    state = state_of(parts.backbone)
+    if state is None or state.options.loss is None:
+        return "its model is not patched for it"
+    skipped = dict(state.report.skipped).get("loss")
+    return skipped or _why_no_fused_loss(parts.head, state, trainer.__dict__[FUSED_LOSS])
