@@ -46,7 +46,7 @@ def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None:
-    """Its metrics are those of all ranks, as TRL's are; where accelerate makes the head a unit of its own, TRL's runs."""
+    """Its metrics are those of all ranks. Where accelerate makes the head a unit of its own, TRL's loss runs."""
     further, _ = WRAPS[wrap]
     stock = ranks.run(train_on_ranks, "sft", lora, **further)
     for found, trls in zip(ranks.run(train_on_ranks, "sft", lora, loss="fused", **further), stock, strict=True):
