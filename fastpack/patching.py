@@ -97,7 +97,9 @@ def patch(
             kernel launches.
         loss: ``fused`` computes the loss of ``labels=`` in training without holding the logits; ``out.logits`` is
             None there. Where a head is not one that was read, the stock loss runs, and the report says so. Evaluation
-            returns logits as ever, and a trainer's own loss is left in force.
+            returns logits as ever. A trainer's own loss is left in force, unless the target is TRL's ``SFTTrainer``
+            itself: it takes the head's then, which is the same mean, and logs the same metrics, read from the device
+            when they are logged.
         offload: ``checkpoints`` lets the inputs of checkpointed layers wait for the backward in pinned host memory,
             copied beside the computation: the same gradients, and (layers - 3) x T x hidden size x 2 bytes less device
             memory in half precision. It takes as much host memory, each piece rounded up to a power of two.

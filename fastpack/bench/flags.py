@@ -92,7 +92,10 @@ def make_settings(arguments: argparse.Namespace, *, on_gpu: bool) -> Settings:
     if dpo and arguments.loop == "plain":
         raise UsageError("--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss.")
     if arguments.loss and arguments.loop != "plain":
-        raise UsageError("--loss is for --loop plain: TRL's trainers bring a loss of their own, which stays in force.")
+        raise UsageError(
+            "--loss is for --loop plain: TRL's trainers bring a loss of their own; in 'fastpack fused loss' the "
+            "SFTTrainer was given ours."
+        )
     if arguments.trainer_waits and arguments.loop == "plain":
         raise UsageError("--trainer-waits is for --loop trl: a plain loop has no trainer.")
     if arguments.offload and not arguments.checkpointing:
