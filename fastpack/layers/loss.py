@@ -33,11 +33,10 @@ from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
 TOKEN_STATISTICS = "token_statistics"
-"""A keyword of a call with labels, float32 or float64 ``[3]``: where the loss is fused, the sum of the entropies of its
-predictions, the number of labels that are the likeliest token, and that of labels are added to it."""
-
-
+"""A keyword of a call with labels, float32 ``[3]``: where the loss is fused, the sum of its predictions' entropies, the
+number of labels that are the likeliest token, and that of labels are added to it."""
 FUSED_LM_HEAD = "fused_lm_head"
+"""The keyword by which TRL's trainers ask TRL's forward of a head for their own loss."""
 
 
 def is_trls(forward: Any) -> bool:
@@ -88,12 +87,11 @@ def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
         asked_for: whoever brings a forward of TRL's calls it for the head's own loss.
     """
     forward = head.__dict__.get("forward")
-    over, under = forward, [found for found in getattr(forward, "args", ()) if is_trls(found)]
-    if not asked_for and (is_trls(over) or under):
-        return "TRL's trainers bring a loss (fastpack.patch(trainer, loss='fused') gives an SFTTrainer this one)"
-    origin = defined_in(over)
-    if origin.startswith("liger_kernel.") or (origin.startswith("trl.") and not is_trls(over)):
-        # wrappers of others call what they found
+    of_trl = is_trls(forward) or any(map(is_trls, getattr(forward, "args", ())))  # over ours, or under it
+    if of_trl and not asked_for:
+        return "TRL's trainers bring a loss, unless patch(trainer, loss='fused') gave one this (report(trainer) tells)"
+    origin = defined_in(forward)
+    if origin.startswith(("trl.", "liger_kernel.")) and not of_trl:  # wrappers of others call what they found
         return f"the forward of {type(head).__name__} was replaced after the patch, by {origin}, which brings a loss"
     unread = _is_meta(head.lm_head) and not hasattr(head.lm_head, "_hf_hook")
     return None if unread else _why_not_now(head)
@@ -240,7 +238,7 @@ def fused_head(
         implementation=fused.implementation,
     )
     if token_statistics is not None and sums is not None:
-        token_statistics += torch.cat([sums.to(token_statistics), (targets != ignore_index).sum(0, keepdim=True)])
+        token_statistics += torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])
     if spec.experts is None:
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None

@@ -37,7 +37,7 @@ class FusedLossState:
         rejected: why this trainer keeps its own; None where it doesn't.
         fused, stock: how many micro-batches had the one and the other.
         why_stock: why the last one of those had.
-        pending: float64 ``[STATISTICS]`` of each micro-batch that was not read from the device yet.
+        pending: float32 ``[STATISTICS]`` of each micro-batch that was not read from the device yet.
         undo: what each replaced attribute of the instance was, None where it had none of its own.
     """
 
@@ -152,23 +152,23 @@ def _compute_loss(
     reason = "evaluation" if not training else why_no_fused_loss(trainer)
     if reason is None and num_items_in_batch is None:
         reason = "the trainer doesn't say how many labels the step has"
+    if reason is None and "attention_mask" not in inputs and "position_ids" not in inputs:
+        reason = "nothing tells how many tokens a batch has"  # which TRL refuses
     if reason is not None:
         _settle(trainer, state)  # TRL's reads how many tokens there were
         if training:
             state.stock, state.why_stock = state.stock + 1, reason
         return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
     device = inputs["labels"].device
-    statistics = torch.zeros(STATISTICS, dtype=torch.float64, device=device)
+    statistics = torch.zeros(STATISTICS, device=device)
     # a step without a label has a loss of zero, as TRL's
     num_items = torch.as_tensor(num_items_in_batch, device=device).clamp(min=1)
     given = {**inputs, "use_cache": False, "num_items_in_batch": num_items, TOKEN_STATISTICS: statistics[:3]}
     loss = model(**given).loss
     if trainer.args.average_tokens_across_devices:
         loss = loss * trainer.accelerator.num_processes
-    # an assignment of a number would wait for the device, adding one does not
-    statistics[3].add_(
-        inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].shape[1]
-    )
+    tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].shape[1]
+    statistics[3].add_(tokens)  # to assign a number would wait for the device
     state.pending.append(statistics)
     state.fused += 1
     return loss
