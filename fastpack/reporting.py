@@ -50,9 +50,11 @@ def report(target: Any) -> PatchReport:
     notes += _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)
-    if state.options.loss is not None and not any(what == "loss" for what, _ in skipped):
-        fused = getattr(target, "__dict__", {}).get(FUSED_LOSS)
-        reason = _why_no_fused_loss(head, state, fused)
+    fused = getattr(target, "__dict__", {}).get(FUSED_LOSS)
+    asked = state.options.loss is not None or fused is not None
+    if asked and not any(what == "loss" for what, _ in skipped):
+        reason = None if fused is None else fused.rejects(target)
+        reason = _why_no_fused_loss(head, state, of_trainer=fused is not None) if reason is None else reason
         note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
         skipped += () if reason is None else (("loss", reason),)
         notes += (note,) if reason is None else ()
@@ -70,18 +72,18 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _why_no_fused_loss(head: nn.Module | None, state: PatchState, of_trainer: Any = None) -> str | None:
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState, *, of_trainer: bool) -> str | None:
     """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells.
 
     Args:
-        of_trainer: what was set up on the trainer that was asked for it, if one was.
+        of_trainer: a trainer was given it.
     """
-    if of_trainer is not None and of_trainer.rejected is not None:
-        return f"{of_trainer.rejected}: the stock loss runs"
     if head is None:
         return "a bare backbone has none"
+    if state.options.loss is None:
+        return "the model was patched anew, without loss='fused': TRL's loss runs"
     came_after = f"this {type(head).__name__} came after the patch"
-    reason = fused_loss_fails(head, asked_for=of_trainer is not None) if carries(head, state) else came_after
+    reason = fused_loss_fails(head, asked_for=of_trainer) if carries(head, state) else came_after
     return None if reason is None else f"{reason}: the stock loss runs"
 
 
@@ -89,7 +91,6 @@ def why_no_fused_loss(trainer: Any) -> str | None:
     """Why the head of a trainer that was given the fused loss would compute its stock one now, or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)
-    if state is None or state.options.loss is None:
-        return "its model is not patched for it"
-    skipped = dict(state.report.skipped).get("loss")
-    return skipped or _why_no_fused_loss(parts.head, state, trainer.__dict__[FUSED_LOSS])
+    if state is None:
+        return "its model is not patched"
+    return dict(state.report.skipped).get("loss") or _why_no_fused_loss(parts.head, state, of_trainer=True)

@@ -217,8 +217,9 @@ def _run_head(
     packed = kwargs.get("packed_seq_lens")
     if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(head, scope, stock, *args, **kwargs)
-    # TRL's own loss is left in force; asked for none, TRL's forward is the one before it
-    as_stock = stock is None or (is_trls(stock) and not kwargs.get(FUSED_LM_HEAD))
+    # TRL's own loss is left in force; asked for none, TRL's forward is the one before it. Pickling leaves the class's
+    is_class_own = getattr(stock, "__func__", None) is type(head).forward
+    as_stock = stock is None or is_class_own or (is_trls(stock) and not kwargs.get(FUSED_LM_HEAD))
     fused = loss is not None and as_stock and fused_loss_serves(head, kwargs)
     flatten = (stock is None or fused) and _loss_on_real_tokens(head, packed, kwargs)
     if not (flatten or fused):

@@ -33,10 +33,23 @@ from fastpack.ops.projection_parts import Projection
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens
 
 TOKEN_STATISTICS = "token_statistics"
-"""A keyword of a call with labels, float32 ``[3]``: where the loss is fused, the sum of its predictions' entropies, the
-number of labels that are the likeliest token, and that of labels are added to it."""
+"""The keyword of a call with labels that brings :class:`TokenStatistics`."""
 FUSED_LM_HEAD = "fused_lm_head"
 """The keyword by which TRL's trainers ask TRL's forward of a head for their own loss."""
+
+
+class TokenStatistics:
+    """What a fused loss tells of its predictions in passing.
+
+    No dataclass: what maps a function over the tensors of arguments (FSDP's casts) would hand on a copy.
+
+    Attributes:
+        sums: float32 ``[3]``: of the predictions' entropies, of labels that are the likeliest token, of labels. None
+            where no fused loss ran.
+    """
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
 
 
 def is_trls(forward: Any) -> bool:
@@ -60,6 +73,8 @@ def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | Non
         return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
     if hasattr(head, "_hf_hook"):
         return f"{type(head).__name__} carries accelerate's hooks"
+    if "_original_forward" in head.__dict__:
+        return f"accelerate wrapped the forward of {type(head).__name__} for an earlier run: patch before the first one"
     if "forward" in head.__dict__ and not is_trls(head.__dict__["forward"]):
         return f"the forward of {type(head).__name__} was already replaced (trainers that bring a loss do this)"
     if _is_meta(head.lm_head):
@@ -186,7 +201,7 @@ def fused_head(
     *,
     labels: Tensor,
     packed_seq_lens: PackedSeqLens,
-    token_statistics: Tensor | None = None,
+    token_statistics: TokenStatistics | None = None,
     **arguments: Any,
 ) -> Any:
     """The head's forward on a batch whose packing was read and whose first labels are ignored.
@@ -194,7 +209,7 @@ def fused_head(
     Args:
         labels: ``[B, S]``.
         packed_seq_lens: of this batch.
-        token_statistics: see :data:`TOKEN_STATISTICS`.
+        token_statistics: to be filled in.
         arguments: the others of the stock forward, by name.
 
     Returns:
@@ -215,9 +230,7 @@ def fused_head(
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
     count = _begin_count(targets, ignore_index)
-    sums: Tensor | None = None
-    if token_statistics is not None:
-        sums = torch.zeros(2, device=targets.device)
+    sums = None if token_statistics is None else torch.zeros(2, device=targets.device)
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
     product = read_head(head, spec)
@@ -238,7 +251,7 @@ def fused_head(
         implementation=fused.implementation,
     )
     if token_statistics is not None and sums is not None:
-        token_statistics += torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])
+        token_statistics.sums = torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])
     if spec.experts is None:
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None

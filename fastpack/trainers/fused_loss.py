@@ -3,7 +3,7 @@
 TRL's forward stays on the head: called without ``fused_lm_head=True`` it is the stock one, whose loss of ``labels=`` is
 what :mod:`fastpack.layers.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
 twice, forward and backward, and waits for the device four times in each micro-batch, for its metrics; these are
-computed in passing here, and read when they are logged.
+computed in passing here, and read when they are logged: what TRL keeps of them lags behind until then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.layers.loss import TOKEN_STATISTICS
+from fastpack.layers.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.layers.stock import binds
 from fastpack.options import Loss
 from fastpack.patching import FUSED_LOSS
@@ -25,9 +25,6 @@ from fastpack.text import counted
 from fastpack.trainers import steps
 from fastpack.trainers.budget import remove_budget
 
-STATISTICS = 4
-"""Of a micro-batch: the sum of its entropies, how many labels are the likeliest token, labels, and tokens."""
-
 
 @dataclass
 class FusedLossState:
@@ -35,18 +32,28 @@ class FusedLossState:
 
     Attributes:
         rejected: why this trainer keeps its own; None where it doesn't.
+        unserved: why the head computed its stock loss when it was asked for the fused one; TRL's runs from then on.
         fused, stock: how many micro-batches had the one and the other.
         why_stock: why the last one of those had.
-        pending: float32 ``[STATISTICS]`` of each micro-batch that was not read from the device yet.
-        undo: what each replaced attribute of the instance was, None where it had none of its own.
+        pending: of each micro-batch that was not read from the device yet, :attr:`TokenStatistics.sums` and how many
+            tokens it has.
+        ours, before: what was set on the instance, and what it had there, None where it had none of its own.
+        off: somebody holds ours, after it was taken off.
     """
 
     rejected: str | None
+    unserved: str | None = None
     fused: int = 0
     stock: int = 0
     why_stock: str = ""
     pending: list[Tensor] = field(default_factory=list)
-    undo: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, Any] = field(default_factory=dict)
+    off: bool = False
+
+    def rejects(self, trainer: Any) -> str | None:
+        """Why the trainer keeps its own loss now; its settings may have changed since."""
+        return self.rejected or next(_settings(trainer), None) or self.unserved
 
     def describe(self) -> str:
         """A line for the report."""
@@ -69,8 +76,9 @@ def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     state = fused_loss_of(target)
     if loss is None or not _brings_a_loss(target):
         return None if state is None else functools.partial(_remove, target)
-    rejected = next(_reasons(target), None)
-    if state is not None and state.rejected == rejected:
+    in_force = state is not None and state.rejected is None
+    rejected = next(_reasons(target, in_force=in_force), None)
+    if state is not None and state.rejected == rejected and state.unserved is None:
         return None
     return functools.partial(_set_up, target, FusedLossState(rejected))
 
@@ -82,29 +90,42 @@ def _brings_a_loss(target: Any) -> bool:
     )
 
 
-def _reasons(trainer: Any) -> Iterator[str]:
-    """Why a trainer keeps its own loss."""
+def _reasons(trainer: Any, *, in_force: bool) -> Iterator[str]:
+    """Why a trainer keeps its own loss.
+
+    Args:
+        in_force: it was given ours; what somebody has put over that since calls it.
+    """
     name = type(trainer).__name__
     known: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
     if not known:
         yield f"{name} brings a loss of its own, of other things than labels"
         return
-    found = beneath(trainer.__dict__.get("compute_loss"))
+    found = None if in_force else beneath(trainer.__dict__.get("compute_loss"))
     own = found is not None and getattr(found, "__func__", None) is not known[0].compute_loss
-    if own or type(trainer).compute_loss is not known[0].compute_loss or trainer.compute_loss_func is not None:
+    if own or type(trainer).compute_loss is not known[0].compute_loss:
         yield f"the loss of this {name} is one of its user's"
-    if trainer.args.loss_type != "nll":
-        yield f"loss_type is {trainer.args.loss_type!r}"
-    if trainer.label_smoother is not None:
-        yield "its labels are smoothed"
-    if trainer.aux_loss_enabled:
-        yield "it adds the auxiliary loss of experts, by its own share (router_aux_loss_coef=0.0 leaves that out)"
+    yield from _settings(trainer)
     for axis in ("tp", "cp", "sp"):
         size = getattr(trainer, f"get_{axis}_size", None)
         if size is not None and int(size()) > 1:
             yield f"ranks share a batch here ({axis} of {int(size())})"
     if not (hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")):
         yield "this TRL keeps its metrics elsewhere"
+
+
+def _settings(trainer: Any) -> Iterator[str]:
+    """Settings that make a trainer's loss another than the head's, which a user may change at any time."""
+    if trainer.compute_loss_func is not None:
+        yield f"the loss of this {type(trainer).__name__} is one of its user's"
+    if trainer.args.loss_type != "nll":
+        yield f"loss_type is {trainer.args.loss_type!r}"
+    if trainer.label_smoother is not None:
+        yield "its labels are smoothed"
+    if trainer.aux_loss_enabled:
+        yield "it adds the auxiliary loss of experts, by its own share (router_aux_loss_coef=0.0 leaves that out)"
+    elif getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
+        yield "the head would add the auxiliary loss of experts, and this trainer leaves it out"
 
 
 _SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
@@ -121,21 +142,26 @@ def _set_up(trainer: Any, state: FusedLossState) -> None:
     _remove(trainer)
     if state.rejected is None:
         for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
-            state.undo[name] = trainer.__dict__.get(name)
-            setattr(trainer, name, functools.partial(ours, trainer, getattr(trainer, name), state))
+            state.before[name] = trainer.__dict__.get(name)
+            state.ours[name] = functools.partial(ours, trainer, getattr(trainer, name), state)
+            setattr(trainer, name, state.ours[name])
     trainer.__dict__[FUSED_LOSS] = state
 
 
 def _remove(trainer: Any) -> None:
     remove_budget(trainer)
     state = fused_loss_of(trainer)
-    if state is not None:
-        _settle(trainer, state)
-        for name, before in state.undo.items():
-            trainer.__dict__.pop(name, None)
-            if before is not None:
-                setattr(trainer, name, before)
-        del trainer.__dict__[FUSED_LOSS]
+    if state is None:
+        return
+    _settle(trainer, state)
+    state.off = True
+    for name, before in state.before.items():
+        if trainer.__dict__.get(name) is not state.ours[name]:
+            continue  # somebody's, who calls ours
+        del trainer.__dict__[name]
+        if before is not None:
+            setattr(trainer, name, before)
+    del trainer.__dict__[FUSED_LOSS]
 
 
 def _compute_loss(
@@ -149,27 +175,38 @@ def _compute_loss(
 ) -> Any:
     """``SFTTrainer.compute_loss``: in training the head's own, where it is fused; else TRL's."""
     training = trainer.model.training and torch.is_grad_enabled() and not return_outputs
-    reason = "evaluation" if not training else why_no_fused_loss(trainer)
+    if state.off or not training:
+        _settle(trainer, state)  # TRL's reads how many tokens there were
+        return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+    reason = state.rejects(trainer) or why_no_fused_loss(trainer)
     if reason is None and num_items_in_batch is None:
         reason = "the trainer doesn't say how many labels the step has"
     if reason is None and "attention_mask" not in inputs and "position_ids" not in inputs:
         reason = "nothing tells how many tokens a batch has"  # which TRL refuses
-    if reason is not None:
-        _settle(trainer, state)  # TRL's reads how many tokens there were
-        if training:
-            state.stock, state.why_stock = state.stock + 1, reason
-        return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-    device = inputs["labels"].device
-    statistics = torch.zeros(STATISTICS, device=device)
+    loss = None if reason is not None else _fused(trainer, state, model, inputs, num_items_in_batch)
+    if loss is not None:
+        return loss
+    _settle(trainer, state)
+    state.stock, state.why_stock = state.stock + 1, reason or state.unserved or ""
+    return stock(model, inputs, num_items_in_batch=num_items_in_batch)
+
+
+def _fused(trainer: Any, state: FusedLossState, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor | None:
+    """The head's own loss of a micro-batch; None where the head did not fuse it, of which nothing told before."""
+    statistics = TokenStatistics()
     # a step without a label has a loss of zero, as TRL's
-    num_items = torch.as_tensor(num_items_in_batch, device=device).clamp(min=1)
-    given = {**inputs, "use_cache": False, "num_items_in_batch": num_items, TOKEN_STATISTICS: statistics[:3]}
-    loss = model(**given).loss
+    divisor = torch.as_tensor(num_items, device=inputs["labels"].device).clamp(min=1)
+    given = {**inputs, "use_cache": False, "num_items_in_batch": divisor, TOKEN_STATISTICS: statistics}
+    outputs = model(**given)
+    loss: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.loss
+    if statistics.sums is None:
+        state.unserved = "the head ran its stock forward, as with a cache or for attention weights"
+        return None
     if trainer.args.average_tokens_across_devices:
         loss = loss * trainer.accelerator.num_processes
     tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].shape[1]
-    statistics[3].add_(tokens)  # to assign a number would wait for the device
-    state.pending.append(statistics)
+    counted = statistics.sums.new_zeros(1).add_(tokens)  # to assign a number would wait for the device
+    state.pending.append(torch.cat([statistics.sums, counted]))
     state.fused += 1
     return loss
 

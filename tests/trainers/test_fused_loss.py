@@ -304,3 +304,144 @@ def test_nothing_waits_for_the_device(tmp_path: Path, ran: Losses) -> None:
     trainer.compute_loss = watched
     trainer.train()
     assert len(ran.rows) == 3
+
+
+# --- what changes after the patch -------------------------------------------------------------------------------------
+
+
+def smoothed(trainer: Any) -> None:
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    trainer.label_smoother = LabelSmoother(0.1)
+
+
+def with_dft(trainer: Any) -> None:
+    trainer.args.loss_type = "dft"
+
+
+def with_function(trainer: Any) -> None:
+    trainer.compute_loss_func = a_loss
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "loss type": (with_dft, "loss_type is 'dft'"),
+    "smoother": (smoothed, "smoothed"),
+    "function": (with_function, "its user's"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_settings_that_change_are_seen(what: str, tmp_path: Path, ran: Losses) -> None:
+    change, reason = CHANGES[what]
+    results = []
+    for fused in (None, "fused"):
+        trainer = fastpack.patch(trainer_of(tmp_path), loss=fused)
+        change(trainer)
+        results.append(logged(trainer))
+    check_same(results[1], results[0])
+    assert not ran.rows
+    assert reason in dict(fastpack.report(trainer).skipped)["loss"]
+
+
+def test_a_head_that_balances_experts_of_its_own_accord(tmp_path: Path, ran: Losses) -> None:
+    results = []
+    for fused in (None, "fused"):
+        trainer = trainer_of(tmp_path, tiny_model("mixtral"), router_aux_loss_coef=0.0)
+        fastpack.patch(trainer, loss=fused)
+        trainer.model.config.output_router_logits = True
+        trainer.model.router_aux_loss_coef = 0.5
+        results.append(logged(trainer))
+    check_same(results[1], results[0])
+    assert not ran.rows
+    assert "experts" in dict(fastpack.report(trainer).skipped)["loss"]
+
+
+def with_prefixes(model: Any) -> Any:
+    from peft import PrefixTuningConfig, get_peft_model
+
+    return get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def with_weights(model: Any) -> Any:
+    model.config.output_attentions = True
+    return model
+
+
+@pytest.mark.parametrize("change", [with_prefixes, with_weights])
+def test_a_head_that_runs_its_stock_forward_has_trls_loss(change: Any, tmp_path: Path, ran: Losses) -> None:
+    """Which nothing tells before it has run; metrics are those of TRL then, not none."""
+    results = []
+    for fused in (None, "fused"):
+        torch.manual_seed(0)
+        model = change(tiny_model("llama", attn_implementation="eager"))
+        trainer = fastpack.patch(trainer_of(tmp_path, model), loss=fused)
+        results.append(logged(trainer))
+    check_same(results[1], results[0])
+    assert not ran.rows
+    assert "stock forward" in dict(fastpack.report(trainer).skipped)["loss"]
+
+
+def test_a_model_out_of_a_pickle(tmp_path: Path, ran: Losses) -> None:
+    import pickle
+
+    wanted = logged(trainer_of(tmp_path))
+    first = fastpack.patch(trainer_of(tmp_path), loss="fused")
+    model = pickle.loads(pickle.dumps(first.model))
+    check_same(logged(fastpack.patch(trainer_of(tmp_path, model), loss="fused")), wanted)
+    assert len(ran.rows) == STEPS
+
+
+def test_sums_reach_the_trainer_whatever_casts_arguments(tmp_path: Path, ran: Losses) -> None:
+    """As FSDP's mixed precision does with every tensor that it finds, in whatever."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    wanted = logged(trainer_of(tmp_path))
+    trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
+
+    def copied(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return _apply_to_tensors(torch.clone, args), _apply_to_tensors(torch.clone, kwargs)
+
+    trainer.model.register_forward_pre_hook(copied, with_kwargs=True)
+    check_same(logged(trainer), wanted)
+    assert len(ran.rows) == STEPS
+
+
+@pytest.mark.parametrize("name", ["compute_loss", "log"])
+def test_what_somebody_put_over_ours_stays(name: str, tmp_path: Path, ran: Losses) -> None:
+    wanted = logged(trainer_of(tmp_path))
+    trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
+    ours, seen = getattr(trainer, name), []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        return ours(*args, **kwargs)
+
+    setattr(trainer, name, theirs)
+    fastpack.patch(trainer, loss="fused")
+    assert getattr(trainer, name) is theirs
+    check_same(logged(trainer), wanted)
+    assert len(ran.rows) == STEPS
+    assert len(seen) >= STEPS
+    fastpack.unpatch(trainer)
+    assert getattr(trainer, name) is theirs
+    trainer.train()
+    assert len(ran.rows) == STEPS, "it calls TRL's"
+
+
+def test_a_model_that_was_patched_anew_without_it(tmp_path: Path, ran: Losses) -> None:
+    trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
+    fastpack.patch(trainer.model)
+    assert "without loss='fused'" in dict(fastpack.report(trainer).skipped)["loss"]
+    wanted = logged(trainer_of(tmp_path))
+    check_same(logged(trainer), wanted)
+    assert not ran.rows
+
+
+def test_after_a_run_in_half_precision(tmp_path: Path, ran: Losses) -> None:
+    """accelerate leaves its wrapper on the model's forward, which the fused loss would go around."""
+    trainer = fastpack.patch(trainer_of(tmp_path, bf16=True, learning_rate=1e-4, max_steps=2))
+    trainer.train()
+    fastpack.patch(trainer, loss="fused")
+    assert "accelerate wrapped the forward" in dict(fastpack.report(trainer).skipped)["loss"]
+    trainer.train()
+    assert not ran.rows
