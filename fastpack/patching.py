@@ -51,6 +51,11 @@ BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 """The attributes of a trainer under which its token budget, and the loss in place of its own, are kept."""
 
 
+def kept_on(target: Any, name: str) -> Any:
+    """What a trainer has under one of these; None where it has nothing, and for a model."""
+    return getattr(target, "__dict__", {}).get(name)
+
+
 @dataclass
 class PatchState:
     """What was changed on one model, in order."""
@@ -149,13 +154,10 @@ def patch(
         raise not_a_choice("verify", verify, (False, True))
     models = models_of(target)
     _refuse_model_init(target, options)
-    set_loss = _plan_loss(target, loss)
-    set_budget = _plan_budget(target, max_tokens, anew=set_loss is not None)
+    set_up = _plan_trainer(target, loss, max_tokens)
     for plan in _plan_all(models, options):
         _apply(plan, options)
-    if set_loss is not None:
-        set_loss()
-    set_budget()
+    set_up()
     if verify:
         from fastpack.verify import verify as check
 
@@ -188,9 +190,7 @@ def unpatch(target: T) -> T:
     """Restore every forward and config of a patched model or trainer exactly. Does nothing to one not patched."""
     for model in models_of(target):
         _restore(model)
-    _plan_budget(target, None)()
-    if (take_off := _plan_loss(target, None)) is not None:
-        take_off()
+    _plan_trainer(target, None, None)()
     return target
 
 
@@ -198,16 +198,11 @@ def unpatch(target: T) -> T:
 def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
     """``patch`` with these options on entry; on exit, also after an exception, what was in force before."""
     before = [(model, options_of(model)) for model in models_of(target)]
-    of_target = getattr(target, "__dict__", {})
-    budget, fused = of_target.get(BUDGET), FUSED_LOSS in of_target
+    budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     try:
         yield patch(target, **options)
     finally:
-        set_loss = _plan_loss(target, "fused" if fused else None)
-        set_budget = _plan_budget(target, None if budget is None else budget.budget, anew=set_loss is not None)
-        if set_loss is not None:
-            set_loss()
-        set_budget()
+        _plan_trainer(target, None if fused is None else "fused", None if budget is None else budget.budget)()
         for model, known in before:
             if known is None:
                 unpatch(model)
@@ -215,9 +210,21 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
                 patch(model, **known.to_dict())
 
 
-def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
-    """What sets up a trainer's token budget, or takes off the one that it has."""
-    if max_tokens is None and BUDGET not in getattr(target, "__dict__", {}):
+def _plan_trainer(target: Any, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
+    """What gives a trainer the fused loss and, over it, a token budget, or takes off the ones that it has."""
+    set_loss = _plan_loss(target, loss)
+    set_budget = _plan_budget(target, max_tokens, anew=set_loss is not None)
+
+    def set_up() -> None:
+        if set_loss is not None:
+            set_loss()
+        set_budget()
+
+    return set_up
+
+
+def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool) -> Callable[[], None]:
+    if max_tokens is None and kept_on(target, BUDGET) is None:
         return lambda: None
     from fastpack.trainers.budget import plan_budget
 
@@ -225,8 +232,8 @@ def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: boo
 
 
 def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
-    """What puts the fused loss in the place of a trainer's own, or takes it off; None where nothing changes."""
-    if isinstance(target, nn.Module) or (loss is None and FUSED_LOSS not in target.__dict__):
+    """None where nothing changes."""
+    if isinstance(target, nn.Module) or (loss is None and kept_on(target, FUSED_LOSS) is None):
         return None
     from fastpack.trainers.fused_loss import plan_fused_loss
 

@@ -16,7 +16,7 @@ from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
 from fastpack.layers.rotary import unserved
 from fastpack.offload import offload_of
-from fastpack.patching import BUDGET, FUSED_LOSS, PatchState, carries, state_of
+from fastpack.patching import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
 from fastpack.planning import PROJECTING
 from fastpack.report import PatchReport
 from fastpack.targets import find_parts, models_of
@@ -44,17 +44,15 @@ def report(target: Any) -> PatchReport:
         notes += (sharing.describe(),)
     if graphs is not None:
         notes += (graphs.describe(next(backbone.parameters()).device),)
-    budget = getattr(target, "__dict__", {}).get(BUDGET)
+    budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
     notes += _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)
-    fused = getattr(target, "__dict__", {}).get(FUSED_LOSS)
     asked = state.options.loss is not None or fused is not None
     if asked and not any(what == "loss" for what, _ in skipped):
-        reason = None if fused is None else fused.rejects(target)
-        reason = _why_no_fused_loss(head, state, of_trainer=fused is not None) if reason is None else reason
+        reason = _why_no_fused_loss(head, state, target)
         note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
         skipped += () if reason is None else (("loss", reason),)
         notes += (note,) if reason is None else ()
@@ -72,25 +70,24 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _why_no_fused_loss(head: nn.Module | None, state: PatchState, *, of_trainer: bool) -> str | None:
-    """What keeps the loss from being fused that was asked for, as far as only a look at the model now tells.
-
-    Args:
-        of_trainer: a trainer was given it.
-    """
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: Any) -> str | None:
+    """What keeps the loss from being fused that was asked for, as far as only a look at the target now tells."""
+    of_trainer = kept_on(target, FUSED_LOSS)
+    if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
+        return str(rejected)
     if head is None:
         return "a bare backbone has none"
     if state.options.loss is None:
         return "the model was patched anew, without loss='fused': TRL's loss runs"
     came_after = f"this {type(head).__name__} came after the patch"
-    reason = fused_loss_fails(head, asked_for=of_trainer) if carries(head, state) else came_after
+    reason = fused_loss_fails(head, asked_for=of_trainer is not None) if carries(head, state) else came_after
     return None if reason is None else f"{reason}: the stock loss runs"
 
 
 def why_no_fused_loss(trainer: Any) -> str | None:
-    """Why the head of a trainer that was given the fused loss would compute its stock one now, or None."""
+    """Why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)
     if state is None:
         return "its model is not patched"
-    return dict(state.report.skipped).get("loss") or _why_no_fused_loss(parts.head, state, of_trainer=True)
+    return dict(state.report.skipped).get("loss") or _why_no_fused_loss(parts.head, state, trainer)

@@ -15,7 +15,7 @@ from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PatchError
 from fastpack.options import TokenBudget
-from fastpack.patching import BUDGET
+from fastpack.patching import BUDGET, kept_on
 from fastpack.text import counted
 from fastpack.trainers import loader, steps
 from fastpack.trainers.kinds import Kind, averages, kind_of
@@ -59,7 +59,7 @@ class BudgetState:
 
 def budget_of(target: Any) -> BudgetState | None:
     """The budget in force on a trainer."""
-    state: BudgetState | None = getattr(target, "__dict__", {}).get(BUDGET)
+    state: BudgetState | None = kept_on(target, BUDGET)
     return state
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastpack.layers.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.layers.stock import binds
 from fastpack.options import Loss
-from fastpack.patching import FUSED_LOSS
+from fastpack.patching import FUSED_LOSS, kept_on
 from fastpack.reporting import why_no_fused_loss
 from fastpack.text import counted
 from fastpack.trainers import steps
@@ -64,7 +64,7 @@ class FusedLossState:
 
 def fused_loss_of(target: Any) -> FusedLossState | None:
     """What stands in the place of a trainer's loss."""
-    state: FusedLossState | None = getattr(target, "__dict__", {}).get(FUSED_LOSS)
+    state: FusedLossState | None = kept_on(target, FUSED_LOSS)
     return state
 
 
@@ -178,7 +178,7 @@ def _compute_loss(
     if state.off or not training:
         _settle(trainer, state)  # TRL's reads how many tokens there were
         return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-    reason = state.rejects(trainer) or why_no_fused_loss(trainer)
+    reason = why_no_fused_loss(trainer)
     if reason is None and num_items_in_batch is None:
         reason = "the trainer doesn't say how many labels the step has"
     if reason is None and "attention_mask" not in inputs and "position_ids" not in inputs:
