@@ -27,7 +27,7 @@ from fastpack.ops.kernels.row_sums import sum_rows
 if TYPE_CHECKING:
     from fastpack.ops.norm import Kind
 
-FEW = 2048
+FEW = 1024
 """Rows below which programs that walk over them have little to walk."""
 
 
@@ -312,7 +312,8 @@ def backward(
             )
         return dx, None, None
     tile, block, warps, each = backward_weight_tile(width, tokens < FEW)
-    groups = max(1, min(triton.cdiv(tokens, tile), each * processors(device) // heads))
+    walks = triton.cdiv(tokens, tile * max(1, each * processors(device) // heads))
+    groups = max(1, triton.cdiv(tokens, tile * max(1, walks)))  # as many as walk as far, and no more
     dweight = torch.empty((groups, *weight.shape), dtype=torch.float32, device=device)
     dbias = torch.empty_like(dweight) if needed[2] else None
     with on_device(x):
@@ -343,8 +344,12 @@ def backward_weight_tile(width: int, few: bool) -> tuple[int, int, int, int]:
     """The same where a weight is trained, and how many programs a multiprocessor has, which walk over the rows: as few
     as keep it busy, since each adds a row to the last sum. Measured on an H200 for ``few`` rows and for many."""
     rows, block, warps = forward_tile(width)
-    if block <= 1024:
-        return 4 * 1024 // block, block, *((8, 2) if block < 1024 else (4, 4))
-    if block > 4096 or (few and block == 4096):
+    if block < 1024:
+        return 4 * 1024 // block, block, 8, 2
+    if block == 1024:
+        return 2, block, 4, 3
+    if block == 2048:
+        return rows, block, 8, 3
+    if block > 4096 or few:
         return rows, block, 16, 1
-    return rows, block, warps, 4
+    return rows, block, warps, 2
