@@ -1,4 +1,4 @@
-"""What a patch sets on a model: each change can be undone, or sleep for a while, whoever put theirs over it since.
+"""What a patch sets on a model or a trainer: each change can be undone, or sleep, whoever put theirs over it since.
 
 Trainers and accelerate wrap the forward that they find. Ours can't be taken away from under a wrapper, which holds it;
 but it is a ``functools.partial`` of its own, and can be turned, in place, into a call of what was there before it.
@@ -48,9 +48,10 @@ class Change(Protocol):
 
 @dataclass(eq=False)
 class Attribute:
-    """An attribute of a module that was set to ``ours``; ``previous`` is what the instance had there, or None."""
+    """An attribute of a module, or of a trainer, that was set to ``ours``; ``previous`` is what the instance had there,
+    or None."""
 
-    module: nn.Module
+    module: Any
     name: str
     ours: Any
     previous: Any
@@ -62,6 +63,12 @@ class Attribute:
         change = cls(module, name, make(previous), previous)
         setattr(module, name, change.ours)
         return change
+
+    @classmethod
+    def over(cls, owner: Any, name: str, function: Callable[..., Any], *bound: Any) -> Attribute:
+        """Put ``function`` over a method; it gets the owner, the method as it was, ``bound``, and what is passed."""
+        stock = getattr(owner, name)
+        return cls.put(owner, name, lambda _: functools.partial(function, owner, stock, *bound))
 
     def undo(self) -> TakeBack:
         place = self._place()

@@ -13,6 +13,7 @@ from fastpack.batching.budget import TOO_LONG
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
+from fastpack.changes import Attribute
 from fastpack.errors import PatchError
 from fastpack.options import TokenBudget
 from fastpack.patching import BUDGET, kept_on
@@ -30,7 +31,7 @@ class BudgetState:
     sampler: TokenBudgetSampler | None
     dataset: Any
     drop_last: bool
-    undo: list[tuple[Any, str, Any]] = field(default_factory=list)
+    changes: list[Attribute] = field(default_factory=list)
 
     def start(self, trainer: Any) -> TokenBudgetSampler:
         """The sampler of a run that begins now, with as many micro-batches in each epoch."""
@@ -186,22 +187,18 @@ def _parallel(trainer: Any, axis: str) -> int:
 def _set_up(trainer: Any, state: BudgetState) -> None:
     remove_budget(trainer)
     state.weighing.means = averages(trainer, state.weighing.kind)
-    accelerator = trainer.accelerator
-    for name, ours in (("get_batch_samples", steps.get_batch_samples), ("compute_loss", steps.compute_loss)):
-        _replace(state, trainer, name, functools.partial(ours, trainer, getattr(trainer, name), state.weighing))
-    _replace(state, accelerator, "gather", functools.partial(steps.gather, accelerator, accelerator.gather))
+    weighing = (state.weighing,)
+    replaced: list[tuple[Any, str, Callable[..., Any], tuple[Any, ...]]] = [
+        (trainer, "get_batch_samples", steps.get_batch_samples, weighing),
+        (trainer, "compute_loss", steps.compute_loss, weighing),
+        (trainer.accelerator, "gather", steps.gather, ()),
+    ]
     if state.sampler is not None:
-        stock = trainer.get_train_dataloader
-        made = functools.partial(loader.get_train_dataloader, trainer, stock, state)
-        _replace(state, trainer, "get_train_dataloader", made)
+        replaced.append((trainer, "get_train_dataloader", loader.get_train_dataloader, (state,)))
+    state.changes += [Attribute.over(owner, name, ours, *bound) for owner, name, ours, bound in replaced]
     if state.weighing.kind.planned:
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state
-
-
-def _replace(state: BudgetState, owner: Any, name: str, ours: Any) -> None:
-    state.undo.append((owner, name, owner.__dict__.get(name)))
-    setattr(owner, name, ours)
 
 
 def remove_budget(trainer: Any) -> None:
@@ -209,10 +206,8 @@ def remove_budget(trainer: Any) -> None:
     state = budget_of(trainer)
     if state is None:
         return
-    for owner, name, before in reversed(state.undo):
-        owner.__dict__.pop(name, None)
-        if before is not None:
-            setattr(owner, name, before)
+    for change in reversed(state.changes):
+        change.undo()
     if state.weighing.kind.planned:
         trainer.remove_callback(loader.BudgetCallback)  # by class: resuming may have put another one in its place
     del trainer.__dict__[BUDGET]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.changes import Attribute
 from fastpack.layers.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.layers.stock import binds
 from fastpack.options import Loss
@@ -37,8 +38,7 @@ class FusedLossState:
         why_stock: why the last one of those had.
         pending: of each micro-batch that was not read from the device yet, :attr:`TokenStatistics.sums` and how many
             tokens it has.
-        ours, before: what was set on the instance, and what it had there, None where it had none of its own.
-        off: somebody holds ours, after it was taken off.
+        changes: what was set on the instance.
     """
 
     rejected: str | None
@@ -47,9 +47,7 @@ class FusedLossState:
     stock: int = 0
     why_stock: str = ""
     pending: list[Tensor] = field(default_factory=list)
-    ours: dict[str, Any] = field(default_factory=dict)
-    before: dict[str, Any] = field(default_factory=dict)
-    off: bool = False
+    changes: list[Attribute] = field(default_factory=list)
 
     def rejects(self, trainer: Any) -> str | None:
         """Why the trainer keeps its own loss now; its settings may have changed since."""
@@ -142,9 +140,7 @@ def _set_up(trainer: Any, state: FusedLossState) -> None:
     _remove(trainer)
     if state.rejected is None:
         for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
-            state.before[name] = trainer.__dict__.get(name)
-            state.ours[name] = functools.partial(ours, trainer, getattr(trainer, name), state)
-            setattr(trainer, name, state.ours[name])
+            state.changes.append(Attribute.over(trainer, name, ours, state))
     trainer.__dict__[FUSED_LOSS] = state
 
 
@@ -154,13 +150,8 @@ def _remove(trainer: Any) -> None:
     if state is None:
         return
     _settle(trainer, state)
-    state.off = True
-    for name, before in state.before.items():
-        if trainer.__dict__.get(name) is not state.ours[name]:
-            continue  # somebody's, who calls ours
-        del trainer.__dict__[name]
-        if before is not None:
-            setattr(trainer, name, before)
+    for change in reversed(state.changes):
+        change.undo()
     del trainer.__dict__[FUSED_LOSS]
 
 
@@ -175,7 +166,7 @@ def _compute_loss(
 ) -> Any:
     """``SFTTrainer.compute_loss``: in training the head's own, where it is fused; else TRL's."""
     training = trainer.model.training and torch.is_grad_enabled() and not return_outputs
-    if state.off or not training:
+    if not training:
         _settle(trainer, state)  # TRL's reads how many tokens there were
         return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
     reason = why_no_fused_loss(trainer)

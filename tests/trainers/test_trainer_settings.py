@@ -192,6 +192,31 @@ def test_a_loss_of_the_users_own_is_put_back(tmp_path: Path) -> None:
     assert trainer.compute_loss is mine
 
 
+@pytest.mark.parametrize("name", ["compute_loss", "get_batch_samples", "get_train_dataloader", "gather"])
+def test_what_somebody_put_over_a_budgets_stays(name: str, tmp_path: Path) -> None:
+    """It is not thrown away, and what it calls is the trainer's own again."""
+
+    def losses(trainer: Any) -> list[float]:
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    wanted = losses(sft(tmp_path))
+    trainer = fastpack.patch(sft(tmp_path), max_tokens=60)
+    owner = trainer.accelerator if name == "gather" else trainer
+    ours, seen = getattr(owner, name), []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        seen.append(True)
+        return ours(*args, **kwargs)
+
+    setattr(owner, name, theirs)
+    fastpack.patch(trainer, max_tokens=75)
+    fastpack.unpatch(trainer)
+    assert getattr(owner, name) is theirs
+    assert losses(trainer) == pytest.approx(wanted, rel=1e-5)
+    assert seen or name == "gather", "which one process has no need of"
+
+
 def test_refused(tmp_path: Path) -> None:
     for order in ("sequential", "group_by_length"):
         ordered = sft(tmp_path, train_sampling_strategy=order)
