@@ -13,6 +13,7 @@ from fastpack.commands.training import Command, Logs, run
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
     from fastpack.commands.meter import Summary
+    from fastpack.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -68,7 +69,7 @@ def _loaded(source: str, given: Given) -> Any:
     return create_model_from_path(source, **loading)
 
 
-def _advise(summary: Summary, given: Given, ranks: int) -> str | None:
+def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> str | None:
     from fastpack.commands.meter import WASTE
 
     if given.ours.patch or summary.padding_share <= WASTE:

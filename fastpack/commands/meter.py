@@ -158,11 +158,13 @@ class Feeding:
     Attributes:
         patched, packing: whether they were on.
         full_step: slots of one step if packing filled every row, on all ranks; None without a ``max_length``.
+        fused_loss: the head's own loss ran, which leaves padding out.
     """
 
     patched: bool
     packing: bool
     full_step: int | None
+    fused_loss: bool = False
 
 
 WASTE = 0.2
@@ -174,7 +176,7 @@ def hint(summary: Summary, feeding: Feeding) -> str | None:
     wasteful = summary.padding_share > WASTE
     per_step = summary.real_tokens / max(summary.steps, 1)
     fills = feeding.full_step is not None and per_step > (1 - WASTE) * feeding.full_step
-    if feeding.packing or not summary.steps or (fills and not wasteful):
+    if feeding.packing or not summary.steps or (fills and (not wasteful or feeding.fused_loss)):
         return None
     flag = "--packing" if feeding.full_step else "--packing --max_length N"
     gain = ""
@@ -188,6 +190,9 @@ def hint(summary: Summary, feeding: Feeding) -> str | None:
         return f"hint: packing was off, which left room in every step; {flag} fills it{gain}."
     padding = summary.slots - summary.real_tokens
     share = f"{summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding"
+    if feeding.fused_loss:
+        room = f"which left room in every step; {flag} fills it{gain}"
+        return f"hint: {share}: backbone and fused loss skipped them, {room}."
     if feeding.patched:
         return (
             f"hint: {share}: the patched backbone skipped them, the loss head was still given them; --padding_free, "

@@ -10,6 +10,7 @@ from fastpack.commands.training import Command, run
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
     from fastpack.commands.meter import Summary
+    from fastpack.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def _refuses_length(training: Any) -> bool:
     return training.padding_free and not training.packing
 
 
-def _advise(summary: Summary, given: Given, ranks: int) -> str | None:
+def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> str | None:
     from fastpack.commands.meter import Feeding, hint
 
     if given.ours.max_tokens is not None:
@@ -39,7 +40,8 @@ def _advise(summary: Summary, given: Given, ranks: int) -> str | None:
     training = given.training
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
     full_step = per_step * given.max_length if given.max_length else None
-    return hint(summary, Feeding(patched=given.ours.patch, packing=training.packing, full_step=full_step))
+    fused = given.ours.loss is not None and "loss" not in dict(report.skipped)
+    return hint(summary, Feeding(given.ours.patch, training.packing, full_step, fused_loss=fused))
 
 
 SFT = Command(

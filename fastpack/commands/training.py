@@ -20,6 +20,7 @@ from fastpack.commands import UsageError, loading_errors, quiet, require, requir
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
     from fastpack.commands.meter import Meter, Summary
+    from fastpack.report import PatchReport
 
 Logs = Mapping[str, Any]
 
@@ -33,7 +34,8 @@ class Command:
         what, formats, flags: one sentence, the formats of data, and flags worth a mention, for people.
         columns: from the trainer's config, the sets of columns of which a data set must have one.
         columns_in_words: the same for a message.
-        advise: from the summary, the arguments and the number of ranks, one line on what could be saved, or None.
+        advise: from the summary, the arguments, the number of ranks and the trainer's report, one line on what could be
+            saved, or None.
         refuses_length: whether the trainer refuses its own default of ``max_length`` with this config.
         models: from the policy (a model, or where to load it) and the arguments, keyword arguments that the trainer
             is given beside or instead of the usual ones.
@@ -47,7 +49,7 @@ class Command:
     formats: str
     columns: Callable[[Any], Collection[set[str]]]
     columns_in_words: Callable[[Any], str]
-    advise: Callable[[Summary, Given, int], str | None]
+    advise: Callable[[Summary, Given, int, PatchReport], str | None]
     flags: str = ""
     refuses_length: Callable[[Any], bool] = lambda training: False
     models: Callable[[Any, Given], dict[str, Any]] = lambda source, given: {}
@@ -158,8 +160,8 @@ def train(trainer: Any, given: Given) -> Meter:
 def _finish(command: Command, trainer: Any, meter: Meter, given: Given) -> int:
     records = meter.records_of_all_ranks(trainer.accelerator)
     summary = meter.summary(records)
-    advice = command.advise(summary, given, given.training.world_size)
     report = fastpack.report(trainer)
+    advice = command.advise(summary, given, given.training.world_size, report)
     if not trainer.is_world_process_zero():
         return 0
     history = trainer.state.log_history

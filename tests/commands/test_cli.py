@@ -233,6 +233,8 @@ def test_hint_is_silent_where_nothing_can_be_saved() -> None:
     assert hint(summary(), Feeding(patched=True, packing=True, full_step=256)) is None
     full = summary(real=2000, slots=2000)
     assert hint(full, Feeding(patched=True, packing=False, full_step=200)) is None
+    assert hint(summary(), Feeding(patched=True, packing=False, full_step=100, fused_loss=True)) is None
+    assert hint(summary(), Feeding(patched=True, packing=False, full_step=100)) is not None
 
 
 def test_hint_says_what_packing_would_do() -> None:
@@ -244,6 +246,13 @@ def test_hint_says_what_packing_would_do() -> None:
     assert line is not None
     assert "50% of the slots (1,000 of 2,000) were padding" in line
     assert "--packing --max_length N" in line
+    line = hint(summary(), Feeding(patched=True, packing=False, full_step=None))
+    assert line is not None
+    assert "the loss head was still given them" in line
+    line = hint(summary(), Feeding(patched=True, packing=False, full_step=None, fused_loss=True))
+    assert line is not None
+    assert "backbone and fused loss skipped them" in line
+    assert "the loss head" not in line
 
 
 def test_slots_of_padded_and_flattened_batches() -> None:
