@@ -14,7 +14,7 @@ from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_notes, mixer_rung
 from fastpack.report import PatchReport
 from fastpack.rungs import layer_rungs, unpadded_share
-from fastpack.windows import MEND, forms_of, misplaced
+from fastpack.windows import forms_of, misplaced
 
 NOTE = "mixers:"
 
@@ -68,9 +68,12 @@ class Mixing:
         return tuple((name, f"{count} {why}") for name, count in found.items())
 
     def misplaced(self) -> tuple[tuple[str, str], ...]:
-        """Those that were moved since to where the stock model masks in another way."""
-        why = f"moved after the patch, and refused when it runs: unpatch(model), {MEND}, and patch it"
-        return tuple(("layers", f"{what}; {why}") for what in misplaced(self.backbone, forms_of(self.backbone)))
+        """Those that the stock model masks in another way by now: they were moved, or the config was changed."""
+        why = "moved, or its config changed, after the patch, and refused when it runs: unpatch(model)"
+        return tuple(
+            ("layers", f"{found.what}; {why}, {found.mend}, and patch it")
+            for found in misplaced(self.backbone, forms_of(self.backbone))
+        )
 
     def refreshed(self, report: PatchReport) -> dict[str, Any]:
         """All of this, with what else the report counts and notes."""

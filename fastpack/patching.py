@@ -7,7 +7,6 @@ model through ``copy.deepcopy``, pickling and PEFT.
 
 from __future__ import annotations
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,8 +26,7 @@ from fastpack.changes import (
 )
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.layers.causal_lm import head_forward
-from fastpack.layers.interface import SCOPE, STOCK_CONFIG, interface_name, register_interface
-from fastpack.layers.scope import PackingScope
+from fastpack.layers.interface import private_config, register_interface
 from fastpack.layers.stock import HELD, Held, binds
 from fastpack.mixing import Mixing
 from fastpack.ops.implementation import Implementation
@@ -313,9 +311,10 @@ def _apply(plan: Plan, options: PatchOptions) -> None:
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
-            configs[id(original)] = _private_config(original, options.attention, plan.scope)
+            configs[id(original)] = private_config(original, options.attention, plan.scope)
         state.changes.append(Attribute(module, "config", configs[id(original)], original))
         module.config = configs[id(original)]
+    plan.watch.configs += configs.values()
     state.changes += [Hook.put(module, hook) for module, hook in plan.pre_hooks]
     plan.backbone.__dict__[STATE] = state
 
@@ -364,12 +363,3 @@ def asleep(state: PatchState) -> Iterator[None]:
         for change in reversed(state.changes):
             later.callback(change.sleep())
         yield
-
-
-def _private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
-    """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
-    private = copy.copy(config)
-    setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
-    setattr(private, SCOPE, scope)
-    private._attn_implementation_internal = interface_name(attention)
-    return private

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import explain
-from fastpack.classes import Classes, mentions, shadowed
+from fastpack.classes import mentions, shadowed
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -55,7 +55,8 @@ from fastpack.report import PatchReport
 from fastpack.serving import attention_shape, serving_backend
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
 from fastpack.trust import own_class, refuse_look_alikes, refuse_own_attention, trusted_specs
-from fastpack.windows import MEND, LayerOrder, misplaced
+from fastpack.watch import Watch
+from fastpack.windows import LayerOrder, misplaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +87,7 @@ class Plan:
     pre_hooks: list[tuple[nn.Module, Callable[..., Any]]] = field(default_factory=list)
     scope: PackingScope | None = None
     mixing: Mixing | None = None
-    classes: Classes = field(default_factory=Classes)
+    watch: Watch = field(default_factory=Watch)
 
 
 def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
@@ -141,7 +142,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
         plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
-    plan.classes.watch(swap.module for swap in plan.forwards)
+    plan.watch.classes.watch(swap.module for swap in plan.forwards)
 
     plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family)))
     shapes = list(
@@ -212,9 +213,9 @@ def _plan_backbone(
         notes.append(graphs.describe(next(backbone.parameters()).device))
     offload = None if options.offload is None else CheckpointOffload(products=options.offload == "activations")
     sharing = PrefixSharing() if options.share_prefixes == "auto" else None
-    order = LayerOrder.of(backbone)
+    plan.watch.order = LayerOrder.of(backbone)
     bind = functools.partial(
-        _bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, plan.classes, order, family)
+        _bind, backbone_forward, backbone, (graphs, offload, sharing, plan.scope, plan.watch, family)
     )
     plan.forwards.append(ForwardSwap(backbone, bind, "backbone"))
     if head is None:
@@ -315,7 +316,7 @@ def _plan_module(
 
 
 def _refuse_misplaced(backbone: nn.Module, specs: dict[str, Spec], family: Family) -> None:
-    """Raise where layers were moved, so that their windows are not those by which the stock model masks."""
+    """Raise where layers' windows are not those by which the stock model masks."""
     forms: dict[int, Any] = {}
     for module in backbone.modules():
         own = own_class(module, family) or ""
@@ -325,7 +326,10 @@ def _refuse_misplaced(backbone: nn.Module, specs: dict[str, Spec], family: Famil
     found = list(misplaced(backbone, forms))
     if found:
         more = f" (and {len(found) - 1} more)" if found[1:] else ""
-        raise PatchError(f"layers were moved: {found[0]}{more}. Before the patch, {MEND}. Nothing was changed.")
+        raise PatchError(
+            f"layers were moved, or their config changed: {found[0].what}{more}. Before the patch, {found[0].mend}. "
+            "Nothing was changed."
+        )
 
 
 def _with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:

@@ -1,7 +1,8 @@
 """Windows of layers against their places.
 
-Upstream masks a layer by its place in ``config.layer_types``; a packed one reads the window that the layer was built
-with. Both are one until somebody moves layers: cuts some out, or replicates them (PEFT's ``layer_replication``).
+Upstream masks a layer by its place in ``config.layer_types`` and by ``config.sliding_window``; a packed one reads the
+window that the layer was built with. Both are one until somebody moves layers (cuts some out, or replicates them, as
+PEFT's ``layer_replication`` does), or changes the config of a model that is built.
 """
 
 from __future__ import annotations
@@ -34,8 +35,16 @@ def window_of(module: Any, form: Form) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[str]:
-    """What there is to say of each layer that has, or lacks, a window other than its place asks for.
+@dataclass(frozen=True)
+class Misfit:
+    """A layer that has another window than stock masks it by: what there is to say, and how to mend it."""
+
+    what: str
+    mend: str
+
+
+def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
+    """Each layer that has, or lacks, a window other than its place and the config ask for.
 
     Args:
         forms: the form of each module that mixes tokens, by the module's ``id``.
@@ -49,13 +58,17 @@ def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[str]:
         owner, place = _placed(backbone, name)
         if place is None or place >= layers or not mentions(owner, "layer_types"):
             continue
-        own, asked = _kind(module, forms[id(module)], kinds), kinds[place]
-        if own in (None, asked) or (asked == SLIDING and getattr(config, "sliding_window", None) is None):
+        form, asked, size = forms[id(module)], kinds[place], getattr(config, "sliding_window", None)
+        if asked == SLIDING and size is None:
             continue
-        yield (
-            f"{name} was built for {own}, but config.layer_types[{place}], by which the stock model masks it, says "
-            f"{asked}"
-        )
+        own = _kind(module, form, kinds, asked)
+        if own not in (None, asked):
+            said = f"config.layer_types[{place}], by which the stock model masks it, says {asked}"
+            yield Misfit(f"{name} was built for {own}, but {said}", MEND)
+        elif asked == SLIDING and not isinstance(form, MixerSpec) and window_of(module, form) not in (None, size):
+            own_size = window_of(module, form)
+            said = f"config.sliding_window, by which the stock model masks it, says {size}"
+            yield Misfit(f"{name} was built for a window of {own_size}, but {said}", f"set that to {own_size}")
 
 
 def forms_of(backbone: nn.Module) -> dict[int, Form]:
@@ -73,40 +86,48 @@ _FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, 
 
 @dataclass(eq=False)
 class LayerOrder:
-    """The list of a backbone's layers as it was when it was last looked at: moved ones are seen at the next forward.
+    """A backbone's layers, and what its config says of them, when they were last looked at: what was changed is seen at
+    the next forward.
 
     Attributes:
-        owner: what holds the list, as ``layers``.
-        seen: its layers in order.
+        owner: what holds the list of layers, as ``layers``, and the config by which it masks them.
+        seen: the layers in order, their types and the size of windows.
     """
 
     owner: nn.Module
-    seen: list[nn.Module | None]
+    seen: Looked
 
     @classmethod
     def of(cls, backbone: nn.Module) -> LayerOrder | None:
         """That of the list by whose places the stock model masks; None where it goes by no place."""
         owners = (m for m in backbone.modules() if "layers" in m._modules and mentions(m, "layer_types"))
         owner = next(owners, None)
-        return None if owner is None else cls(owner, _layers(owner))
+        return None if owner is None else cls(owner, _look(owner))
 
     def check(self, backbone: nn.Module) -> None:
-        """Raise where layers were moved so that their windows are others than their places ask for.
+        """Raise where layers were moved, or their config changed, so that their windows are others than it asks for.
 
-        It waits for nobody, and costs a look at each layer's identity while none was moved.
+        It waits for nobody, and costs a look at each layer's identity and type while nothing was changed.
         """
-        now = _layers(self.owner)
+        now = _look(self.owner)
         if now == self.seen:
             return
         found = next(misplaced(backbone, forms_of(backbone)), None)
         if found is not None:
-            raise PatchError(f"layers were moved after the patch: {found}. Call unpatch(model), {MEND}, and patch it.")
+            raise PatchError(
+                f"layers were moved, or their config changed, after the patch: {found.what}. Call unpatch(model), "
+                f"{found.mend}, and patch it."
+            )
         self.seen = now
 
 
-def _layers(owner: nn.Module) -> list[nn.Module | None]:
-    held = owner._modules.get("layers")
-    return [] if held is None else list(held._modules.values())
+Looked = tuple[list[nn.Module | None], tuple[str, ...], int | None]
+
+
+def _look(owner: nn.Module) -> Looked:
+    held, config = owner._modules.get("layers"), owner.config
+    layers = [] if held is None else list(held._modules.values())
+    return layers, tuple(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
 
 
 MEND = "set config.layer_types to the layers' kinds in their present order, and each layer_idx to its layer's place"
@@ -122,12 +143,12 @@ def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
     return backbone.get_submodule(".".join(parts[: at - 1])), int(parts[at])
 
 
-def _kind(module: Any, form: Form, kinds: Any) -> str | None:
-    """What a module computes as, in the words of ``layer_types``; None where they don't matter to it."""
+def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
+    """What a module computes as, in the words of ``layer_types``; None where what its place asks for is no matter."""
     if isinstance(form, MixerSpec):
         masked = (form.window or form.chunk) and not form.in_every_layer
         at = getattr(module, "layer_idx", None)
         return kinds[at] if masked and at is not None and at < len(kinds) else None
-    if not {SLIDING, FULL}.issuperset(kinds):
+    if asked not in (SLIDING, FULL):
         return None
     return FULL if window_of(module, form) is None else SLIDING

@@ -15,7 +15,7 @@ from torch import nn
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.smoke.tiny import build_tiny
+from fastpack.smoke.tiny import build_tiny, model_types
 
 WINDOWED = ["gemma2", "gemma3", "qwen2_moe", "modernbert-decoder"]
 
@@ -80,9 +80,84 @@ def test_what_was_moved_since_is_in_the_report_and_refused(model_type: str, move
     assert not fastpack.report(model).skipped
     said = [why for what, why in fastpack.report(move(model)).skipped if what == "layers"]
     assert said
-    assert all("moved after the patch, and refused when it runs" in why for why in said)
+    assert all("moved, or its config changed, after the patch, and refused" in why for why in said)
     for _ in range(2):
         with pytest.raises(
-            PatchError, match=r"layers were moved after the patch: .*layers\.\d.* set config.layer_types"
+            PatchError, match=r"layers were moved, .* after the patch: .*layers\.\d.* set config.layer_ty"
         ):
             model(input_ids=torch.full((1, 9), 5))
+
+
+def other_window(config: Any) -> None:
+    config.sliding_window -= 1
+
+
+def other_types(config: Any) -> None:
+    config.layer_types = ["full_attention" for _ in config.layer_types]
+
+
+def other_types_in_place(config: Any) -> None:
+    config.layer_types[config.layer_types.index("sliding_attention")] = "full_attention"
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "qwen3", "gemma4", "afmoe", "lara_mini"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            other_window,
+            r"layers\.\d.* was built for a window of 8, but config.sliding_window, .* says 7.* set that to 8",
+        ),
+        (other_types, r"layers\.\d.* was built for sliding_attention, but config.layer_types"),
+        (other_types_in_place, r"layers\.\d.* was built for sliding_attention, but config.layer_types"),
+    ],
+)
+def test_a_config_that_was_changed(model_type: str, change: Any, said: str) -> None:
+    """Stock masks by the config: refused before the patch, and after it."""
+    if model_type not in model_types():
+        pytest.skip(f"this transformers has no {model_type}")
+    changed = build_tiny(model_type)
+    change(changed.config.get_text_config(decoder=True))
+    with pytest.raises(PatchError, match=said):
+        fastpack.patch(changed)
+    model = fastpack.patch(build_tiny(model_type))
+    ids = torch.full((1, 9), 5)
+    model(input_ids=ids)
+    change(model.config.get_text_config(decoder=True))
+    assert [why for what, why in fastpack.report(model).skipped if what == "layers"]
+    for _ in range(2):
+        with pytest.raises(PatchError, match=f"layers were moved, or their config changed, after the patch: .*{said}"):
+            model(input_ids=ids)
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "phimoe", "qwen2_moe"])
+def test_a_window_that_layers_read_from_the_config(model_type: str) -> None:
+    """It is followed, as stock does."""
+    stock = build_tiny(model_type).train()
+    model = fastpack.patch(copy.deepcopy(stock))
+    before = model(input_ids=torch.arange(9)[None]).logits
+    for each in (stock, model):
+        each.config.sliding_window = 3
+    assert not torch.equal(model(input_ids=torch.arange(9)[None]).logits, before)
+    check_exact(model, run_alone(stock, make_sequences(VOCAB)))
+
+
+@pytest.mark.parametrize("model_type", ["olmo", "ministral3"])
+def test_settings_that_kept_forwards_read(model_type: str) -> None:
+    """Attention whose forward is upstream's reads a private config, which follows the model's own."""
+
+    def change(model: Any) -> None:
+        if model_type == "olmo":
+            model.config.clip_qkv = 0.01
+        else:
+            model.config.rope_parameters = {**model.config.rope_parameters, "llama_4_scaling_beta": 4.0}
+
+    stock = build_tiny(model_type).train()
+    model = copy.deepcopy(fastpack.patch(copy.deepcopy(stock)))
+    ids = torch.arange(30)[None]
+    before = model(input_ids=ids).logits
+    change(stock)
+    change(model)
+    assert not torch.allclose(model(input_ids=ids).logits, before, rtol=1e-3)
+    check_exact(model, run_alone(stock, make_sequences(VOCAB)))
+    assert fastpack.unpatch(model).config.to_dict() == stock.config.to_dict()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.adapters import refuse_rows_at_the_door
-from fastpack.classes import Classes, defined_in, mentions, stock_class
+from fastpack.classes import defined_in, mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
@@ -60,7 +60,7 @@ from fastpack.layers.stock import Forward, binds, call_stock, mask_stand_in, wit
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.targets import find_parts, refuse_strange_backbone
-from fastpack.windows import LayerOrder
+from fastpack.watch import Watch
 
 if TYPE_CHECKING:
     from fastpack.offload import CheckpointOffload
@@ -86,8 +86,7 @@ def backbone_forward(
     offload: CheckpointOffload | None,
     sharing: PrefixSharing | None,
     scope: PackingScope | None,
-    classes: Classes,
-    order: LayerOrder | None,
+    watch: Watch,
     family: Family,
     stock: Forward | None,
     *args: Any,
@@ -104,7 +103,7 @@ def backbone_forward(
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.classes.Classes.check` and :meth:`fastpack.windows.LayerOrder.check`.
+        PatchError: see :meth:`fastpack.watch.Watch.check`.
     """
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
@@ -120,9 +119,7 @@ def backbone_forward(
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
     else:
-        classes.check()
-        if order is not None:
-            order.check(backbone)
+        watch.check(backbone)
     packed = _pack(arguments, packing, prefixes=sharing is not None)
     refuse_positions(backbone, family, arguments, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)

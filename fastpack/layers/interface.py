@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from typing import Any
@@ -20,6 +21,8 @@ INTERFACE_PREFIX = "fastpack_"
 STOCK_CONFIG = "_fastpack_stock_config"
 """What the private config of a module that attends through our interface holds: the one that it stands for."""
 
+_IMPLEMENTATION = "_attn_implementation_internal"
+"""Where a config keeps the name of its attention."""
 SCOPE = "_fastpack_scope"
 """And where it is told of the packing that no keyword brings; None where none has to."""
 
@@ -89,6 +92,23 @@ def packed_interface(
 def stock_config(module: nn.Module) -> Any:
     """The config that a module's private one stands for; None where it does not attend through our interface."""
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
+
+
+def private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
+    """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
+    private = copy.copy(config)
+    setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
+    setattr(private, SCOPE, scope)
+    setattr(private, _IMPLEMENTATION, interface_name(attention))
+    return private
+
+
+def follow_stock_config(private: Any) -> None:
+    """Take over what was changed since in the config that a private one stands for."""
+    mine = vars(private)
+    for name, value in vars(mine[STOCK_CONFIG]).items():
+        if name != _IMPLEMENTATION and mine.get(name, mine) is not value:
+            mine[name] = value
 
 
 def stock_interface(module: Any) -> Forward:

@@ -1,0 +1,39 @@
+"""What a user may change on a model after the patch, looked at before each forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fastpack.classes import Classes
+from fastpack.layers.interface import follow_stock_config
+from fastpack.windows import LayerOrder
+
+
+@dataclass(eq=False)
+class Watch:
+    """Of one patched backbone.
+
+    Attributes:
+        classes: of the modules whose forward was replaced.
+        order: the layers in their places; None where the stock model masks by no place.
+        configs: private ones of modules that attend through our interface.
+    """
+
+    classes: Classes = field(default_factory=Classes)
+    order: LayerOrder | None = None
+    configs: list[Any] = field(default_factory=list)
+
+    def check(self, backbone: nn.Module) -> None:
+        """Follow what was changed, or raise where that can't be exact; waits for nobody.
+
+        Raises:
+            PatchError: see :meth:`fastpack.classes.Classes.check` and :meth:`fastpack.windows.LayerOrder.check`.
+        """
+        self.classes.check()
+        if self.order is not None:
+            self.order.check(backbone)
+        for private in self.configs:
+            follow_stock_config(private)
