@@ -140,6 +140,26 @@ def test_an_op_that_works_in_place_is_timed_on_what_it_may_overwrite() -> None:
         assert row.both.share == pytest.approx(row.both.bandwidth / CEILING.bandwidth)
 
 
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_trained"])
+def test_a_loss_is_timed_as_training_asks_for_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one, with a gradient of 1, and without a graph that is kept: nothing is scaled or copied then."""
+    asked: list[tuple[int, dict[str, Any]]] = []
+    grad = torch.autograd.grad
+
+    def watched(outputs: Any, *rest: Any, **kwargs: Any) -> Any:
+        asked.append((len(rest), kwargs))
+        return grad(outputs, *rest, **kwargs)
+
+    monkeypatch.setattr(torch.autograd, "grad", watched)
+    rows = measured(CASES[name])
+    assert (1, {}) in asked
+    assert not any("retain_graph" in kwargs for _, kwargs in asked)
+    for row in rows:
+        assert row.both is not None
+        assert row.forward is None
+        assert row.backward is None
+
+
 def test_an_op_without_gradients_is_timed_forward_only(tmp_path: Path) -> None:
     from fastpack.bench.ops.plot import save_plot
     from fastpack.bench.ops.table import OpTables
@@ -213,7 +233,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert {(row["op"], row["tokens"]) for row in record["ops"]} == {
         (op, tokens) for op in ("rope", "linear_cross_entropy") for tokens in (4, 9)
     }
-    assert all(row["forward"]["seconds"] > 0 and row["deviation"] <= 1 for row in record["ops"])
+    assert all(row["both"]["seconds"] > 0 and row["deviation"] <= 1 for row in record["ops"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

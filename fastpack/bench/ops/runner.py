@@ -61,7 +61,8 @@ class OpFigures:
 
     Attributes:
         forward, backward, both: None where memory did not suffice, which ``error`` then says. Without gradients there
-            is no backward, and both is the forward.
+            is no backward, and both is the forward. A loss, whose gradients may be made in its forward, has neither:
+            both are timed in one, as ``loss.backward()`` asks for them.
         peak_memory: bytes beyond inputs and gradients, for forward and backward.
         avoided: bytes of what the op is there not to hold, or None.
         deviation: the error, as a share of what is allowed; None where it was not looked at.
@@ -204,7 +205,8 @@ def run_case(
         try:
             # a compiled backward would be allowed to overwrite what was saved for it, and so to run but once
             with functorch_config.patch(donated_buffer=False):
-                _measure(row, run, inputs, work, device, ceiling)
+                measured = _measure if case.avoided is None else _measure_loss
+                measured(row, run, inputs, work, device, ceiling)
         except torch.OutOfMemoryError:
             row.error = OUT_OF_MEMORY
         found.append(row)
@@ -247,12 +249,28 @@ def _measure(
         return lambda: torch.autograd.grad(made, trained, gradients, retain_graph=True)
 
     backward = time_calls([backward_call(given) for given in sets], device)
-    row.forward, row.backward = (
-        _pass(timing.seconds, timing.host_seconds, needed, ceiling)
-        for timing, needed in zip((forward, backward), work, strict=True)
-    )
-    needed = Work(work[0].bytes + work[1].bytes, work[0].flops + work[1].flops)
-    row.both = _pass(forward.seconds + backward.seconds, None, needed, ceiling)
+    row.forward = _pass(forward.seconds, forward.host_seconds, work[0], ceiling)
+    row.backward = _pass(backward.seconds, backward.host_seconds, work[1], ceiling)
+    row.both = _pass(forward.seconds + backward.seconds, None, _sum(work), ceiling)
+
+
+def _measure_loss(
+    row: OpFigures, run: Run, inputs: list[Any], work: tuple[Work, Work], device: torch.device, ceiling: Ceiling
+) -> None:
+    """Forward and backward in one, as ``loss.backward()`` asks for them."""
+
+    def call(given: list[Any]) -> Callable[[], tuple[Tensor, ...]]:
+        return lambda: torch.autograd.grad(outputs_of(run(*given)), _trained(given))
+
+    calls = [call(leaves(inputs)) for _ in range(_how_many(inputs, device))]
+    timing = time_calls(calls, device)
+    row.peak_memory = peak_extra_memory(calls[0], device)
+    row.both = _pass(timing.seconds, timing.host_seconds, _sum(work), ceiling)
+
+
+def _sum(work: tuple[Work, Work]) -> Work:
+    forward, backward = work
+    return Work(forward.bytes + backward.bytes, forward.flops + backward.flops)
 
 
 def _trained(given: list[Any]) -> list[Tensor]:

@@ -51,12 +51,12 @@ class OpTables:
 def _legend(ceiling: Ceiling, shown: Collection[str]) -> str:
     """What the columns mean that are shown."""
     meanings = {
-        "forward": "forward, backward: us on the device, inputs not in the cache, the graph retained, so that a loss's "
-        "gradients are copied, which in training stay in their place",
+        "both us": "forward, backward, both: us on the device, inputs not in the cache; of a loss, which may make its "
+        "gradients in the forward, both in one",
         "share": f"share: of the measured copy bandwidth, {ceiling.bandwidth / 1e12:.3g} TB/s, or of "
         f"{ceiling.flops / 1e12:,.3g} TFLOP/s of matrix products ({ceiling.product}), for what the op can't do without",
         "x torch": "x torch: both together",
-        "host": "host: us until a forward is launched",
+        "host": "host: us until a forward (of a loss both) is launched",
         "MiB": "MiB: peak of forward and backward beyond inputs and gradients (of a loss: in times the logits)",
         "error": "error: of results and gradients, as a share of what is allowed (1.5 times torch's own in half "
         "precision, 1e-5 in float32)",
@@ -81,7 +81,7 @@ def _table(case: Case, rows: list[OpFigures]) -> Table:
                 *(_cells(row.backward)),
                 *(_cells(row.both, rate=True)),
                 f"{plain / row.both.seconds:.2f}" if plain and row.both else row.error or "",
-                f"{row.forward.host_seconds * 1e6:,.0f}" if row.forward and row.forward.host_seconds else "",
+                _host(row.forward or row.both),
                 _memory(row),
                 f"{row.deviation:.2f}" if row.deviation is not None else "",
                 style=None if row.exact else "red",
@@ -100,8 +100,11 @@ def _cells(found: Pass | None, *, rate: bool = False) -> list[str]:
 
 
 def _share(share: float) -> str:
-    # a loss that has its gradients from the forward does next to nothing in its backward: that is no rate
-    return f"{share:.0%}" if share < 2 else "-"
+    return f"{share:.0%}"
+
+
+def _host(found: Pass | None) -> str:
+    return f"{found.host_seconds * 1e6:,.0f}" if found is not None and found.host_seconds else ""
 
 
 def _memory(row: OpFigures) -> str:
