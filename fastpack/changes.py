@@ -61,6 +61,8 @@ class Attribute:
         """Set it to what ``make`` makes of the previous one."""
         previous = module.__dict__.get(name)
         change = cls(module, name, make(previous), previous)
+        if isinstance(change.ours, functools.partial):
+            vars(change.ours)["fastpack"] = name  # a partial of one that carries nothing would hold the function alone
         setattr(module, name, change.ours)
         return change
 

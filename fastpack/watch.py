@@ -1,4 +1,4 @@
-"""What a user may change on a model after the patch, looked at before each forward."""
+"""What a user may change on a model after the patch, looked at before each forward, but not in a compiled one."""
 
 from __future__ import annotations
 
@@ -26,8 +26,13 @@ class Watch:
     order: LayerOrder | None = None
     configs: list[Any] = field(default_factory=list)
 
+    def follow(self) -> None:
+        """Take over what was changed in the config, on the stock path too."""
+        for private in self.configs:
+            follow_stock_config(private)
+
     def check(self, backbone: nn.Module) -> None:
-        """Follow what was changed, or raise where that can't be exact; waits for nobody.
+        """Raise where what was changed can't be exact; waits for nobody.
 
         Raises:
             PatchError: see :meth:`fastpack.classes.Classes.check` and :meth:`fastpack.windows.LayerOrder.check`.
@@ -35,5 +40,3 @@ class Watch:
         self.classes.check()
         if self.order is not None:
             self.order.check(backbone)
-        for private in self.configs:
-            follow_stock_config(private)

@@ -7,6 +7,7 @@ PEFT's ``layer_replication`` does), or changes the config of a model that is bui
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -49,26 +50,39 @@ def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
     Args:
         forms: the form of each module that mixes tokens, by the module's ``id``.
     """
-    config = backbone.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or ()
-    layers = min(len(kinds), getattr(config, "num_hidden_layers", len(kinds)))
     for name, module in backbone.named_modules(remove_duplicate=False):
         if id(module) not in forms:
             continue
         owner, place = _placed(backbone, name)
-        if place is None or place >= layers or not mentions(owner, "layer_types"):
+        if place is None or not mentions(owner, "layer_types"):
             continue
-        form, asked, size = forms[id(module)], kinds[place], getattr(config, "sliding_window", None)
-        if asked == SLIDING and size is None:
-            continue
-        own = _kind(module, form, kinds, asked)
-        if own not in (None, asked):
-            said = f"config.layer_types[{place}], by which the stock model masks it, says {asked}"
-            yield Misfit(f"{name} was built for {own}, but {said}", MEND)
-        elif asked == SLIDING and not isinstance(form, MixerSpec) and window_of(module, form) not in (None, size):
-            own_size = window_of(module, form)
-            said = f"config.sliding_window, by which the stock model masks it, says {size}"
-            yield Misfit(f"{name} was built for a window of {own_size}, but {said}", f"set that to {own_size}")
+        misfits = (_misfit(config, name, module, forms[id(module)], place) for config in _configs(backbone, owner))
+        yield from itertools.islice(filter(None, misfits), 1)
+
+
+def _configs(backbone: Any, owner: Any) -> list[Any]:
+    """Those by which the stock model masks: that of what holds the layers, and that of a wrapper which makes masks."""
+    own = owner.config
+    outer = own if owner is backbone else backbone.config.get_text_config(decoder=True)
+    return [own] if outer is own else [own, outer]
+
+
+def _misfit(config: Any, name: str, module: Any, form: Form, place: int) -> Misfit | None:
+    kinds = getattr(config, "layer_types", None) or ()
+    if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
+        return None
+    asked, size = kinds[place], getattr(config, "sliding_window", None)
+    if asked == SLIDING and size is None:
+        return None
+    own = _kind(module, form, kinds, asked)
+    if own not in (None, asked):
+        said = f"config.layer_types[{place}], by which the stock model masks it, says {asked}"
+        return Misfit(f"{name} was built for {own}, but {said}", MEND)
+    own_size = None if asked != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
+    if own_size not in (None, size):
+        said = f"config.sliding_window, by which the stock model masks it, says {size}"
+        return Misfit(f"{name} was built for a window of {own_size}, but {said}", f"set that to {own_size}")
+    return None
 
 
 def forms_of(backbone: nn.Module) -> dict[int, Form]:
@@ -90,8 +104,8 @@ class LayerOrder:
     the next forward.
 
     Attributes:
-        owner: what holds the list of layers, as ``layers``, and the config by which it masks them.
-        seen: the layers in order, their types and the size of windows.
+        owner: what holds the list of layers, as ``layers``.
+        seen: the layers in order, and by each config their types and the size of windows.
     """
 
     owner: nn.Module
@@ -102,14 +116,14 @@ class LayerOrder:
         """That of the list by whose places the stock model masks; None where it goes by no place."""
         owners = (m for m in backbone.modules() if "layers" in m._modules and mentions(m, "layer_types"))
         owner = next(owners, None)
-        return None if owner is None else cls(owner, _look(owner))
+        return None if owner is None else cls(owner, _look(backbone, owner))
 
     def check(self, backbone: nn.Module) -> None:
         """Raise where layers were moved, or their config changed, so that their windows are others than it asks for.
 
         It waits for nobody, and costs a look at each layer's identity and type while nothing was changed.
         """
-        now = _look(self.owner)
+        now = _look(backbone, self.owner)
         if now == self.seen:
             return
         found = next(misplaced(backbone, forms_of(backbone)), None)
@@ -121,13 +135,17 @@ class LayerOrder:
         self.seen = now
 
 
-Looked = tuple[list[nn.Module | None], tuple[str, ...], int | None]
+Looked = tuple[list[nn.Module | None], list[tuple[tuple[str, ...], int | None]]]
 
 
-def _look(owner: nn.Module) -> Looked:
-    held, config = owner._modules.get("layers"), owner.config
+def _look(backbone: nn.Module, owner: nn.Module) -> Looked:
+    held = owner._modules.get("layers")
     layers = [] if held is None else list(held._modules.values())
-    return layers, tuple(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    said = [
+        (tuple(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None))
+        for config in _configs(backbone, owner)
+    ]
+    return layers, said
 
 
 MEND = "set config.layer_types to the layers' kinds in their present order, and each layer_idx to its layer's place"
@@ -149,6 +167,7 @@ def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
         masked = (form.window or form.chunk) and not form.in_every_layer
         at = getattr(module, "layer_idx", None)
         return kinds[at] if masked and at is not None and at < len(kinds) else None
-    if asked not in (SLIDING, FULL):
-        return None
+    of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
+    if asked not in (SLIDING, FULL) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
+        return None  # MiniMax masks what its config calls full by a window
     return FULL if window_of(module, form) is None else SLIDING

@@ -130,6 +130,32 @@ def test_8_bit_keeps_its_own_product(tmp_path: Path, calls: dict[str, int]) -> N
     assert "LLM.int8" in next(iter(found))
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_8_bit_gradients_are_those_of_peft(prepared: bool, tmp_path: Path, calls: dict[str, int]) -> None:
+    from peft import prepare_model_for_kbit_training
+
+    sequence = make_sequences(VOCAB, [23])[0]
+
+    def gradients(*, patched: bool) -> dict[str, torch.Tensor]:
+        model = quantised(tmp_path, load_in_8bit=True)
+        if prepared:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = with_lora(model).train()
+        if patched:
+            fastpack.patch(model)
+        packing = {"packed_seq_lens": [23]} if patched else {}
+        model(input_ids=sequence[None], labels=sequence[None], **packing).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    stock, ours = gradients(patched=False), gradients(patched=True)
+    assert calls["add_updates"] == 8
+    assert ours.keys() == stock.keys()
+    assert len(ours) == 28, "A and B of 14 projections"
+    for name, gradient in ours.items():
+        assert relative(gradient, stock[name]) <= 1e-3, f"{name}: int8 rounds what differs in the last digit"
+    assert any(relative(gradient, stock[name].roll(1)) > 0.1 for name, gradient in ours.items())
+
+
 def qlora(
     tmp_path: Path,
     dtype: torch.dtype,

@@ -142,8 +142,44 @@ def test_a_window_that_layers_read_from_the_config(model_type: str) -> None:
     check_exact(model, run_alone(stock, make_sequences(VOCAB)))
 
 
+def test_windows_of_layers_that_the_config_calls_full() -> None:
+    """MiniMax masks them by a window all the same, beside layers of linear attention: nothing is misplaced."""
+    stock = build_tiny("minimax", sliding_window=6).train()
+    model = fastpack.patch(copy.deepcopy(stock))
+    check_exact(model, run_alone(stock, make_sequences(VOCAB)))
+    for each in (stock, model):
+        each.config.sliding_window = 3
+    check_exact(model, run_alone(stock, make_sequences(VOCAB)))
+    assert not fastpack.report(model).skipped
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("where", ["of the wrapper", "of the layers"])
+def test_another_config_behind_a_wrapper(model_type: str, where: str) -> None:
+    """Which makes masks by its own, of which the language model picks by its own."""
+
+    def change(model: Any) -> None:
+        if where == "of the wrapper":
+            model.config.text_config = copy.deepcopy(model.config.text_config)
+            model.config.text_config.sliding_window = 3
+        else:
+            model.model.language_model.config = copy.deepcopy(model.model.language_model.config)
+            other_types(model.model.language_model.config)
+
+    changed = build_tiny(model_type)
+    change(changed)
+    with pytest.raises(PatchError, match=r"layers were moved, or their config changed: .*layers\.\d"):
+        fastpack.patch(changed)
+    model = fastpack.patch(build_tiny(model_type))
+    model(input_ids=torch.full((1, 9), 5))
+    change(model)
+    with pytest.raises(PatchError, match=r"layers were moved, or their config changed, after the patch: .*layers\.\d"):
+        model(input_ids=torch.full((1, 9), 5))
+
+
+@pytest.mark.parametrize("path", ["packed", "stock"])
 @pytest.mark.parametrize("model_type", ["olmo", "ministral3"])
-def test_settings_that_kept_forwards_read(model_type: str) -> None:
+def test_settings_that_kept_forwards_read(model_type: str, path: str) -> None:
     """Attention whose forward is upstream's reads a private config, which follows the model's own."""
 
     def change(model: Any) -> None:
@@ -158,6 +194,18 @@ def test_settings_that_kept_forwards_read(model_type: str) -> None:
     before = model(input_ids=ids).logits
     change(stock)
     change(model)
+    if path == "stock":  # first, so that no other forward has looked
+        torch.testing.assert_close(model(input_ids=ids, use_cache=True).logits, stock(input_ids=ids).logits)
     assert not torch.allclose(model(input_ids=ids).logits, before, rtol=1e-3)
     check_exact(model, run_alone(stock, make_sequences(VOCAB)))
     assert fastpack.unpatch(model).config.to_dict() == stock.config.to_dict()
+
+
+def test_a_setting_of_the_config_that_attention_has_stays() -> None:
+    """A user who reaches it through the modules, where it is the private one, is not overruled."""
+    stock = build_tiny("olmo").train()
+    model = fastpack.patch(copy.deepcopy(stock))
+    for each in (stock, model):
+        for layer in each.model.layers:
+            layer.self_attn.config.clip_qkv = 0.01
+    check_exact(model, run_alone(stock, make_sequences(VOCAB)))

@@ -109,6 +109,8 @@ def backbone_forward(
     packing = take_packing(arguments)
     if scope is not None:
         packing = _from_head(scope, arguments) or packing
+    if not torch.compiler.is_compiling():
+        watch.follow()
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments, **packing)  # continuous batching's, which its attention reads

@@ -23,6 +23,8 @@ STOCK_CONFIG = "_fastpack_stock_config"
 
 _IMPLEMENTATION = "_attn_implementation_internal"
 """Where a config keeps the name of its attention."""
+_SEEN = "_fastpack_seen"
+"""What that one held when it was last looked at."""
 SCOPE = "_fastpack_scope"
 """And where it is told of the packing that no keyword brings; None where none has to."""
 
@@ -97,6 +99,7 @@ def stock_config(module: nn.Module) -> Any:
 def private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
     """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
+    setattr(private, _SEEN, dict(vars(config)))
     setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
     setattr(private, SCOPE, scope)
     setattr(private, _IMPLEMENTATION, interface_name(attention))
@@ -104,11 +107,14 @@ def private_config(config: Any, attention: str, scope: PackingScope | None) -> A
 
 
 def follow_stock_config(private: Any) -> None:
-    """Take over what was changed since in the config that a private one stands for."""
+    """Take over what was changed since in the config that a private one stands for; what was set on that one stays."""
     mine = vars(private)
+    seen = mine[_SEEN]
     for name, value in vars(mine[STOCK_CONFIG]).items():
-        if name != _IMPLEMENTATION and mine.get(name, mine) is not value:
-            mine[name] = value
+        if seen.get(name, seen) is not value:
+            seen[name] = value
+            if name != _IMPLEMENTATION:
+                mine[name] = value
 
 
 def stock_interface(module: Any) -> Forward:

@@ -122,8 +122,8 @@ def test_attention_takes_lengths_that_are_asked_for(
     assert "--lengths none.json: no such file" in capsys.readouterr().err
 
 
-def measured(case: Case) -> list[runner.OpFigures]:
-    return run_case(case, 8, SMALL, torch.float32, CPU, CEILING)
+def measured(case: Case, tokens: int = 8) -> list[runner.OpFigures]:
+    return run_case(case, tokens, SMALL, torch.float32, CPU, CEILING)
 
 
 def test_an_op_that_works_in_place_is_timed_on_what_it_may_overwrite() -> None:
@@ -138,6 +138,12 @@ def test_an_op_that_works_in_place_is_timed_on_what_it_may_overwrite() -> None:
         assert row.both is not None
         assert row.both.seconds == row.forward.seconds + row.backward.seconds
         assert row.both.share == pytest.approx(row.both.bandwidth / CEILING.bandwidth)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_token(name: str) -> None:
+    """At the first position RoPE turns nothing, in place or not."""
+    assert all(row.both is not None and row.error is None for row in measured(CASES[name], 1))
 
 
 @pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_cross_entropy_trained"])

@@ -84,6 +84,21 @@ def test_negative_control(what: str) -> None:
         assert relative(found[key], truth[key]) > 1e-2, key
 
 
+@pytest.mark.parametrize(("softcap", "scale"), [(30.0, 1.0), (30.0, 10.0), (3.0, 3.0), (3.0, 10.0)])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_softcap_is_as_exact_as_torchs(implementation: Implementation, softcap: float, scale: float) -> None:
+    """In float32 too, near zero as well as near the cap, where little is left of 1 - tanh^2."""
+    case = Case(shape=(8, 33, 257), options={"softcap": softcap, "logit_scale": scale})
+    errors: dict[str, list[float]] = {"mine": [], "plain": []}
+    for seed in range(20):
+        inputs, labels = draw(case, seed=seed)
+        truth = run(defined, inputs, labels, dtype=torch.float64, **case.options)
+        for name, function, options in (("mine", computed, {"implementation": implementation}), ("plain", defined, {})):
+            found = run(function, inputs, labels, **options, **case.options)
+            errors[name].append(max(relative(found[key], value) for key, value in truth.items()))
+    assert sum(errors["mine"]) <= 1.25 * sum(errors["plain"])
+
+
 @pytest.mark.parametrize("chunk", [CHUNK, 1024])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
