@@ -187,15 +187,13 @@ def _parallel(trainer: Any, axis: str) -> int:
 def _set_up(trainer: Any, state: BudgetState) -> None:
     remove_budget(trainer)
     state.weighing.means = averages(trainer, state.weighing.kind)
-    weighing = (state.weighing,)
-    replaced: list[tuple[Any, str, Callable[..., Any], tuple[Any, ...]]] = [
-        (trainer, "get_batch_samples", steps.get_batch_samples, weighing),
-        (trainer, "compute_loss", steps.compute_loss, weighing),
-        (trainer.accelerator, "gather", steps.gather, ()),
+    state.changes += [
+        Attribute.over(trainer, "get_batch_samples", steps.get_batch_samples, state.weighing),
+        Attribute.over(trainer, "compute_loss", steps.compute_loss, state.weighing),
+        Attribute.over(trainer.accelerator, "gather", steps.gather),
     ]
     if state.sampler is not None:
-        replaced.append((trainer, "get_train_dataloader", loader.get_train_dataloader, (state,)))
-    state.changes += [Attribute.over(owner, name, ours, *bound) for owner, name, ours, bound in replaced]
+        state.changes.append(Attribute.over(trainer, "get_train_dataloader", loader.get_train_dataloader, state))
     if state.weighing.kind.planned:
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state

@@ -96,11 +96,7 @@ def _cells(found: Pass | None, *, rate: bool = False) -> list[str]:
         return [""] * (3 if rate else 2)
     reached = found.flops / 1e12 if found.flops is not None else (found.bandwidth or 0.0) / 1e9
     shown = [f"{reached:,.3g}" if reached < 1000 else f"{reached:,.0f}"] if rate else []
-    return [f"{found.seconds * 1e6:,.1f}", *shown, _share(found.share)]
-
-
-def _share(share: float) -> str:
-    return f"{share:.0%}"
+    return [f"{found.seconds * 1e6:,.1f}", *shown, f"{found.share:.0%}"]
 
 
 def _host(found: Pass | None) -> str:
