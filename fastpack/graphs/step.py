@@ -125,7 +125,8 @@ class RecordedStep:
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
         request.packed.write_bucketed(bucket, self._cu_seqlens, self._position_ids)
         self._tail_of_zeros, self._passes = True, 0
-        self._row_count = RowCount(torch.full((1,), bucket.tokens // 2, dtype=torch.int32, device=device))
+        rows = torch.full((1,), bucket.tokens // 2, dtype=torch.int32, device=device)
+        self._row_count = RowCount(rows, bucket.tokens)
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
         stand_ins = stack.stand_ins()
 

@@ -18,11 +18,13 @@ import functools
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.plans import LOWER, plan
 
 TERMS = 4
 """At most: three projections and LoRA's update."""
@@ -32,6 +34,8 @@ NARROWEST = 3584
 kernel is as fast as a library's products. Below it, these are up to twice as fast: they have tiles of more shapes."""
 MOST_PROGRAMS = 1024
 """As many as no device has processors."""
+MOST_KINDS = 256
+"""Of launches, that have plans of their own: models whose layers all differ may have more."""
 FEWEST_TILES = 2
 """Tiles for each processor, of an output as wide as the narrower of the two, below which the same is so."""
 
@@ -45,15 +49,39 @@ class RowCount:
         products: how many launches have read it.
         work: floating-point operations that they left out for each row that does not count.
         flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
+        tokens: T, the most that may count.
+        plans: int32 ``[MOST_KINDS, T / LOWER + 1, 3]``, for each kind of launch and number of rows a
+            :func:`fastpack.ops.plans.plan`; in the first place zeros, for all others: no tall tiles, no teams.
+        kinds: those of which there are plans, and where.
     """
 
     rows: Tensor
+    tokens: int
     products: int = 0
     work: int = 0
     flags: Tensor = field(init=False)
+    plans: Tensor = field(init=False)
+    kinds: dict[tuple[int, ...], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.rows.device)
+        self.plans = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / LOWER) + 1, 3)
+
+    def plans_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
+        """int32 ``[T / LOWER + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.plans.plan`.
+
+        They are made when a kind is first met, without waiting for the device; a recording just reads them.
+        """
+        kind = (across, steps, programs, flattened)
+        if kind not in self.kinds:
+            recording = self.rows.is_cuda and torch.cuda.is_current_stream_capturing()
+            if recording or len(self.kinds) == MOST_KINDS - 1:
+                return self.plans[0]
+            units = range(self.plans.shape[1])
+            made = torch.tensor([plan(min(n * LOWER, self.tokens), *kind) for n in units], dtype=torch.int32)
+            self.kinds[kind] = len(self.kinds) + 1
+            self.plans[self.kinds[kind]].copy_(made.pin_memory() if self.rows.is_cuda else made, non_blocking=True)
+        return self.plans[self.kinds[kind]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +178,7 @@ def _run(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequen
 
     count.products += 1
     count.work += sum(2 * m.numel() for one in sums for _, m in one.terms)
-    sum_products(sums, count.rows, count.flags, base, outs)
+    sum_products(sums, count, base, outs)
 
 
 @functools.cache

@@ -48,23 +48,24 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
 def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
     """What so many sums of so many products take on Hopper, one of each LoRA's update; the first two transposed."""
     blocks = [products._block(rank), *[products.BLOCK_K] * 3]
+    used = [blocks[i if outputs == 1 and i < 4 else i % 2] for i in range(2 * products.MOST)]
+    transposed = [i < 2 or outputs > 1 for i in range(2 * products.MOST)]
     constants: dict[str, Any] = {"NUMBER": count, "OUTPUTS": outputs, "BASE": outputs == 1, "BIAS": True}
     constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
-    constants |= {name: getattr(products, name) for name in ("LEAST_SAVED", "MORE_SAVED", "MOST_MEMBERS")}
+    constants |= {"BLOCKS": tuple(used[:4]), "TRANSPOSED": tuple(transposed[:4]), "LOWER": products.LOWER}
     constants |= {"EARLY": True, "PROGRAMS": 132}
-    types = dict.fromkeys(("base", "out0", "out1", "out2"), (products.BLOCK_T, products.BLOCK_N // 2))
-    for i in range(2 * products.MOST):
-        block = blocks[i if outputs == 1 and i < 4 else i % 2]
-        transposed = i < 2 or outputs > 1
-        tile = (products.BLOCK_N, block) if transposed else (block, products.BLOCK_N)
-        types |= {f"x{i}": (products.BLOCK_T, block), f"m{i}": tile}
-        constants |= {f"BLOCK{i}": block, f"T{i}": transposed} if i < 4 else {}
+    height, width = products.BLOCK_T, products.BLOCK_N
+    types = dict.fromkeys(("base", "out0", "out1", "out2"), (height, width // 2))
+    types |= dict.fromkeys(("lower_base", "lower_out0", "lower_out1", "lower_out2"), (products.LOWER, width // 2))
+    for i, block in enumerate(used):
+        types |= {f"x{i}": (height, block), f"lower_x{i}": (products.LOWER, block)}
+        types[f"m{i}"] = (width, block) if transposed[i] else (block, width)
     signature: dict[str, str] = {}
     for name in products._products_kernel.arg_names:
         if name in types:
             signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
         else:
-            pointers = {"count": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
+            pointers = {"count": "*i32", "plans": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
             signature[name] = "constexpr" if name in constants else pointers.get(name.rstrip("012"), "i32")
     kernel: Any = products._products_kernel
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)

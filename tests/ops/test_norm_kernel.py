@@ -220,7 +220,7 @@ def test_rows_that_do_not_count(device: str, width: int, eps: float, counted: in
     short = [tensor[:counted].clone() for tensor in (x, residual, grad, direct)]
     for tensor in (x, residual, grad, direct):
         tensor[counted:] = float("nan")
-    count = RowCount(torch.tensor([counted], dtype=torch.int32, device=device))
+    count = RowCount(torch.tensor([counted], dtype=torch.int32, device=device), len(x))
 
     def run(x: Tensor, residual: Tensor, grad: Tensor, direct: Tensor, row_count: RowCount | None) -> list[Tensor]:
         how: dict[str, Any] = {"row_count": row_count, "implementation": "triton"}

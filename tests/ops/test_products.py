@@ -11,15 +11,17 @@ import torch
 from common import DEVICES, KERNEL_DTYPES, assert_no_worse, relative
 from torch import Tensor
 
+from fastpack.graphs.recorder import no_synchronisation
 from fastpack.ops import products, projections
 from fastpack.ops.gated_mlp import gated_mlp
+from fastpack.ops.plans import plan
 from fastpack.ops.products import RowCount, Sum, go_together, serves, sum_of_products, sums_of_products
 from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.projections import project
 
 kernels = pytest.importorskip("fastpack.ops.kernels.products")
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_finite")
-T, N = 300, 264
+T, N = 330, 264
 LENGTHS = (256, 72, 16, 40)
 """Of the sums: whole steps, one that sticks out, and two thin ones."""
 
@@ -36,21 +38,42 @@ def make_terms(count: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor
 
 
 def counted(rows: int, device: str) -> RowCount:
-    return RowCount(torch.tensor([rows], dtype=torch.int32, device=device))
+    return RowCount(torch.tensor([rows], dtype=torch.int32, device=device), T)
+
+
+def end_of_tiles(rows: int, above: int = 0) -> int:
+    """Behind it nothing is multiplied, where so many rows of tiles are tall."""
+    top = above * (kernels.BLOCK_T + kernels.LOWER)
+    return top + max(0, -(-(rows - top) // kernels.BLOCK_T)) * kernels.BLOCK_T
 
 
 def added(base: Tensor | None, bias: Tensor | None) -> Tensor | float:
     return (0.0 if base is None else base.double()) + (0.0 if bias is None else bias.double())
 
 
+def take_plan(programs: int, above: int, tiles: int, members: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many programs, rows of tall tiles, and tiles and programs of a team, whatever would be best."""
+    monkeypatch.setattr(kernels, "processors", lambda _: programs)
+    monkeypatch.setattr(products, "plan", lambda rows, *_: (min(above, rows // kernels.LOWER // 3), tiles, members))
+
+
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
-@pytest.mark.parametrize("rows", [1, 128, 200, T])
+@pytest.mark.parametrize(("rows", "above"), [(1, 0), (128, 0), (200, 0), (200, 1), (T, 0), (T, 1), (T, 2)])
 @pytest.mark.parametrize(("terms", "base", "bias"), [(1, None, False), (2, "own", True), (4, "in place", False)])
 def test_kernel_is_the_definition(
-    terms: int, base: str | None, bias: bool, rows: int, dtype: torch.dtype, device: str
+    terms: int,
+    base: str | None,
+    bias: bool,
+    rows: int,
+    above: int,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("not served")
+    if above:
+        take_plan(2, above, 1, 1, monkeypatch)
     torch.manual_seed(0)
     given = make_terms(terms, dtype, device)
     total = None if base is None else torch.randn(T, N, device=device).to(dtype)
@@ -60,7 +83,7 @@ def test_kernel_is_the_definition(
     plain = sum((x @ m for x, m in given[1:]), start=given[0][0] @ given[0][1])
     for part in (total, vector):
         plain = plain if part is None else plain + part
-    last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
+    last = end_of_tiles(rows, above)
     for x, _ in given:
         x[last:] = float("nan")  # nobody looks
     before = None if total is None else total.clone()
@@ -76,48 +99,60 @@ def test_kernel_is_the_definition(
 
 
 @pytest.mark.parametrize(
-    ("programs", "rows", "least", "parts"),
+    ("programs", "rows", "above", "tiles", "members", "parts"),
     [
-        (4, T, 1, 2),  # two of six tiles are left, each for two programs
-        (4, 1, 1, 2),
-        (5, T, 1, 1),
-        (12, T, 1, 6),
-        (132, T, 1, 6),
-        (9, T, 1, 6),  # six for three teams of three
-        (8, T, 1, 6),  # six for two of four
-        (5, 200, 1, 4),  # four for one of five
-        (4, T, 4, 0),  # whole, since a half of six steps is not worth it
-        (7, T, 1, 0),  # and since seven programs are no team for six
-        (2, T, 1, 0),  # nothing is left
-        (12, 0, 1, 0),
+        (4, T, 0, 1, 2, 2),  # two of six tiles are left, each for two programs
+        (4, 1, 0, 1, 2, 2),
+        (5, T, 0, 1, 2, 1),
+        (12, T, 0, 1, 2, 6),
+        (9, T, 0, 2, 3, 6),  # six for three teams of three
+        (8, T, 0, 3, 4, 6),  # six for two of four
+        (5, 200, 0, 4, 5, 4),  # four for one of five
+        (4, T, 0, 1, 1, 0),  # two programs make one more than the others
+        (7, T, 0, 1, 1, 0),
+        (2, T, 0, 1, 2, 0),  # nothing is left
+        (12, 0, 0, 1, 2, 0),
+        (7, 128, 0, 1, 3, 4),  # two tiles of six steps, each for three programs of seven
+        (8, 128, 0, 1, 4, 6),
+        (12, 128, 0, 1, 6, 10),  # a step each
+        (4, 320, 1, 1, 1, 0),  # two are tall, two low
+        (3, 320, 1, 1, 3, 2),  # of which one is left
+        (4, T, 1, 1, 2, 2),  # two of four
+        (5, T, 1, 1, 1, 0),
+        (1, T, 1, 1, 1, 0),  # one program makes all six
+        (3, T, 1, 1, 1, 0),
+        (4, T, 2, 1, 1, 0),  # all are tall
+        (2, T, 2, 1, 1, 0),
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_last_round_is_shared(
-    device: str, programs: int, rows: int, least: int, parts: int, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    programs: int,
+    rows: int,
+    above: int,
+    tiles: int,
+    members: int,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By programs of which each that does not end a tile leaves its part of it to another."""
-    check_sharing(device, programs, rows, parts, monkeypatch, LEAST_SAVED=least)
-
-
-@pytest.mark.parametrize(
-    ("programs", "rows", "saved", "most", "parts"),
-    [
-        (7, 128, 0, 4, 4),  # two tiles of six steps, each for three programs of seven
-        (8, 128, 0, 4, 6),
-        (12, 128, 0, 6, 10),
-        (12, 128, 0, 3, 4),  # no more are allowed
-        (8, 128, 1, 4, 4),  # a fourth would want a sum of twelve steps
-        (9, T, 0, 4, 6),  # three for two tiles as ever
-        (40, 1, 0, 8, 10),  # a step each, of six
-    ],
-)
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_tile_is_shared_by_several(
-    device: str, programs: int, rows: int, saved: int, most: int, parts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"LEAST_SAVED": 1, "MORE_SAVED": saved, "MOST_MEMBERS": most}
-    check_sharing(device, programs, rows, parts, monkeypatch, **settings)
+    take_plan(programs, above, tiles, members, monkeypatch)
+    torch.manual_seed(0)
+    given = make_terms(2, torch.float16, device)
+    total = torch.randn(T, N, device=device).to(torch.float16)
+    truth = sum((x.double() @ m.double() for x, m in given), start=total.double())
+    plain = given[0][0] @ given[0][1] + given[1][0] @ given[1][1] + total
+    last = end_of_tiles(rows, above)
+    behind = total[last:].clone()
+    count = counted(rows, device)
+    made = watch_parts(monkeypatch)
+    out = sum_of_products(given, count, base=total, out=total)
+    assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
+    if rows:
+        assert_no_worse(out[:last], plain[:last], truth[:last])
+    assert torch.equal(out[last:], behind), "once each"
+    assert not count.flags.any(), "as they were found"
 
 
 def watch_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
@@ -131,30 +166,6 @@ def watch_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     monkeypatch.setattr(torch, "empty", kept)
     return made
-
-
-def check_sharing(
-    device: str, programs: int, rows: int, parts: int, monkeypatch: pytest.MonkeyPatch, **settings: int
-) -> None:
-    """With so many programs: results, who left parts, and the flags."""
-    monkeypatch.setattr(kernels, "processors", lambda _: programs)
-    for name, value in settings.items():
-        monkeypatch.setattr(kernels, name, value)
-    torch.manual_seed(0)
-    given = make_terms(2, torch.float16, device)
-    total = torch.randn(T, N, device=device).to(torch.float16)
-    truth = sum((x.double() @ m.double() for x, m in given), start=total.double())
-    plain = given[0][0] @ given[0][1] + given[1][0] @ given[1][1] + total
-    last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
-    behind = total[last:].clone()
-    count = counted(rows, device)
-    made = watch_parts(monkeypatch)
-    out = sum_of_products(given, count, base=total, out=total)
-    assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
-    if rows:
-        assert_no_worse(out[:last], plain[:last], truth[:last])
-    assert torch.equal(out[last:], behind), "once each"
-    assert not count.flags.any(), "as they were found"
 
 
 # --- several sums in one launch ---------------------------------------------------------------------------------------
@@ -175,20 +186,26 @@ def make_sums(widths: Sequence[int], terms: int, bias: bool, dtype: torch.dtype,
 
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
 @pytest.mark.parametrize(
-    ("programs", "rows", "widths", "terms", "parts"),
+    ("programs", "rows", "above", "team", "widths", "terms", "parts"),
     [
-        (3, 300, (264, 40, 72), 2, 0),  # four rounds of the twelve tiles
-        (8, 300, (264, 40, 72), 2, 4),  # the last four, one or two of each output, for two programs each
-        (9, 200, (264, 40, 72), 2, 0),
-        (12, 1, (264, 40, 72), 2, 8),  # four for three each
-        (5, 300, (40, 304), 1, 0),  # four of nine tiles are left for five programs, which would spare no step of three
-        (7, 300, (40, 304), 1, 4),  # two for three each
-        (6, 1, (40, 304), 1, 3),
+        (3, T, 0, (1, 1), (264, 40, 72), 2, 0),  # four rounds of the twelve tiles
+        (8, T, 0, (1, 2), (264, 40, 72), 2, 4),  # the last four, one or two of each output, for two programs each
+        (9, 200, 0, (1, 1), (264, 40, 72), 2, 0),
+        (12, 1, 0, (1, 3), (264, 40, 72), 2, 8),  # four for three each
+        (3, T, 1, (1, 1), (264, 40, 72), 2, 0),  # four tall and eight low
+        (8, T, 1, (1, 2), (264, 40, 72), 2, 4),
+        (4, T, 2, (1, 1), (264, 40, 72), 2, 0),  # eight tall
+        (5, T, 0, (1, 1), (40, 304), 1, 0),  # four of nine tiles are left for five programs
+        (7, T, 0, (1, 3), (40, 304), 1, 4),  # two for three each
+        (6, 1, 0, (1, 2), (40, 304), 1, 3),
+        (5, 320, 1, (1, 3), (40, 304), 1, 2),  # one of three tall and three low for three
     ],
 )
 def test_several_outputs_are_several_sums(
     programs: int,
     rows: int,
+    above: int,
+    team: tuple[int, int],
     widths: Sequence[int],
     terms: int,
     parts: int,
@@ -199,9 +216,7 @@ def test_several_outputs_are_several_sums(
     """Shared by programs or not, each output is the same as by itself."""
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("not served")
-    for name, value in {"LEAST_SAVED": 1, "MORE_SAVED": 0, "MOST_MEMBERS": 3}.items():
-        monkeypatch.setattr(kernels, name, value)
-    monkeypatch.setattr(kernels, "processors", lambda _: programs)
+    take_plan(programs, above, *team, monkeypatch)
     torch.manual_seed(0)
     sums, count = make_sums(widths, terms, terms == 2, dtype, device), counted(rows, device)
     assert go_together(sums)
@@ -209,7 +224,7 @@ def test_several_outputs_are_several_sums(
     outs = sums_of_products(sums, count)
     assert count.products == 1
     assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
-    last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
+    last = end_of_tiles(rows, above)
     for one, out in zip(sums, outs, strict=True):
         rest = added(None, one.bias)
         truth = sum((x.double() @ m.double() for x, m in one.terms), start=rest)
@@ -253,6 +268,41 @@ def test_a_recorded_launch_serves_other_counts() -> None:
         last = -(-rows // kernels.BLOCK_T) * kernels.BLOCK_T
         assert relative(out[:rows], want[:rows]) < 1e-2
         assert not out[last:].any()
+
+
+def test_kinds_of_launches_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there is room for; those behind that make neither tall tiles nor teams."""
+    monkeypatch.setattr(products, "MOST_KINDS", 3)
+    count = counted(T, "cpu")
+    assert count.plans_for(16, 64, 8, False).tolist() == [
+        list(plan(min(64 * n, T), 16, 64, 8, False)) for n in range(7)
+    ]
+    assert count.plans_for(16, 64, 8, True).tolist() != count.plans_for(16, 448, 8, False).tolist()
+    assert not count.plans_for(16, 448, 8, False).any()
+    assert len(count.kinds) == 2
+    assert count.plans_for(16, 64, 8, False).any(), "the first one's are as they were"
+
+
+@pytest.mark.gpu
+def test_a_later_recording_does_not_wait_for_plans() -> None:
+    """Of a kind that is first met where nobody may wait they are made all the same; met in a recording, it has none."""
+    torch.manual_seed(0)
+    terms = make_terms(1, torch.bfloat16, "cuda")
+    want = terms[0][0].float() @ terms[0][1].float()
+    sum_of_products(terms, counted(T, "cuda"))  # compiled
+    for warm in (True, False):
+        count = counted(T, "cuda")
+        if warm:
+            with no_synchronisation():
+                sum_of_products(terms, count)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = sum_of_products(terms, count)
+        assert len(count.kinds) == warm
+        for rows in (1, 200, 256, T):
+            count.rows.fill_(rows)
+            graph.replay()
+            assert relative(out[:rows], want[:rows]) < 1e-2
 
 
 # --- who is served ----------------------------------------------------------------------------------------------------

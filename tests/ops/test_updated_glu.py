@@ -82,7 +82,7 @@ def test_rows_that_do_not_count_are_left_out(device: str) -> None:
     torch.manual_seed(0)
     gate, up, grad = (torch.randn(150, 40, device=device) for _ in range(3))
     update = thin_and_wide(150, 40, 4, torch.float32, device)
-    count = RowCount(torch.tensor([70], dtype=torch.int32, device=device))
+    count = RowCount(torch.tensor([70], dtype=torch.int32, device=device), 150)
 
     def run(rows: int, count: RowCount | None) -> list[Tensor]:
         both = (update[0][:rows], update[1])

@@ -69,7 +69,7 @@ def test_sums_are_the_definition(
         tensor[real:] = float("nan")
     assert sums_on_the_way("triton", gate, of_gate, of_up, of_grad)
     kwargs: dict[str, Any] = {"recompute": False, "implementation": "triton"}
-    kwargs["row_count"] = RowCount(torch.tensor([real], dtype=torch.int32, device=device))
+    kwargs["row_count"] = RowCount(torch.tensor([real], dtype=torch.int32, device=device), len(grad))
 
     def run(of_gate: Factors, dtype: torch.dtype) -> Tensor:
         out = (torch.full_like(gate, 9.0), torch.full_like(up, 9.0))

@@ -23,20 +23,20 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpack.ops.kernels.launch import MOST, early, filled, on_device, processors, rows_that_count, wait_for_inputs
-from fastpack.ops.products import TERMS, Sum
+from fastpack.ops.plans import BLOCK_T, LOWER, MOST_MEMBERS
+from fastpack.ops.products import TERMS, RowCount, Sum
 
-BLOCK_T, BLOCK_N, BLOCK_K = 128, 256, 64
+BLOCK_N, BLOCK_K = 256, 64
 GROUP = 32
 """Tiles below each other that are made at the same time: they share what they read of the second factors."""
-LEAST_SAVED, MORE_SAVED, MOST_MEMBERS = 20, 6, 8
-"""Steps of a sum, of which a program has to be spared so many for its part to be written, read and added up, and so
-many for each part more; and the programs that share a tile, at most."""
 STAGES, WARPS = 3, 8
 """All measured on an H200, with the shapes of an 8B model and 2,944 tokens."""
 
 
 @triton.jit
-def _add_term(sums, x, m, begin, end, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _add_term(sums, more, x, lower_x, m, begin, end, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
+              BELOW: tl.constexpr):  # fmt: skip
+    """Its products, and with the rows of ``lower_x`` that begin so far BELOW, where that isn't 0."""
     for at in range(begin, end, BLOCK):
         left = x.load([row, at])
         if TRANSPOSED:
@@ -44,37 +44,31 @@ def _add_term(sums, x, m, begin, end, row, column, BLOCK: tl.constexpr, TRANSPOS
         else:
             right = m.load([at, column])
         sums = tl.dot(left, right, sums, input_precision="ieee")
-    return sums
-
-
-@triton.jit
-def _add_steps(sums, x, m, begin, end, before, length, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
-               WHOLE: tl.constexpr):  # fmt: skip
-    """Those of a term that are among steps ``begin`` to ``end`` of the sum, of which ``before`` are other terms'."""
-    if WHOLE:
-        return _add_term(sums, x, m, 0, length, row, column, BLOCK, TRANSPOSED)
-    first, last = tl.maximum(begin - before, 0), tl.minimum(end - before, tl.cdiv(length, BLOCK))
-    return _add_term(sums, x, m, first * BLOCK, last * BLOCK, row, column, BLOCK, TRANSPOSED)
+        if BELOW > 0:
+            more = tl.dot(lower_x.load([row + BELOW, at]), right, more, input_precision="ieee")
+    return sums, more
 
 
 @triton.jit
 def _add_terms(
-    sums, begin, end, row, column, x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3,
-    NUMBER: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, WHOLE: tl.constexpr,
+    sums, more, begin, end, row, column, xs, lower_xs, ms, lengths, FIRST: tl.constexpr, NUMBER: tl.constexpr,
+    BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``begin`` to ``end`` of a tile, or where that is WHOLE all of them."""
-    sums = _add_steps(sums, x0, m0, begin, end, 0, length0, row, column, BLOCK0, T0, WHOLE)
-    if NUMBER > 1:
-        before = tl.cdiv(length0, BLOCK0)
-        sums = _add_steps(sums, x1, m1, begin, end, before, length1, row, column, BLOCK1, T1, WHOLE)
-    if NUMBER > 2:
-        before = tl.cdiv(length0, BLOCK0) + tl.cdiv(length1, BLOCK1)
-        sums = _add_steps(sums, x2, m2, begin, end, before, length2, row, column, BLOCK2, T2, WHOLE)
-    if NUMBER > 3:
-        before = tl.cdiv(length0, BLOCK0) + tl.cdiv(length1, BLOCK1) + tl.cdiv(length2, BLOCK2)
-        sums = _add_steps(sums, x3, m3, begin, end, before, length3, row, column, BLOCK3, T3, WHOLE)
-    return sums
+    """Steps ``begin`` to ``end`` of a tile, or where that is WHOLE all of them. Its terms are those from FIRST on."""
+    before = 0
+    for i in tl.static_range(NUMBER):
+        length = lengths[i]
+        if WHOLE:
+            start, stop = 0, length
+        else:
+            start = tl.maximum(begin - before, 0) * BLOCKS[i]
+            stop = tl.minimum(end - before, tl.cdiv(length, BLOCKS[i])) * BLOCKS[i]
+        sums, more = _add_term(
+            sums, more, xs[FIRST + i], lower_xs[FIRST + i], ms[FIRST + i], start, stop, row, column, BLOCKS[i],
+            TRANSPOSED[i], BELOW,
+        )  # fmt: skip
+        before += tl.cdiv(length, BLOCKS[i])
+    return sums, more
 
 
 @triton.jit
@@ -95,15 +89,23 @@ def _store_half(sums, base, out, bias, row, column, columns, WIDTH: tl.constexpr
 
 
 @triton.jit
+def _store_halves(sums, base, out, bias, row, column, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+                  BASE: tl.constexpr, BIAS: tl.constexpr):  # fmt: skip
+    low, high = _halves(sums, HEIGHT, WIDTH)
+    _store_half(low, base, out, bias, row, column, columns, WIDTH // 2, BASE, BIAS)
+    _store_half(high, base, out, bias, row, column + WIDTH // 2, columns, WIDTH // 2, BASE, BIAS)
+
+
+@triton.jit
 def _store_rest(
-    base, out, bias, program, tokens, down, columns, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
+    base, out, bias, program, tokens, first, columns, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
     PROGRAMS: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of an output, below the first ``down``, that have no sums."""
+    """Rows of an output, from ``first`` on, that have no sums."""
     nothing = tl.zeros((BLOCK_T, WIDTH), dtype=tl.float32)
-    halves = tl.cdiv(columns, WIDTH)
-    for half in range(program, (tl.cdiv(tokens, BLOCK_T) - down) * halves, PROGRAMS):
-        row, column = (down + half // halves) * BLOCK_T, half % halves * WIDTH
+    across = tl.cdiv(columns, WIDTH)
+    for tile in range(program, tl.cdiv(tl.maximum(tokens - first, 0), BLOCK_T) * across, PROGRAMS):
+        row, column = first + tile // across * BLOCK_T, tile % across * WIDTH
         _store_half(nothing, base, out, bias, row, column, columns, WIDTH, BASE, BIAS)
 
 
@@ -116,26 +118,6 @@ def _place(tile, down, across, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _team(
-    left, steps, PROGRAMS: tl.constexpr, LEAST_SAVED: tl.constexpr, MORE_SAVED: tl.constexpr, MOST_MEMBERS: tl.constexpr
-):  # fmt: skip
-    """Tiles and programs of a team that shares sums of so many steps; no tiles, where each is a program's own.
-
-    The fewest tiles with which a program more for each team leaves ``left`` tiles programs enough, which is none where
-    five programs for four are too many; a team of one tile takes as many programs as are there and worth their part.
-    """
-    tiles = 0
-    for few in tl.static_range(4, 0, -1):
-        tiles = tl.where(tl.cdiv(left, few) * (few + 1) <= PROGRAMS, few, tiles)
-    tiles = tl.where(steps // (tiles + 1) >= LEAST_SAVED, tiles, 0)
-    members = tiles + 1
-    for more in tl.static_range(3, MOST_MEMBERS + 1):
-        worth = (tiles == 1) & (left * more <= PROGRAMS) & (steps >= tl.maximum(MORE_SAVED * (more - 1), 1) * more)
-        members = tl.where(worth, more, members)
-    return tiles, members
-
-
-@triton.jit
 def _places_of_half(program, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Where the left half of what a program has of a tile's sums lies among the parts."""
     rows, columns = tl.arange(0, HEIGHT), tl.arange(0, WIDTH // 2)
@@ -144,26 +126,30 @@ def _places_of_half(program, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _make_tile(
-    first, last, steps, row, beside, program, earliest, parts, flags, base, bias, out, columns,
-    x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3,
-    NUMBER: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr, BLOCK3: tl.constexpr,
-    T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    first, last, steps, row, column, program, earliest, parts, flags, base, lower_base, bias, out, lower_out, columns,
+    xs, lower_xs, ms, lengths, FIRST: tl.constexpr, NUMBER: tl.constexpr, BLOCKS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, LOWER: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Steps ``first`` to ``last`` of its sums. Who makes the last one takes what others have left, from program
     ``earliest`` on, and stores it."""
     HALF: tl.constexpr = BLOCK_N // 2
-    column = beside * BLOCK_N
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    sums = _add_terms(
-        sums, first, last, row, column, x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3,
-        NUMBER, BLOCK0, BLOCK1, BLOCK2, BLOCK3, T0, T1, T2, T3, WHOLE,
-    )  # fmt: skip
-    low, high = _halves(sums, BLOCK_T, BLOCK_N)
-    if WHOLE:
-        _store_half(low, base, out, bias, row, column, columns, HALF, BASE, BIAS)
-        _store_half(high, base, out, bias, row, column + HALF, columns, HALF, BASE, BIAS)
+    if LOWER > 0:
+        more = tl.zeros((LOWER, BLOCK_N), dtype=tl.float32)
+        sums, more = _add_terms(
+            sums, more, first, last, row, column, xs, lower_xs, ms, lengths, FIRST, NUMBER, BLOCKS, TRANSPOSED,
+            BLOCK_T, WHOLE,
+        )  # fmt: skip
+        _store_halves(more, lower_base, lower_out, bias, row + BLOCK_T, column, columns, LOWER, BLOCK_N, BASE, BIAS)
     else:
+        sums, _ = _add_terms(
+            sums, sums, first, last, row, column, xs, xs, ms, lengths, FIRST, NUMBER, BLOCKS, TRANSPOSED, 0, WHOLE
+        )
+    if WHOLE:
+        _store_halves(sums, base, out, bias, row, column, columns, BLOCK_T, BLOCK_N, BASE, BIAS)
+    else:
+        low, high = _halves(sums, BLOCK_T, BLOCK_N)
         if last < steps:
             places = parts + _places_of_half(program, BLOCK_T, BLOCK_N)
             tl.store(places, low)
@@ -184,84 +170,79 @@ def _make_tile(
 
 @triton.jit
 def _make_tile_of(
-    first, last, steps, row, beside, across0, across1, program, earliest, parts, flags,
-    base, bias0, bias1, bias2, out0, out1, out2, columns0, columns1, columns2,
-    x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, x4, m4, x5, m5,
-    NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr,
-    BLOCK3: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, BASE: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
+    first, last, steps, row, beside, program, earliest, parts, flags, base, lower_base, biases, outs, lower_outs,
+    columns, xs, lower_xs, ms, lengths, NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, LOWER: tl.constexpr,
+    BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """That of whichever output has column block ``beside``, where those of all lie beside each other."""
     if OUTPUTS == 1:
         _make_tile(
-            first, last, steps, row, beside, program, earliest, parts, flags, base, bias0, out0, columns0,
-            x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3,
-            NUMBER, BLOCK0, BLOCK1, BLOCK2, BLOCK3, T0, T1, T2, T3, BASE, BIAS, BLOCK_T, BLOCK_N, WHOLE,
+            first, last, steps, row, beside * BLOCK_N, program, earliest, parts, flags, base, lower_base, biases[0],
+            outs[0], lower_outs[0], columns[0], xs, lower_xs, ms, lengths, 0, NUMBER, BLOCKS, TRANSPOSED, BASE, BIAS,
+            BLOCK_T, LOWER, BLOCK_N, WHOLE,
         )  # fmt: skip
     else:
-        if beside < across0:
-            _make_tile(
-                first, last, steps, row, beside, program, earliest, parts, flags, base, bias0, out0, columns0,
-                x0, m0, length0, x1, m1, length1, x1, m1, length1, x1, m1, length1,
-                NUMBER, BLOCK0, BLOCK1, BLOCK1, BLOCK1, T0, T1, T1, T1, BASE, BIAS, BLOCK_T, BLOCK_N, WHOLE,
-            )  # fmt: skip
-        beside -= across0
-        if (beside >= 0) & (beside < across1):
-            _make_tile(
-                first, last, steps, row, beside, program, earliest, parts, flags, base, bias1, out1, columns1,
-                x2, m2, length0, x3, m3, length1, x3, m3, length1, x3, m3, length1,
-                NUMBER, BLOCK0, BLOCK1, BLOCK1, BLOCK1, T0, T1, T1, T1, BASE, BIAS, BLOCK_T, BLOCK_N, WHOLE,
-            )  # fmt: skip
-        if OUTPUTS > 2:
-            beside -= across1
-            if beside >= 0:
+        for i in tl.static_range(OUTPUTS):
+            across = tl.cdiv(columns[i], BLOCK_N)
+            if (beside >= 0) & (beside < across):
                 _make_tile(
-                    first, last, steps, row, beside, program, earliest, parts, flags, base, bias2, out2, columns2,
-                    x4, m4, length0, x5, m5, length1, x5, m5, length1, x5, m5, length1,
-                    NUMBER, BLOCK0, BLOCK1, BLOCK1, BLOCK1, T0, T1, T1, T1, BASE, BIAS, BLOCK_T, BLOCK_N, WHOLE,
+                    first, last, steps, row, beside * BLOCK_N, program, earliest, parts, flags, base, lower_base,
+                    biases[i], outs[i], lower_outs[i], columns[i], xs, lower_xs, ms, lengths, 2 * i, NUMBER, BLOCKS,
+                    TRANSPOSED, BASE, BIAS, BLOCK_T, LOWER, BLOCK_N, WHOLE,
                 )  # fmt: skip
+            beside -= across
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _products_kernel(
-    count, tokens, parts, flags, base, bias0, bias1, bias2, out0, out1, out2, columns0, columns1, columns2,
-    x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, x4, m4, x5, m5,
-    NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK0: tl.constexpr, BLOCK1: tl.constexpr, BLOCK2: tl.constexpr,
-    BLOCK3: tl.constexpr, T0: tl.constexpr, T1: tl.constexpr, T2: tl.constexpr, T3: tl.constexpr, BASE: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, LEAST_SAVED: tl.constexpr,
-    MORE_SAVED: tl.constexpr, MOST_MEMBERS: tl.constexpr, PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
+    count, tokens, plans, parts, flags, base, lower_base, bias0, bias1, bias2, out0, out1, out2,
+    lower_out0, lower_out1, lower_out2, columns0, columns1, columns2, length0, length1, length2, length3,
+    x0, x1, x2, x3, x4, x5, lower_x0, lower_x1, lower_x2, lower_x3, lower_x4, lower_x5, m0, m1, m2, m3, m4, m5,
+    NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr, BASE: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_T: tl.constexpr, LOWER: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One output has up to four terms, x0 and m0 to x3 and m3. Each of several has one or two, of lengths 0 and 1: the
     first x0 and m0, x1 and m1, the second x2 and m2, x3 and m3, the third x4 and m4, x5 and m5."""
     wait_for_inputs(EARLY)
-    program = tl.program_id(0)
-    down = tl.cdiv(rows_that_count(count, tokens), BLOCK_T)
-    across0, across1 = tl.cdiv(columns0, BLOCK_N), tl.cdiv(columns1, BLOCK_N)
-    across = across0
-    if OUTPUTS > 1:
-        across += across1
-    if OUTPUTS > 2:
-        across += tl.cdiv(columns2, BLOCK_N)
-    steps = tl.cdiv(length0, BLOCK0)
-    if NUMBER > 1:
-        steps += tl.cdiv(length1, BLOCK1)
-    if NUMBER > 2:
-        steps += tl.cdiv(length2, BLOCK2)
-    if NUMBER > 3:
-        steps += tl.cdiv(length3, BLOCK3)
+    biases, outs, columns = (bias0, bias1, bias2), (out0, out1, out2), (columns0, columns1, columns2)
+    lower_outs, lengths = (lower_out0, lower_out1, lower_out2), (length0, length1, length2, length3)
+    xs, ms = (x0, x1, x2, x3, x4, x5), (m0, m1, m2, m3, m4, m5)
+    lower_xs = (lower_x0, lower_x1, lower_x2, lower_x3, lower_x4, lower_x5)
 
-    left = down * across % PROGRAMS
-    team, members = _team(left, steps, PROGRAMS, LEAST_SAVED, MORE_SAVED, MOST_MEMBERS)
-    left = tl.where(team > 0, left, 0)
-    whole = down * across - left
+    program = tl.program_id(0)
+    rows = rows_that_count(count, tokens)
+    plans += tl.cdiv(rows, LOWER) * 3
+    above, team, members = tl.load(plans), tl.maximum(tl.load(plans + 1), 1), tl.maximum(tl.load(plans + 2), 1)
+    across, steps = 0, 0
+    for i in tl.static_range(OUTPUTS):
+        across += tl.cdiv(columns[i], BLOCK_N)
+    for i in tl.static_range(NUMBER):
+        steps += tl.cdiv(lengths[i], BLOCKS[i])
+    top = above * (BLOCK_T + LOWER)
+    down = tl.cdiv(tl.maximum(rows - top, 0), BLOCK_T)
+    tall = above * across
+    left = (tall + down * across) % PROGRAMS
+    whole = tall + down * across - left
+
     # flattened, the next tile is on its way while this one is stored; a compiler does so with a single loop inside
-    for tile in tl.range(program, whole, PROGRAMS, flatten=NUMBER == 1 and OUTPUTS == 1):
-        below, beside = _place(tile, down, across, GROUP)
+    FLATTEN: tl.constexpr = NUMBER == 1 and OUTPUTS == 1
+    turn = PROGRAMS - 1 - program  # so that who has a tall one more is the last to share what is left
+    for tile in range(turn, tall, PROGRAMS):
+        below, beside = _place(tile, above, across, GROUP)
         _make_tile_of(
-            0, steps, steps, below * BLOCK_T, beside, across0, across1, program, program, parts, flags,
-            base, bias0, bias1, bias2, out0, out1, out2, columns0, columns1, columns2,
-            x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, x4, m4, x5, m5, NUMBER, OUTPUTS,
-            BLOCK0, BLOCK1, BLOCK2, BLOCK3, T0, T1, T2, T3, BASE, BIAS, BLOCK_T, BLOCK_N, True,
+            0, steps, steps, below * (BLOCK_T + LOWER), beside, program, program, parts, flags, base, lower_base,
+            biases, outs, lower_outs, columns, xs, lower_xs, ms, lengths, NUMBER, OUTPUTS, BLOCKS, TRANSPOSED, BASE,
+            BIAS, BLOCK_T, LOWER, BLOCK_N, True,
+        )  # fmt: skip
+    turn += tl.cdiv(tl.maximum(tall - turn, 0), PROGRAMS) * PROGRAMS
+    for tile in tl.range(turn, whole, PROGRAMS, flatten=FLATTEN):
+        below, beside = _place(tile - tall, down, across, GROUP)
+        _make_tile_of(
+            0, steps, steps, top + below * BLOCK_T, beside, program, program, parts, flags, base, lower_base, biases,
+            outs, lower_outs, columns, xs, lower_xs, ms, lengths, NUMBER, OUTPUTS, BLOCKS, TRANSPOSED, BASE, BIAS,
+            BLOCK_T, 0, BLOCK_N, True,
         )  # fmt: skip
 
     member, before_team = program % members, program // members * team
@@ -271,70 +252,66 @@ def _products_kernel(
         begin, end = work * member // members, work * (member + 1) // members
         earlier, later = begin // steps, (end - 1) // steps
         # what somebody may wait for first; the programs that somebody waits for have lower numbers, and begin before
-        for turn in range(0, later - earlier + 1):
-            tile = later - turn
+        for at in range(0, later - earlier + 1):
+            tile = later - at
             first, last = tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps)
             earliest = program - member + ((tile * steps + 1) * members - 1) // work
-            below, beside = _place(whole + before_team + tile, down, across, GROUP)
+            below, beside = _place(whole - tall + before_team + tile, down, across, GROUP)
             _make_tile_of(
-                first, last, steps, below * BLOCK_T, beside, across0, across1, program, earliest, parts, flags,
-                base, bias0, bias1, bias2, out0, out1, out2, columns0, columns1, columns2,
-                x0, m0, length0, x1, m1, length1, x2, m2, length2, x3, m3, length3, x4, m4, x5, m5, NUMBER, OUTPUTS,
-                BLOCK0, BLOCK1, BLOCK2, BLOCK3, T0, T1, T2, T3, BASE, BIAS, BLOCK_T, BLOCK_N, False,
+                first, last, steps, top + below * BLOCK_T, beside, program, earliest, parts, flags, base, lower_base,
+                biases, outs, lower_outs, columns, xs, lower_xs, ms, lengths, NUMBER, OUTPUTS, BLOCKS, TRANSPOSED,
+                BASE, BIAS, BLOCK_T, 0, BLOCK_N, False,
             )  # fmt: skip
 
-    HALF: tl.constexpr = BLOCK_N // 2
-    _store_rest(base, out0, bias0, program, tokens, down, columns0, BLOCK_T, HALF, PROGRAMS, BASE, BIAS)
-    if OUTPUTS > 1:
-        _store_rest(base, out1, bias1, program, tokens, down, columns1, BLOCK_T, HALF, PROGRAMS, BASE, BIAS)
-    if OUTPUTS > 2:
-        _store_rest(base, out2, bias2, program, tokens, down, columns2, BLOCK_T, HALF, PROGRAMS, BASE, BIAS)
+    for i in tl.static_range(OUTPUTS):
+        _store_rest(base, outs[i], biases[i], program, tokens, top + down * BLOCK_T, columns[i], BLOCK_T, BLOCK_N // 2,
+                    PROGRAMS, BASE, BIAS)  # fmt: skip
 
 
 def _block(length: int) -> int:
     return BLOCK_K if length >= BLOCK_K else max(16, triton.next_power_of_2(length))
 
 
-def sum_products(sums: Sequence[Sum], rows: Tensor, flags: Tensor, base: Tensor | None, outs: Sequence[Tensor]) -> None:
+def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
     """Each ``sum of x_i [T, K_i] @ m_i [K_i, N]``, with its bias, into its own of ``outs [T, N]``.
 
     Args:
         sums: one of up to :data:`TERMS` terms, or several for which :func:`go_together` holds; rows of each x, and rows
             or columns of each m, have stride 1.
-        rows: int32 ``[1]``: how many rows count. Tiles behind them hold the base and the bias alone.
-        flags: int32 zeros, one for each processor, which nobody else uses at the same time; zeros again at the end.
+        count: of rows. Tiles behind them hold the base and the bias alone.
         base: ``[T, N]``, added to a single sum; may be the output itself.
     """
     assert len(sums) == 1 or base is None
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
     pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)
-    arguments: list[object] = []
-    blocks: dict[str, int | bool] = {}
-    for place, (x, m) in enumerate(pairs):
-        transposed, block = _is_transposed(m), _block(x.shape[1])
-        tile = [BLOCK_N, block] if transposed else [block, BLOCK_N]
-        arguments.append(TensorDescriptor.from_tensor(x, [BLOCK_T, block]))
-        arguments.append(TensorDescriptor.from_tensor(m.t() if transposed else m, tile))
-        if place < TERMS:
-            arguments.append(x.shape[1])
-            blocks |= {f"BLOCK{place}": block, f"T{place}": transposed}
+    lengths = [x.shape[1] for x, _ in pairs[:TERMS]]
+    blocks, transposed = tuple(map(_block, lengths)), tuple(_is_transposed(m) for _, m in pairs[:TERMS])
+    xs: list[list[TensorDescriptor]] = [[], []]
+    ms: list[TensorDescriptor] = []
+    for x, m in pairs:
+        turned, block = _is_transposed(m), _block(x.shape[1])
+        for made, height in zip(xs, (BLOCK_T, LOWER), strict=True):
+            made.append(TensorDescriptor.from_tensor(x, [height, block]))
+        tile = [BLOCK_N, block] if turned else [block, BLOCK_N]
+        ms.append(TensorDescriptor.from_tensor(m.t() if turned else m, tile))
     first, biases = outs[0], [one.bias for one in sums]
     tokens, columns = len(first), [out.shape[1] for out in outs]
-    targets = [TensorDescriptor.from_tensor(out, [BLOCK_T, BLOCK_N // 2]) for out in outs]
-    source = targets[0]
-    if base is not None and base is not first:
-        source = TensorDescriptor.from_tensor(base, [BLOCK_T, BLOCK_N // 2])
+    stored = [[BLOCK_T, BLOCK_N // 2], [LOWER, BLOCK_N // 2]]
+    bases = [TensorDescriptor.from_tensor(first if base is None else base, tile) for tile in stored]
+    targets = [TensorDescriptor.from_tensor(out, tile) for tile in stored for out in filled(outs)]
     programs = min(processors(first.device), MOST_MEMBERS * sum(tiles(tokens, width) for width in columns))
     parts = torch.empty(programs, BLOCK_T, BLOCK_N, dtype=torch.float32, device=first.device)
+    across = sum(triton.cdiv(width, BLOCK_N) for width in columns)
+    steps = sum(triton.cdiv(length, block) for length, block in zip(lengths[:number], blocks, strict=False))
+    plans = count.plans_for(across, steps, programs, number == 1 and len(outs) == 1)
     with on_device(first):
         _products_kernel[(programs,)](
-            rows, tokens, parts, flags, source,
-            *filled([rows if bias is None else bias.contiguous() for bias in biases]), *filled(targets),
-            *filled(columns), *arguments, NUMBER=number, OUTPUTS=len(outs), **blocks, BASE=base is not None,
-            BIAS=biases[0] is not None, BLOCK_T=BLOCK_T, BLOCK_N=BLOCK_N, GROUP=GROUP, LEAST_SAVED=LEAST_SAVED,
-            MORE_SAVED=MORE_SAVED, MOST_MEMBERS=MOST_MEMBERS, PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS,
-            **early(first),
+            count.rows, tokens, plans, parts, count.flags, *bases,
+            *filled([count.rows if bias is None else bias.contiguous() for bias in biases]), *targets,
+            *filled(columns), *lengths, *xs[0], *xs[1], *ms, NUMBER=number, OUTPUTS=len(outs), BLOCKS=blocks,
+            TRANSPOSED=transposed, BASE=base is not None, BIAS=biases[0] is not None, BLOCK_T=BLOCK_T, LOWER=LOWER,
+            BLOCK_N=BLOCK_N, GROUP=GROUP, PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS, **early(first),
         )  # fmt: skip
 
 
