@@ -10,7 +10,7 @@ from datasets import Dataset
 from preferences import PAIRS, STEPS, logged, pairs, settings, word_tokenizer
 from prefix_cases import sharing
 from test_adapters import with_lora
-from test_other_trainers import BOUND, CASES, COMPARED, DIFFERENCES, OF_DIFFERENCES, SMALLEST
+from test_other_trainers import BOUND, CASES, check_step
 from test_preference_trainers import BETA, check_equal, dpo
 from tiny import tiny_model
 from trainer_cases import sft, texts
@@ -107,11 +107,7 @@ def test_others(name: str, tmp_path: Path) -> None:
     ours = logged(trainer)
     assert sharing(trainer.model).stats.shared >= STEPS
     for mine, theirs in zip(ours, stock, strict=True):
-        for what in COMPARED:
-            if what in theirs:
-                assert abs(mine[what] - theirs[what]) <= BOUND * max(abs(theirs[what]), SMALLEST), (what, mine, theirs)
-        for what in DIFFERENCES:
-            assert abs(mine.get(what, 0.0) - theirs.get(what, 0.0)) <= OF_DIFFERENCES, (what, mine, theirs)
+        check_step(mine, theirs)
 
 
 @pytest.mark.parametrize("padding_free", [False, True], ids=["padded", "padding-free"])

@@ -46,10 +46,10 @@ class RowCount:
 
     Attributes:
         rows: int32 ``[1]``, which may change from replay to replay of whatever was recorded with it.
+        tokens: T, the most that may count.
         products: how many launches have read it.
         work: floating-point operations that they left out for each row that does not count.
         flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
-        tokens: T, the most that may count.
         plans: int32 ``[MOST_KINDS, T / LOWER + 1, 3]``, for each kind of launch and number of rows a
             :func:`fastpack.ops.plans.plan`; in the first place zeros, for all others: no tall tiles, no teams.
         kinds: those of which there are plans, and where.
