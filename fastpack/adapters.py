@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fastpack.classes import stock_class
 from fastpack.errors import PatchError
 from fastpack.hooks import carries_hooks
-from fastpack.ops.projection_parts import Lora, Projection
+from fastpack.ops.projection_parts import Lora, Projection, product_dtype
 from fastpack.sharding import is_gathered, is_partitioned
 
 
@@ -159,13 +159,7 @@ def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
 
 def _read_linear(module: Any, at_rest: bool) -> Projection | str:
     weight: Tensor = module.weight
-    return _why_not_plain(weight, at_rest) or Projection(weight, _product_dtype(weight, weight.dtype), module.bias)
-
-
-def _product_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What a product in ``dtype`` is computed in: autocast's where it is on, which leaves float64 alone."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and dtype != torch.float64 else dtype
+    return _why_not_plain(weight, at_rest) or Projection(weight, product_dtype(weight, weight.dtype), module.bias)
 
 
 def _read_4bit(module: Any) -> Projection | str:
@@ -178,7 +172,7 @@ def _read_4bit(module: Any) -> Projection | str:
     if module.compute_dtype is None or not module.compute_type_is_set:
         return "it has not chosen its compute dtype yet"
     # autocast reaches into bitsandbytes' product, whatever dtype that was asked to compute in
-    return Projection(weight, _product_dtype(weight, module.compute_dtype), module.bias, quant_state=state)
+    return Projection(weight, product_dtype(weight, module.compute_dtype), module.bias, quant_state=state)
 
 
 def _read_lora(module: Any, at_rest: bool) -> Projection | str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.once import differentiable_once
-from fastpack.ops.projection_parts import Lora, Settings
+from fastpack.ops.projection_parts import Lora, Settings, product_dtype
 from fastpack.ops.projections import backward_to_weights, needs_input_again
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward
 
@@ -21,12 +21,15 @@ from fastpack.ops.updates import expand_backward, expand_forward, expanded, shri
 def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]) -> list[Tensor]:
     """The outputs of a group with its updates added.
 
+    The updates are computed in the dtype of the first base, or in autocast's where it is on; added to a base of
+    another dtype, they are promoted with it.
+
     Args:
         n: ``[T, H]``, the group's input.
         bases: ``[T, O_i]``, products with the base weights.
         loras: the update of each, or None.
     """
-    settings = Settings.of_updates(bases[0].dtype, loras, (None,) * len(loras))
+    settings = Settings.of_updates(product_dtype(bases[0], bases[0].dtype), loras, (None,) * len(loras))
     flat = [tensor for lora in loras for tensor in (None, None, lora and lora.a, lora and lora.b)]
     made: tuple[Tensor, ...] = _AddUpdates.apply(settings, n, *bases, *flat)
     return list(made)
@@ -41,10 +44,14 @@ class _AddUpdates(torch.autograd.Function):
         outputs: list[Tensor] = []
         with torch.autocast(n.device.type, enabled=False):
             updates = expand_forward(n.to(settings.dtype), settings, flat, keep)
-            ready = expanded(updates, bases, settings)
+            alike = [base if base is not None and base.dtype == settings.dtype else None for base in bases]
+            ready = expanded(updates, alike, settings)
             for i, base in enumerate(bases):
                 assert base is not None
-                outputs.append(ready[i] if i in ready else base.view_as(base))
+                if i not in ready:
+                    outputs.append(base.view_as(base))
+                else:
+                    outputs.append(ready[i] if alike[i] is not None else base + ready[i])
         ctx.settings, ctx.names = settings, tuple(keep)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*keep.values())
@@ -57,7 +64,10 @@ class _AddUpdates(torch.autograd.Function):
         settings: Settings = ctx.settings
         needs = ctx.needs_input_grad[2 + len(grads) :]
         with torch.autocast(kept["x"].device.type, enabled=False):
-            given = [grad if i in settings.owners else None for i, grad in enumerate(grads)]
+            given = [
+                None if grad is None or i not in settings.owners else grad.to(settings.dtype)
+                for i, grad in enumerate(grads)
+            ]
             low = shrink_backward(given, settings, kept)
             dn = expand_backward(low, settings, kept) if low is not None and ctx.needs_input_grad[1] else None
             n = kept["x"].to(settings.dtype) if needs_input_again(needs) else None

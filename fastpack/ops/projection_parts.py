@@ -128,6 +128,12 @@ class Settings:
         return lora
 
 
+def product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """What a product in ``dtype`` is computed in on x's device: autocast's where it is on, but for float64."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and dtype != torch.float64 else dtype
+
+
 def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:
     """weight, bias, A and B of each projection, flat: what a Function is given and returns gradients for."""
     flat: list[Tensor | None] = []

@@ -205,6 +205,7 @@ def group_forward(
         if count is not None and i in short:
             one = _sum_of(n, dense, None if bias is None else bias.to(settings.dtype), updates.get(i))
             outputs.append(sum_of_products(one.terms, count, base=residual, bias=one.bias))
+            del dense, one  # before the next one is made
             continue
         y, owned = ready.pop(i, residual), in_place and i in updates
         if bias is not None:
@@ -216,6 +217,7 @@ def group_forward(
             outputs.append(y.addmm_(n, dense.t()))
         else:
             outputs.append(torch.addmm(y, n, dense.t()))
+        del dense
     return outputs
 
 
@@ -329,13 +331,14 @@ def backward_to_input(
         dense = _dense(kept[f"{prefix}w{i}"], settings, i)
         if count is None:
             dn = torch.mm(grad, dense) if dn is None else dn.addmm_(grad, dense)
+            del dense  # before the next one is made
             continue
         terms.append((grad, dense))
+        del dense
         # dense copies of 4-bit weights are not held together
         if i == present[-1][0] or len(terms) == TERMS or settings.quant_states[i] is not None:
             dn = sum_of_products(terms, count, base=dn, out=dn)
             terms = []
-            del dense
     return dn, low
 
 
