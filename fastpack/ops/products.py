@@ -35,7 +35,8 @@ kernel is as fast as a library's products. Below it, these are up to twice as fa
 MOST_PROGRAMS = 1024
 """As many as no device has processors."""
 MOST_KINDS = 256
-"""Of launches, that have plans of their own: models whose layers all differ may have more."""
+"""Places for plans. The first holds zeros, so that 255 kinds of launches have some of their own; a model whose layers
+all differ may have more."""
 FEWEST_TILES = 2
 """Tiles for each processor, of an output as wide as the narrower of the two, below which the same is so."""
 
@@ -50,7 +51,7 @@ class RowCount:
         products: how many launches have read it.
         work: floating-point operations that they left out for each row that does not count.
         flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
-        plans: int32 ``[MOST_KINDS, T / LOWER + 1, 3]``, for each kind of launch and number of rows a
+        plans: int32 ``[MOST_KINDS, ceil(T / LOWER) + 1, 3]``, for each kind of launch and number of rows a
             :func:`fastpack.ops.plans.plan`; in the first place zeros, for all others: no tall tiles, no teams.
         kinds: those of which there are plans, and where.
     """
@@ -68,9 +69,10 @@ class RowCount:
         self.plans = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / LOWER) + 1, 3)
 
     def plans_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
-        """int32 ``[T / LOWER + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.plans.plan`.
+        """int32 ``[ceil(T / LOWER) + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.plans.plan`.
 
-        They are made when a kind is first met, without waiting for the device; a recording just reads them.
+        They are made when a kind is first met, without waiting for the device. A recording makes none: it reads what is
+        there, which for a kind that it is the first to meet is zeros, as it is where all places are taken.
         """
         kind = (across, steps, programs, flattened)
         if kind not in self.kinds:

@@ -58,7 +58,7 @@ def apply_rope(
     """Rotate queries and keys. Differentiable in both, twice.
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``; any strides.
+        q: ``[T, H, D]``; k: ``[T, K, D]``, where K may be 0; any strides.
         cos, sin: ``[T, R]`` with R at most D, as transformers' rotary modules return them: both elements of a pair
             hold the same value, and **only the first is read**. Or, with ``positions``, tables ``[P, R]``.
         layout: how elements are paired.
@@ -143,7 +143,8 @@ def norm_rope(
     """Root-mean-square normalisation of each head, then rotation (Qwen 3, Gemma 3).
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``; any strides. Both are kept for the backward, so never overwritten.
+        q: ``[T, H, D]``; k: ``[T, K, D]``, where K may be 0; any strides. Both are kept for the backward, so never
+            overwritten: from the results, rounded and multiplied by a weight that may be 0, they can't be had again.
         q_weight, k_weight: ``[D]``. Weights of each head (``[H, D]``) or of all heads at once (``[H * D]``) are for
             the separate ops.
         eps, rounding, unit_offset: as of :func:`fastpack.ops.norm.rms_norm`; the kernel rounds once, at the end.

@@ -27,6 +27,7 @@ SHAPES = [
     (9, 4, 4, 20, 20),
     (5, 6, 2, 12, 10),
     (0, 4, 2, 8, 4),
+    (6, 3, 0, 8, 4),  # queries alone
 ]
 
 
@@ -43,8 +44,10 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 def error_of(found: Any, expected: Any) -> float:
-    """The largest of the tensors' errors."""
-    return max(relative(x.detach(), y.detach()) if y.numel() else 0.0 for x, y in zip(found, expected, strict=True))
+    """The largest of the tensors' errors; of zeros, other than zeros, infinite."""
+    return max(
+        relative(x.detach(), y.detach()) if x.any() or y.any() else 0.0 for x, y in zip(found, expected, strict=True)
+    )
 
 
 def on_gpu(step: Callable[[], Any]) -> list[str]:

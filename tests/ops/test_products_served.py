@@ -169,6 +169,25 @@ def test_narrow_ones_go_with_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None
             assert relative(out[:rows], other[:rows]) < 2e-2
 
 
+@pytest.mark.gpu
+def test_kinds_of_launches_share_what_was_compiled() -> None:
+    """Wherever in the table their plans lie: its places are 780 bytes apart."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("ITS DESCRIPTORS ARE HOPPER'S")
+    x = torch.randn(4096, 512, device="cuda").bfloat16()
+    count = RowCount(torch.tensor([4096], dtype=torch.int32, device="cuda"), 4096)
+    aligned: set[bool] = set()
+    sizes: list[int] = []
+    for columns in (512, 1024, 1536, 2048):
+        m = torch.randn(512, columns, device="cuda").bfloat16()
+        assert relative(products.sum_of_products([(x, m)], count), x @ m) < 2e-2
+        aligned |= {plans.data_ptr() % 16 == 0 for plans in count.plans[1 : len(count.kinds) + 1]}
+        sizes.append(len(kernels._products_kernel.device_caches[torch.cuda.current_device()][0]))
+    assert len(count.kinds) == 4
+    assert aligned == {True, False}
+    assert sizes == [sizes[0]] * 4
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 @pytest.mark.parametrize(("case", "launches"), [("ranks", 1), ("least", 0), ("one", 0)])
 def test_who_is_not_made_together(case: str, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:

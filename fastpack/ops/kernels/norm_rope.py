@@ -174,7 +174,7 @@ def _norm_turn_backward_kernel(
             tokens, q_token, q_head, q_grad_token, q_grad_head, cos_row, sin_row,
             Q_HEADS, HALF, TAIL, Q_BLOCK_T, Q_BLOCK_H, BLOCK, BLOCK_TAIL, INTERLEAVED, UNIT_OFFSET, EPS, COMPUTE,
         )
-    else:
+    elif K_HEADS > 0:
         _norm_turn_backward(
             k, k_grad, dk, row, k_weight, cos, sin, positions, program - q_programs, blocks,
             tokens, k_token, k_head, k_grad_token, k_grad_head, cos_row, sin_row,

@@ -195,7 +195,7 @@ def _make_tile_of(
             beside -= across
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["plans"])
 def _products_kernel(
     count, tokens, plans, parts, flags, base, lower_base, bias0, bias1, bias2, out0, out1, out2,
     lower_out0, lower_out1, lower_out2, columns0, columns1, columns2, length0, length1, length2, length3,
@@ -283,6 +283,7 @@ def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs
         base: ``[T, N]``, added to a single sum; may be the output itself.
     """
     assert len(sums) == 1 or base is None
+    assert len(outs[0]) <= count.tokens, "the plans end there"
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
     pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)

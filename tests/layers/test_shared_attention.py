@@ -1,0 +1,38 @@
+"""Layers that take the keys and values of an earlier one turn their queries with the kernels of all others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
+
+import fastpack
+from fastpack.ops.implementation import Implementation
+from fastpack.smoke.tiny import build_tiny
+
+KIND = "TRL's keywords"
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_queries_of_layers_without_keys(kernels: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from fastpack.ops.kernels import norm_rope
+
+    heads: list[tuple[int, int]] = []
+    stock = norm_rope.norm_rotate
+
+    def counted(q: torch.Tensor, k: torch.Tensor, *args: object) -> None:
+        heads.append((q.shape[1], k.shape[1]))
+        stock(q, k, *args)
+
+    monkeypatch.setattr(norm_rope, "norm_rotate", counted)
+    model = build_tiny("gemma4_text").train()
+    layers = [layer.self_attn for layer in model.model.layers]
+    assert {layer.is_kv_shared_layer for layer in layers} == {True, False}
+    sequences = make_sequences(model.config.vocab_size)
+    alone = run_alone(model, sequences)
+    fastpack.patch(model, kernels=kernels)
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    expected = [(layer.config.num_attention_heads, 0) for layer in layers if layer.is_kv_shared_layer]
+    assert [found for found in heads if found[1] == 0] == (expected if kernels == "triton" else [])
+    assert len(heads) == (len(layers) if kernels == "triton" else 0)
