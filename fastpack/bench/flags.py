@@ -61,6 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ops.add_argument("--tokens", type=_positive, nargs="+", help="the sweep")
 
 
+NOT_COMPARED = 3
+"""An exit code of its own: 1 is for losses that disagree, 2 for what the user has to mend."""
+
 OF_OPS = ("ops", "tokens", "lengths", "json", "plot")
 """Flags that ``--ops`` takes."""
 
@@ -193,7 +196,12 @@ def choose(
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the flags ask for; 1 where losses disagree, or an op of ours is not exact enough."""
+    """Do what the flags ask for.
+
+    Returns:
+        1 where losses disagree, or an op of ours is not exact enough; :data:`NOT_COMPARED` where several contestants
+        were to run and fewer than two did, so that nothing says whether their losses agree; else 0.
+    """
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -218,6 +226,8 @@ def run(arguments: argparse.Namespace) -> int:
         from fastpack.bench.plot import save_plot
 
         save_plot(outcome, arguments.plot)
+    if len(names) > 1 and outcome.verdict.agree and not outcome.verdict.compared:
+        return NOT_COMPARED
     return 0 if outcome.verdict.agree else 1
 
 

@@ -1,8 +1,8 @@
 """Do all contestants train the same model? Without that, no speed is worth a word.
 
-Compared with the first contestant over the first steps: the loss, and the norm of all gradients. The loss of random
-weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 % and more), and a wrong backward
-shows in nothing else.
+Each contestant is compared with the first one before the next begins, over its first steps: the loss, and the norm of
+all gradients. The loss of random weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 %
+and more), and a wrong backward shows in nothing else.
 """
 
 from __future__ import annotations
@@ -39,16 +39,21 @@ class Verdict:
     steps: int = 0
     norm_steps: int = 0
 
+    @property
+    def compared(self) -> bool:
+        """Whether there was anything to compare."""
+        return self.contestant is not None
+
     def __str__(self) -> str:
-        if self.contestant is None:
+        if not self.compared:
             return "nothing was compared: fewer than two contestants ran"
         return (
-            f"{self._compared()}: the furthest from {self.against!r} is "
+            f"{self._found()}: the furthest from {self.against!r} is "
             f"{self.contestant!r}, in the {self.what} of step {self.step}, by {self.difference:.1e} of it "
             f"(bound {self.bound:g})"
         )
 
-    def _compared(self) -> str:
+    def _found(self) -> str:
         found, steps = "agree" if self.agree else "DISAGREE", _first(self.steps)
         if self.norm_steps == self.steps:
             return f"losses and gradients {found} over {steps}"

@@ -23,6 +23,9 @@ from fastpack.bench.shapes import make_config
 from fastpack.errors import FastpackError
 from fastpack.text import counted
 
+WITHOUT_SPEED = ("contestant", "backend", "losses", "gradient_norms", "error")
+"""What is told of contestants that did not train the same model."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -69,7 +72,10 @@ class Outcome:
         return ", ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for a JSON file."""
+        """Everything, for a JSON file; of losses that disagree, them alone."""
+        rows = [row.to_dict() | (self.compared(row) if row.error is None else {}) for row in self.figures]
+        if not self.verdict.agree:
+            rows = [{name: row[name] for name in WITHOUT_SPEED} for row in rows]
         return {
             "settings": asdict(self.settings),
             "machine": self.machine,
@@ -77,7 +83,7 @@ class Outcome:
             "floor_tokens_per_second": self.floor_rate,
             "verdict": asdict(self.verdict),
             "left_out": self.left_out,
-            "contestants": [row.to_dict() | (self.compared(row) if row.error is None else {}) for row in self.figures],
+            "contestants": rows,
         }
 
     def compared(self, row: Figures) -> dict[str, float | None]:
@@ -91,7 +97,7 @@ class Outcome:
 
 
 def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
-    """Measure the machine, then each contestant, one process after the other.
+    """Measure the machine, then each contestant, one process after the other, as long as their losses agree.
 
     Raises:
         FastpackError: a process failed otherwise than for want of memory; what it said is printed before.
@@ -99,7 +105,10 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description:<20}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
+    precision: Precision = "half precision" if half else "full precision"
     figures: list[Figures] = []
+    verdict = compare(figures, precision)
     with Progress(*columns, transient=True) as progress:
         bars = progress.console.is_terminal
         task = progress.add_task("this machine", total=1)
@@ -111,15 +120,18 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
             advance = functools.partial(progress.advance, task)
             line = _run("fastpack.bench.contestant", [given], FIGURES, advance, name=name)
             figures.append(Figures(**json.loads(line)))
+            verdict = compare(figures, precision)
+            if not verdict.agree:
+                rest = contestants[len(figures) :]
+                left_out = left_out | dict.fromkeys(rest, f"was not run: {name!r} trained something else")
+                break
             if not bars:  # a log wants to know how far it is, too
                 print(f"{name}: {figures[-1].in_brief}", file=sys.stderr, flush=True)
     ceiling = Ceiling(**found["ceiling"])
-    half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
-    precision: Precision = "half precision" if half else "full precision"
     return Outcome(
         settings,
         figures,
-        compare(figures, precision),
+        verdict,
         ceiling,
         floor_rate(settings, ceiling),
         found["machine"],

@@ -42,7 +42,9 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
         table = print_fitting(console, _speeds(outcome), SPARE)
     else:
         console.print(_losses(outcome))
-    console.print(str(outcome.verdict), style="green" if outcome.verdict.agree else "bold red", highlight=False)
+    verdict = outcome.verdict
+    style = "bold red" if not verdict.agree else "green" if verdict.compared else "bold yellow"
+    console.print(str(verdict), style=style, highlight=False)
     if outcome.verdict.agree:
         shown = {str(column.header) for column in table.columns}
         console.print(_overall(outcome), style="dim", highlight=False)

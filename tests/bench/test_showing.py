@@ -269,16 +269,63 @@ def test_flags_that_nobody_would_read(
     assert said in capsys.readouterr().err
 
 
-def test_a_log_is_told_of_each_contestant(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where there is no terminal to draw a bar on."""
-    told = {"stock padded": made_up("stock padded", 500), "fastpack": Figures("fastpack", error="out of memory")}
+def stand_in(monkeypatch: pytest.MonkeyPatch, rows: list[Figures]) -> list[str]:
+    """Has these in place of processes; the names of what is run from now on."""
+    told, ran = {row.contestant: row for row in rows}, []
     machine = {"ceiling": asdict(CEILING), "machine": {}}
 
     def said(module: str, *_: Any, name: str) -> str:
+        ran.append(name)
         return json.dumps(asdict(told[name]) if name in told else machine)
 
     monkeypatch.setattr(runner, "_run", said)
-    runner.run_all(Settings("", lengths="8", steps=5), list(told), left_out={}, on_gpu=False)
+    return ran
+
+
+def test_nobody_is_timed_after_losses_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = made_up("stock padding_free", 1234, losses=[3.0] * 6)
+    rows = [made_up("stock padded", 500), wrong, made_up("fastpack", 1500)]
+    names = [row.contestant for row in rows]
+    ran = stand_in(monkeypatch, rows)
+    settings = Settings("", lengths="8", steps=5)
+    found = runner.run_all(settings, names, left_out={"stock + FA2": "needs a GPU"}, on_gpu=False)
+    assert ran[1:] == names[:2]
+    assert not found.verdict.agree
+    assert found.left_out == {
+        "stock + FA2": "needs a GPU",
+        "fastpack": "was not run: 'stock padding_free' trained something else",
+    }
+    record = found.to_dict()
+    assert [row["losses"] for row in record["contestants"]] == [[2.0] * 6, [3.0] * 6]
+    assert {name for row in record["contestants"] for name in row} == set(runner.WITHOUT_SPEED)
+    assert {"seconds", "step_median", "floor_share"} <= set(outcome(rows[:1]).to_dict()["contestants"][0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "code"),
+    [
+        ([made_up("stock padded", 500), made_up("fastpack", 900)], 0),
+        ([made_up("stock padded", 500), made_up("fastpack", 900, losses=[3.0] * 6)], 1),
+        ([made_up("stock padded", 500), Figures("fastpack", error="out of memory")], 3),
+        ([made_up("fastpack", 900)], 0),
+    ],
+    ids=["agree", "disagree", "one of two", "one alone"],
+)
+def test_exit_codes(
+    rows: list[Figures], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, rows)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["bench", "--lengths", "8", "--steps", "5", "--only", *(row.contestant for row in rows)]) == code
+    assert ("nothing was compared" in capsys.readouterr().out) == (len([r for r in rows if r.error is None]) < 2)
+
+
+def test_a_log_is_told_of_each_contestant(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where there is no terminal to draw a bar on."""
+    told = [made_up("stock padded", 500), Figures("fastpack", error="out of memory")]
+    stand_in(monkeypatch, told)
+    names = [row.contestant for row in told]
+    runner.run_all(Settings("", lengths="8", steps=5), names, left_out={}, on_gpu=False)
     assert capsys.readouterr().err.splitlines() == [
         "stock padded: 200 ms a step, 500 real tokens/s",
         "fastpack: out of memory",
