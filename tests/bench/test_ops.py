@@ -38,21 +38,24 @@ def test_every_implementation_is_exact(name: str, tokens: int) -> None:
     assert all(share <= 1 for share in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["rope", "rms_norm", "add_rms_norm", "add_rms_norm_trained", "swiglu", "geglu"])
+OF_MEMORY = "rope rope_indexed norm_rope rms_norm add_rms_norm add_rms_norm_trained layer_norm swiglu geglu".split()
+
+
+@pytest.mark.parametrize("name", OF_MEMORY)
 def test_in_half_precision_against_torchs_own_error(name: str) -> None:
     found = check(CASES[name], maker(7, torch.bfloat16))
     assert found[PLAIN] == pytest.approx(1 / 1.5)
     assert all(share <= 1 for share in found.values()), found
 
 
-@pytest.mark.parametrize("name", ["lora_qkv", "lora_mlp"])
+@pytest.mark.parametrize("name", ["lora_qkv", "lora_mlp", "lora_qkv_4bit", "lora_mlp_4bit"])
 def test_lora_in_half_precision_against_pefts_under_autocast(name: str) -> None:
     """A and B are float32: without autocast PEFT multiplies them in it, and has next to no error in their gradients."""
     case, make = CASES[name], functools.partial(maker, 63, torch.bfloat16)
     assert max(check(replace(case, plain_in_half=None), make()).values()) > 1
     assert all(share <= 1 for share in check(case, make()).values())
     inputs = case.inputs(make())
-    wrong = {OURS: lambda x, *flat: case.runs(inputs)[OURS](x, *(t * 1.03 for t in flat))}
+    wrong = {OURS: lambda x, *flat: case.runs(inputs)[OURS](x, *(t * 1.03 if isinstance(t, torch.Tensor) else t for t in flat))}
     assert check(replace(case, runs=lambda inputs: case.runs(inputs) | wrong), make())[OURS] > 1
 
 
@@ -81,6 +84,8 @@ def test_bytes_and_operations_by_hand() -> None:
     make = maker(1000, torch.bfloat16, LLAMA_8B)
     # q has 4,096 elements a token and k 1,024, read and written; half of the tables, 64 + 64
     assert CASES["rope"].forward(make).bytes == 1000 * 2 * (2 * 5120 + 128)
+    assert CASES["rope_indexed"].forward(make).bytes == 1000 * (2 * 2 * 5120 + 8)
+    assert CASES["norm_rope"].backward(make).bytes == 1000 * 2 * (3 * 5120 + 128)
     assert CASES["add_rms_norm"].forward(make).bytes == 1000 * 2 * 4 * 4096
     assert CASES["swiglu"].backward(make).bytes == 1000 * 2 * 5 * 14336
     assert CASES["linear_cross_entropy"].forward(make).flops == 2 * 1000 * 128256 * 4096
@@ -193,6 +198,29 @@ def test_out_of_memory_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = measured(CASES["swiglu"])
     assert [row.error for row in rows] == ["out of memory"] * 2
     assert all(row.forward is None for row in rows)
+
+
+def test_no_memory_to_compare_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """What fits is timed all the same."""
+
+    def checked(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(runner, "measure", lambda: CEILING)
+    assert main(["bench", "--ops", "swiglu", "--tokens", "4"]) == 0
+    assert "not compared" not in capsys.readouterr().out
+    monkeypatch.setattr(runner, "check", checked)
+    assert main(["bench", "--ops", "swiglu", "--tokens", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "not compared, for want of memory: swiglu at T = 3" in printed
+    assert "fastpack" in printed
+
+
+def test_positions_begin_again_with_each_sequence() -> None:
+    q, _, cos, _, positions = CASES["rope_indexed"].inputs(replace(maker(20), lengths="7"))
+    assert len(q) == 20
+    assert positions.tolist() == [*range(7), *range(7), *range(6)]
+    assert len(cos) == 4096
 
 
 def test_calls_take_turns() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.bench.lengths import make_lengths
+
 PLAIN, OURS, LIGER = "torch", "fastpack", "Liger"
 
 Run = Callable[..., Any]
@@ -33,7 +35,8 @@ class Sizes:
 
 
 LLAMA_8B = Sizes()
-SMALL = Sizes(hidden=256, inner=688, heads=8, kv_heads=2, head_dim=32, vocabulary=1000, rank=4)
+SMALL = Sizes(hidden=256, inner=704, heads=8, kv_heads=2, head_dim=32, vocabulary=1000, rank=4)
+"""Rows of weights hold whole blocks of 4-bit ones: on a CPU bitsandbytes begins a block with each row."""
 
 
 @dataclass(frozen=True)
@@ -116,3 +119,14 @@ def given_up(inputs: Sequence[Any]) -> list[Any]:
 def outputs_of(result: Any) -> tuple[Tensor, ...]:
     """As a tuple."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def packed_lengths(make: Maker) -> list[int]:
+    """Lengths of sequences that fill T, the last one cut off."""
+    lengths: list[int] = []
+    for length in make_lengths(make.tokens, kind=make.lengths):
+        left = make.tokens - sum(lengths)
+        if left <= 0:
+            break
+        lengths.append(min(length, left))
+    return lengths

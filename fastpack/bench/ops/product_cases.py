@@ -1,4 +1,4 @@
-"""The loss on a linear head, attention and LoRA: bound by matrix products."""
+"""What comes of a linear head, and attention: bound by matrix products."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.attention_dispatch import AttentionCall, attend, explain
-from fastpack.bench.lengths import make_lengths
-from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, with_liger
-from fastpack.ops.gated_mlp import gated_mlp
+from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, packed_lengths, with_liger
 from fastpack.ops.linear_cross_entropy import linear_cross_entropy
-from fastpack.ops.projection_parts import Lora, Projection
-from fastpack.ops.projections import project
+from fastpack.ops.sequence_log_probs import sequence_log_probs
 from fastpack.packing import PackedSeqLens
-
-LORA_SCALE = 2.0
 
 
 def _loss_inputs(make: Maker, *, trained: bool) -> list[Any]:
@@ -47,6 +42,24 @@ def _loss_runs(inputs: Sequence[Any]) -> dict[str, Run]:
     return with_liger(runs, inputs[0].device, _liger_loss)
 
 
+def _log_probs_inputs(make: Maker) -> list[Any]:
+    packed = PackedSeqLens.from_lengths(packed_lengths(make), device=make.generator.device)
+    return [*_loss_inputs(make, trained=False), packed]
+
+
+def _plain_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, packed: PackedSeqLens) -> Tensor:
+    logits = F.linear(hidden, weight)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    of_tokens = wide.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    offsets = packed.cu_seqlens.long()
+    owner = torch.repeat_interleave(offsets.diff(), output_size=len(hidden))
+    return of_tokens.new_zeros(packed.num_sequences).index_add(0, owner, of_tokens)
+
+
+def _log_probs_runs(inputs: Sequence[Any]) -> dict[str, Run]:
+    return {PLAIN: _plain_log_probs, OURS: sequence_log_probs}
+
+
 def _loss_work(make: Maker, *, products: int) -> Work:
     return Work(flops=products * 2 * make.tokens * make.sizes.vocabulary * make.sizes.hidden)
 
@@ -55,22 +68,11 @@ def _logits(make: Maker) -> int:
     return make.tokens * make.sizes.vocabulary * make.dtype.itemsize
 
 
-def _lengths(make: Maker) -> list[int]:
-    """Lengths that fill T, the last one cut off."""
-    lengths: list[int] = []
-    for length in make_lengths(make.tokens, kind=make.lengths):
-        left = make.tokens - sum(lengths)
-        if left <= 0:
-            break
-        lengths.append(min(length, left))
-    return lengths
-
-
 def _attention_inputs(make: Maker) -> list[Any]:
     size = make.sizes
     heads = (size.heads, size.kv_heads, size.kv_heads)
     q, k, v = (make.tensor(make.tokens, count, size.head_dim) for count in heads)
-    return [q, k, v, PackedSeqLens.from_lengths(_lengths(make), device=make.generator.device)]
+    return [q, k, v, PackedSeqLens.from_lengths(packed_lengths(make), device=make.generator.device)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: str) -> Tensor:
@@ -87,78 +89,8 @@ def _attention_runs(inputs: Sequence[Any]) -> dict[str, Run]:
 
 
 def _attention_work(make: Maker, *, products: int) -> Work:
-    pairs = sum(length * (length + 1) // 2 for length in _lengths(make))
+    pairs = sum(length * (length + 1) // 2 for length in packed_lengths(make))
     return Work(flops=products * 2 * pairs * make.sizes.heads * make.sizes.head_dim)
-
-
-def _lora_inputs(make: Maker, shapes: Sequence[tuple[int, int]]) -> list[Any]:
-    """x, then the frozen weight, A and B of each projection; A and B are float32, as PEFT keeps them."""
-    wide = torch.promote_types(make.dtype, torch.float32)
-    inputs: list[Any] = [make.tensor(make.tokens, shapes[0][0])]
-    for ins, outs in shapes:
-        inputs.append(make.tensor(outs, ins, scale=ins**-0.5, grad=False))
-        inputs.append(make.tensor(make.sizes.rank, ins, scale=ins**-0.5, dtype=wide))
-        inputs.append(make.tensor(outs, make.sizes.rank, scale=0.1, dtype=wide))
-    return inputs
-
-
-def _peft(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What a LoRA layer of PEFT computes: the update in A's dtype, added to the base product and rounded."""
-    base = F.linear(x, weight)
-    return (base + F.linear(F.linear(x.to(a.dtype), a), b) * LORA_SCALE).to(base.dtype)
-
-
-def _threes(flat: Sequence[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
-
-
-def _projections(x: Tensor, flat: Sequence[Tensor]) -> list[Projection]:
-    return [Projection(weight, x.dtype, lora=Lora(a, b, LORA_SCALE)) for weight, a, b in _threes(flat)]
-
-
-def _qkv_shapes(make: Maker) -> list[tuple[int, int]]:
-    size = make.sizes
-    return [(size.hidden, heads * size.head_dim) for heads in (size.heads, size.kv_heads, size.kv_heads)]
-
-
-def _mlp_shapes(make: Maker) -> list[tuple[int, int]]:
-    size = make.sizes
-    return [(size.hidden, size.inner)] * 2 + [(size.inner, size.hidden)]
-
-
-def _plain_group(x: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_peft(x, *three) for three in _threes(flat))
-
-
-def _our_group(x: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
-    return project(x, _projections(x, flat))[0]
-
-
-def _under_autocast(run: Run) -> Run:
-    """A trainer's bf16: LoRA's products in half precision too."""
-
-    def inside(x: Tensor, *flat: Tensor) -> Any:
-        with torch.autocast(x.device.type, dtype=x.dtype):
-            return run(x, *flat)
-
-    return inside
-
-
-def _plain_mlp(x: Tensor, *flat: Tensor) -> Tensor:
-    gate, up, down = _threes(flat)
-    return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
-
-
-def _our_mlp(x: Tensor, *flat: Tensor) -> Tensor:
-    gate, up, down = _projections(x, flat)
-    return gated_mlp(x, [gate, up], down, "silu")
-
-
-def _lora_work(make: Maker, shapes: Sequence[tuple[int, int]], *, backward: bool) -> Work:
-    """Base products and updates; backward again both, and the gradients of A and B."""
-    base = sum(2 * make.tokens * ins * outs for ins, outs in shapes)
-    low = sum(2 * make.tokens * make.sizes.rank * (ins + outs) for ins, outs in shapes)
-    return Work(flops=base + low * (2 if backward else 1))
 
 
 CASES = [
@@ -181,6 +113,15 @@ CASES = [
         avoided=_logits,
     ),
     Case(
+        "sequence_log_probs",
+        "the log-probability of each sequence, on a frozen head",
+        _log_probs_inputs,
+        _log_probs_runs,
+        functools.partial(_loss_work, products=1),
+        functools.partial(_loss_work, products=1),
+        avoided=_logits,
+    ),
+    Case(
         "attention",
         "causal attention over packed sequences",
         _attention_inputs,
@@ -188,23 +129,5 @@ CASES = [
         functools.partial(_attention_work, products=2),
         functools.partial(_attention_work, products=5),
         functools.partial(_attend, backend="reference"),
-    ),
-    Case(
-        "lora_qkv",
-        "q, k and v projections with LoRA, A and B in float32",
-        lambda make: _lora_inputs(make, _qkv_shapes(make)),
-        lambda inputs: {PLAIN: _plain_group, OURS: _our_group},
-        lambda make: _lora_work(make, _qkv_shapes(make), backward=False),
-        lambda make: _lora_work(make, _qkv_shapes(make), backward=True),
-        plain_in_half=_under_autocast(_plain_group),
-    ),
-    Case(
-        "lora_mlp",
-        "a gated MLP with LoRA on its three projections, A and B in float32",
-        lambda make: _lora_inputs(make, _mlp_shapes(make)),
-        lambda inputs: {PLAIN: _plain_mlp, OURS: _our_mlp},
-        lambda make: _lora_work(make, _mlp_shapes(make), backward=False),
-        lambda make: _lora_work(make, _mlp_shapes(make), backward=True),
-        plain_in_half=_under_autocast(_plain_mlp),
     ),
 ]

@@ -45,6 +45,9 @@ class OpTables:
             say(f"NOT EXACT: {what}", style="bold red")
         if not outcome.inexact:
             say("every result of ours that was compared is exact enough", style="green")
+        blind = dict.fromkeys(f"{row.op} at T = {row.tokens - 1}" for row in outcome.figures if row.deviation is None)
+        if blind:
+            say(f"not compared, for want of memory: {', '.join(blind)}", style="yellow")
         say(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim")
 
 

@@ -1,0 +1,133 @@
+"""RoPE, alone and behind a norm of each head: bound by the memory that they read and write.
+
+The plain formulas are those of transformers' own Llama and Qwen 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, packed_lengths, with_liger
+from fastpack.bench.ops.elementwise_cases import EPS, plain_norm
+from fastpack.ops.rope import apply_rope, norm_rope
+
+POSITIONS = 4096
+"""Rows of the tables that positions look into."""
+
+
+def _rope_inputs(make: Maker) -> list[Any]:
+    size, tokens = make.sizes, make.tokens
+    frequencies = 10_000.0 ** (-torch.arange(0, size.head_dim, 2, device=make.generator.device) / size.head_dim)
+    angles = torch.arange(tokens, device=make.generator.device)[:, None] * frequencies
+    cos, sin = (table.repeat(1, 2).to(make.dtype) for table in (angles.cos(), angles.sin()))
+    q = make.tensor(tokens, size.heads, size.head_dim)
+    return [q, make.tensor(tokens, size.kv_heads, size.head_dim), cos, sin]
+
+
+def _plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = cos[:, None], sin[:, None]
+
+    def rotate(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return rotate(q), rotate(k)
+
+
+def _liger_rope() -> Run:
+    from liger_kernel.ops.rope import LigerRopeFunction
+
+    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        # heads first, as transformers hands them over; it works on the memory below, in place
+        q, k = LigerRopeFunction.apply(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+        return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+    return run
+
+
+def _rope_runs(inputs: Sequence[Any]) -> dict[str, Run]:
+    runs: dict[str, Run] = {
+        PLAIN: _plain_rope,
+        OURS: functools.partial(apply_rope, in_place=True),
+        f"{OURS}, copying": apply_rope,
+    }
+    return with_liger(runs, inputs[0].device, _liger_rope)
+
+
+def _rope_work(make: Maker, *, passes: int = 2) -> Work:
+    """So many passes over q and k, and one over the tables, half of which holds all of each."""
+    size = make.sizes
+    heads = passes * (size.heads + size.kv_heads) * size.head_dim
+    return Work(make.tokens * make.dtype.itemsize * (heads + size.head_dim))
+
+
+def _indexed_inputs(make: Maker) -> list[Any]:
+    """Positions begin again with each sequence; tables go as far as the longest of those that people train on."""
+    q, k, cos, sin = _rope_inputs(replace(make, tokens=max(make.tokens, POSITIONS)))
+    starts = [torch.arange(length, device=make.generator.device) for length in packed_lengths(make)]
+    return [*(x.detach()[: make.tokens].clone().requires_grad_() for x in (q, k)), cos, sin, torch.cat(starts)]
+
+
+def _indexed_runs(inputs: Sequence[Any]) -> dict[str, Run]:
+    def ours(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return apply_rope(q, k, cos, sin, positions=positions, in_place=True)
+
+    return {PLAIN: lambda q, k, cos, sin, at: _plain_rope(q, k, cos[at], sin[at]), OURS: ours}
+
+
+def _indexed_work(make: Maker) -> Work:
+    """Two passes over q and k, and the positions: the rows of the tables that are read stay in the cache."""
+    size = make.sizes
+    heads = 2 * (size.heads + size.kv_heads) * size.head_dim
+    return Work(make.tokens * (make.dtype.itemsize * heads + torch.int64.itemsize))
+
+
+def _norm_rope_inputs(make: Maker) -> list[Any]:
+    with torch.no_grad():
+        weights = [1 + make.tensor(make.sizes.head_dim, scale=0.1) for _ in range(2)]
+    q, k, cos, sin = _rope_inputs(make)
+    return [q, k, *(weight.requires_grad_() for weight in weights), cos, sin]
+
+
+def _norm_rope_runs(inputs: Sequence[Any]) -> dict[str, Run]:
+    def plain(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return _plain_rope(plain_norm(q, q_weight), plain_norm(k, k_weight), cos, sin)
+
+    def ours(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return norm_rope(q, k, q_weight, k_weight, EPS, cos, sin)
+
+    return {PLAIN: plain, OURS: ours}
+
+
+CASES = [
+    Case(
+        "rope",
+        "rotary embedding of q and k",
+        _rope_inputs,
+        _rope_runs,
+        _rope_work,
+        _rope_work,
+    ),
+    Case(
+        "rope_indexed",
+        "the same, each token's row of the tables looked up by its position",
+        _indexed_inputs,
+        _indexed_runs,
+        _indexed_work,
+        _indexed_work,
+    ),
+    Case(
+        "norm_rope",
+        "rotary embedding of q and k behind a norm of each head, whose weights train",
+        _norm_rope_inputs,
+        _norm_rope_runs,
+        _rope_work,
+        functools.partial(_rope_work, passes=3),
+    ),
+]
