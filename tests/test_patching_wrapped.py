@@ -69,6 +69,8 @@ def test_accelerate_offload(disk: bool, patch_first: bool, loss: Any, tmp_path: 
     if not patch_first:
         fastpack.patch(model, loss=loss)
     assert {p.device.type for p in model.parameters()} == {"meta"}
+    hooks = "it carries hooks, or a forward of its own (offloading does this)"
+    assert fastpack.report(model).as_modules == {hooks: 14}
     for kind in ("padded left", "packed_seq_lens"):
         batch = INPUT_KINDS[kind](sequences)
         with pytest.warns(fastpack.errors.FastpackWarning) if loss and patch_first else nullcontext():

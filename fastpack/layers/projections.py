@@ -90,7 +90,7 @@ def project_modules(
     group = read_group(modules, given, fused_norm)
     if group is None:
         n = given if norm is None or fused_norm is None else _call(norm, x)
-        outputs = _one_by_one(modules, n)
+        outputs = _one_by_one(modules, n, options)
         return ([residual + outputs[0]] if residual is not None else outputs), x
     adds = residual is not None and residual.dtype == group[0].dtype
     made, passed = project(
@@ -106,7 +106,7 @@ def project_modules(
     return list(made), passed if given is x else x
 
 
-def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
+def _one_by_one(modules: Sequence[nn.Module], n: Tensor, options: PatchOptions) -> list[Tensor]:
     """Modules called as modules; LoRA around a base that can't be read (8-bit, hooks) is fused all the same."""
     if torch.compiler.is_compiling():
         return [module(n) for module in modules]
@@ -115,7 +115,8 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor) -> list[Tensor]:
     if any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
         return [_call(module, n) for module in modules]
     pairs: list[Any] = split
-    return add_updates(n, [_call(base, n) for base, _ in pairs], [update for _, update in pairs])
+    bases = [_call(base, n) for base, _ in pairs]
+    return add_updates(n, bases, [update for _, update in pairs], options.kernels)
 
 
 def _call(module: nn.Module, n: Tensor) -> Tensor:

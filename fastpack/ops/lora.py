@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.ops.implementation import Implementation
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.projection_parts import Lora, Settings, product_dtype
 from fastpack.ops.projections import backward_to_weights, needs_input_again
 from fastpack.ops.updates import expand_backward, expand_forward, expanded, shrink_backward
 
 
-def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]) -> list[Tensor]:
+def add_updates(
+    n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None], implementation: Implementation = "auto"
+) -> list[Tensor]:
     """The outputs of a group with its updates added.
 
     The updates are computed in the dtype of the first base, or in autocast's where it is on; added to a base of
@@ -28,8 +31,10 @@ def add_updates(n: Tensor, bases: Sequence[Tensor], loras: Sequence[Lora | None]
         n: ``[T, H]``, the group's input.
         bases: ``[T, O_i]``, products with the base weights.
         loras: the update of each, or None.
+        implementation: of the casts and the thin products.
     """
-    settings = Settings.of_updates(product_dtype(bases[0], bases[0].dtype), loras, (None,) * len(loras))
+    dtype = product_dtype(bases[0], bases[0].dtype)
+    settings = Settings.of_updates(dtype, loras, (None,) * len(loras), implementation)
     flat = [tensor for lora in loras for tensor in (None, None, lora and lora.a, lora and lora.b)]
     made: tuple[Tensor, ...] = _AddUpdates.apply(settings, n, *bases, *flat)
     return list(made)
