@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
+from common import ON_CPU
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +18,13 @@ from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Reduction, linear_cross_entropy
 from fastpack.ops.sequence_log_probs import sequence_log_probs
 
-IMPLEMENTATIONS: tuple[Implementation, ...] = ("torch", "triton")
+IMPLEMENTATIONS = [
+    "torch",
+    pytest.param("triton", marks=ON_CPU.marks),
+    pytest.param("triton", marks=pytest.mark.gpu, id="triton natively"),
+]
+ROUNDING = [IMPLEMENTATIONS[0], IMPLEMENTATIONS[2]]
+"""Those that round to bfloat16: Triton's interpreter truncates to it."""
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "none")
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT32_BOUND = 1e-5
@@ -55,8 +63,24 @@ CASES = {
 NAMES = ("hidden", "weight", "bias", "a", "b")
 
 
-def draw(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs by name, and labels of which a third is ignored."""
+def device_of(implementation: Implementation) -> str:
+    """The kernel's is the GPU where there is one; the definition is tested on the CPU everywhere."""
+    return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
+
+
+def interpreted(implementation: Implementation) -> bool:
+    return implementation == "triton" and device_of(implementation) == "cpu"
+
+
+def cut(implementation: Implementation, dtype: torch.dtype) -> float:
+    """What is allowed beside every bound, since Triton's interpreter truncates to bfloat16."""
+    return torch.finfo(dtype).eps if interpreted(implementation) and dtype == torch.bfloat16 else 0.0
+
+
+def draw(
+    case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, *, device: str = "cpu"
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Inputs by name, and labels of which a third is ignored: the same on every device."""
     tokens, size, vocab = case.shape
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (tokens, size), "weight": (vocab, size)}
@@ -69,10 +93,10 @@ def draw(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple
         x = torch.randn(shape, generator=generator) * (1.0 if name == "hidden" else 0.5)
         if case.strided and x.ndim == 2:
             x = x.t().contiguous().t()
-        inputs[name] = x.to(dtype)
+        inputs[name] = x.to(device, dtype)
     labels = torch.randint(0, vocab, (tokens,), generator=generator)
     labels[1::3] = -100
-    return inputs, labels
+    return inputs, labels.to(device)
 
 
 def defined(

@@ -23,6 +23,7 @@ from cross_entropy_cases import (
     T,
     computed,
     defined,
+    device_of,
     draw,
     log_probs,
     on_gpu,
@@ -116,10 +117,11 @@ def test_a_dequantised_weight_is_made_once_each_way() -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_a_retained_graph(reduction: Reduction) -> None:
-    inputs, labels = draw(CASES["everything"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_retained_graph(implementation: Implementation, reduction: Reduction) -> None:
+    inputs, labels = draw(CASES["everything"], device=device_of(implementation))
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    out = computed(leaves, labels, reduction=reduction)
+    out = computed(leaves, labels, reduction=reduction, implementation=implementation)
     ones = torch.ones_like(out)
     first = torch.autograd.grad(out, list(leaves.values()), 3 * ones, retain_graph=True)
     second = torch.autograd.grad(out, list(leaves.values()), 3 * ones, retain_graph=True)
@@ -133,7 +135,7 @@ def test_a_retained_graph(reduction: Reduction) -> None:
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_stay_in_their_place(implementation: Implementation, reduction: Reduction) -> None:
     """They are ready after the forward, with a mean's share in them: a loss that nothing follows changes no bit."""
-    inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)))
+    inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)), device=device_of(implementation))
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     kept: dict[int, Tensor] = {}
 
@@ -153,7 +155,7 @@ def test_gradients_stay_in_their_place(implementation: Implementation, reduction
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_hooks_may_hand_back_other_strides(implementation: Implementation) -> None:
-    inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)))
+    inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)), device=device_of(implementation))
     truth = run(defined, inputs, labels)
 
     def function(leaves: dict[str, Tensor], labels: Tensor) -> Tensor:
@@ -171,9 +173,10 @@ def test_a_backward_that_failed_is_not_tried_again(
     implementation: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without memory for the last gradient the first is multiplied already: twice would be wrong."""
-    inputs, labels = draw(Case(shape=(50, 40, 130)), torch.float16)
+    device = device_of(implementation)
+    inputs, labels = draw(Case(shape=(50, 40, 130)), torch.float16, device=device)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    loss, half = computed(leaves, labels, implementation=implementation), torch.tensor(0.5)
+    loss, half = computed(leaves, labels, implementation=implementation), torch.tensor(0.5, device=device)
 
     def no_memory(*args: Any, **kwargs: Any) -> Tensor:
         raise torch.OutOfMemoryError
@@ -188,16 +191,18 @@ def test_a_backward_that_failed_is_not_tried_again(
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_under_checkpointing(use_reentrant: bool, reduction: Reduction) -> None:
-    inputs, labels = draw(CASES["everything"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_under_checkpointing(implementation: Implementation, use_reentrant: bool, reduction: Reduction) -> None:
+    inputs, labels = draw(CASES["everything"], device=device_of(implementation))
+    options: dict[str, Any] = {"reduction": reduction, "implementation": implementation}
 
     def function(leaves: dict[str, Tensor], labels: Tensor) -> Tensor:
         def inner(*values: Tensor) -> Tensor:
-            return computed(dict(zip(inputs, values, strict=True)), labels, reduction=reduction)
+            return computed(dict(zip(inputs, values, strict=True)), labels, **options)
 
         return checkpoint(inner, *leaves.values(), use_reentrant=use_reentrant)
 
-    truth = run(computed, inputs, labels, reduction=reduction)
+    truth = run(computed, inputs, labels, **options)
     found = run(function, inputs, labels)
     assert all(torch.equal(found[key], value) for key, value in truth.items())
 
@@ -208,11 +213,12 @@ def test_under_checkpointing(use_reentrant: bool, reduction: Reduction) -> None:
 def test_under_autocast(implementation: Implementation, dtype: torch.dtype, reduction: Reduction) -> None:
     """Float32 weights, and the loss scaled as for fp16; the backward runs outside, as a trainer's does."""
     case = Case(bias=True, lora=True, shape=(100, 40, 130))
-    inputs, labels = draw(case)
+    device = device_of(implementation)
+    inputs, labels = draw(case, device=device)
 
     def within(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run_within(*args: Any, **kwargs: Any) -> Tensor:
-            with torch.autocast("cpu", dtype=dtype):
+            with torch.autocast(device, dtype=dtype):
                 return function(*args, **kwargs)
 
         return run_within

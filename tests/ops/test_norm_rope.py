@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import relative
+from common import KERNEL_DTYPES, assert_no_worse, relative
 from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, SHAPES, counted, drawn, error_of, on_gpu, tables
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -31,8 +31,8 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[
 
 def by_hand(x: Tensor, weight: Tensor) -> Tensor:
     """The definition in float64."""
-    x = x.detach().double()
-    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.detach().double()
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -96,6 +96,71 @@ def test_kernel_is_the_two_ops(
         assert error_of(found, expected) < 2e-6
         return
     assert all(not x.any() for x in found)
+
+
+@pytest.mark.parametrize(
+    ("shape", "indexed"),
+    [((7, 3, 1, 8, 8), False), ((1, 5, 2, 16, 6), True), ((67, 8, 2, 128, 96), True)],
+    ids=["every dimension", "one token, a share", "heads of a model, a share"],
+)
+@pytest.mark.parametrize(("rounding", "unit_offset"), KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
+def test_strided_heads_are_as_near_to_float64_as_the_two_ops(
+    device: str,
+    dtype: torch.dtype,
+    layout: Layout,
+    rounding: Rounding,
+    unit_offset: bool,
+    shape: tuple[int, ...],
+    indexed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Heads of a wider tensor, heads before tokens; gradients likewise, and expanded; slices of tables."""
+    from fastpack.ops.kernels import norm_rope as kernels
+
+    monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 4)  # so that each takes several blocks
+    tokens, h, k_heads, d, rotary = shape
+    q = drawn(tokens, h + 1, d + 4, dtype=dtype)[:, 1:, :d]
+    k = drawn(k_heads, tokens, d, dtype=dtype).transpose(0, 1)
+    weights = [drawn(d, dtype=dtype, seed=seed) for seed in (2, 3)]
+    leaves = [x.to(device).requires_grad_() for x in (q, k, *weights)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    cotangents = [
+        drawn(h, tokens, d, dtype=dtype, seed=1).transpose(0, 1),
+        drawn(tokens, 1, d, dtype=dtype, seed=1).expand(tokens, k_heads, d),
+    ]
+    cos, sin = (x[3:, :rotary] for x in tables(tokens + 6, rotary + 4, layout, dtype))
+    positions = torch.arange(tokens, device=device).flip(0) + 2 if indexed else None
+    if positions is None:
+        cos, sin = cos[:tokens], sin[:tokens]
+
+    def gradients(out: tuple[Tensor, ...], of: list[Tensor]) -> list[Tensor]:
+        return [*out, *torch.autograd.grad(out, of, [c.to(y.dtype) for c, y in zip(cotangents, out, strict=True)])]
+
+    def run(*given: Tensor, implementation: Implementation = "torch", **changes: Any) -> list[Tensor]:
+        options: dict[str, Any] = {"layout": layout, "rounding": rounding, "unit_offset": unit_offset, **changes}
+        out = norm_rope(
+            *given, EPS, cos, sin, positions=positions, implementation=implementation, **options  # type: ignore[misc]
+        )  # fmt: skip
+        return gradients(out, leaves)
+
+    normalised = [by_hand(x, w + 1.0 if unit_offset else w) for x, w in zip(wide[:2], wide[2:], strict=True)]
+    angles = [x.double() if positions is None else x[positions].double() for x in (cos, sin)]
+    truth = gradients(apply_rope(*normalised, *angles, layout=layout, implementation="torch"), wide)
+    found, plain = run(*leaves, implementation="triton"), run(*leaves)
+    for mine, theirs, right in zip(found, plain, truth, strict=True):
+        assert_no_worse(mine, theirs, right)
+    q, k, q_weight, k_weight = leaves
+    other: Layout = "half" if layout == "interleaved" else "interleaved"
+    for wrong in (
+        run(q, k, k_weight, q_weight),
+        run(*leaves, layout=other),
+        run(*leaves, unit_offset=not unit_offset),
+    ):
+        for i in (0, 1, 2, 3):
+            with pytest.raises(AssertionError):
+                assert_no_worse(wrong[i], plain[i], truth[i])
 
 
 def test_forward_and_frozen_backward_are_one_launch_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

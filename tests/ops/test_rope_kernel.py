@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import relative
+from common import DEVICES, relative
 from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, SHAPES, counted, drawn, error_of, on_gpu, tables
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere
@@ -19,10 +19,16 @@ from fastpack.ops.rope import Layout, apply_rope, rotate_
 T, D = 10, 16
 
 
+@pytest.fixture(params=DEVICES)
+def where() -> None:
+    """Says by a mark where a test runs: natively where tensors are drawn on a GPU."""
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.usefixtures("where")
 def test_kernel_is_the_definition(
     shape: tuple[int, ...], layout: Layout, indexed: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +62,7 @@ def test_kernel_is_the_definition(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.usefixtures("where")
 def test_rotate_there_and_back_inside_a_fused_projection(layout: Layout, implementation: Implementation) -> None:
     """Slices of one buffer, whose other slices stay as they are."""
     cos, sin = tables(T, 6, layout)
@@ -73,6 +80,7 @@ def test_rotate_there_and_back_inside_a_fused_projection(layout: Layout, impleme
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("where")
 def test_kernel_takes_any_strides_of_tokens_and_heads(layout: Layout) -> None:
     """Heads before tokens, a gradient that is expanded, tables that are slices of wider ones."""
     cos, sin = (x[:, :6] for x in tables(5, 10, layout))
@@ -86,6 +94,7 @@ def test_kernel_takes_any_strides_of_tokens_and_heads(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("where")
 def test_kernel_s_gradients_by_finite_differences(layout: Layout) -> None:
     cos, sin = tables(3, 4, layout, torch.float64)
     q, k = (drawn(3, n, 6, dtype=torch.float64).requires_grad_() for n in (2, 1))

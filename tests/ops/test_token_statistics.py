@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cross_entropy_cases import CASES, FLOAT32_BOUND, IMPLEMENTATIONS, REDUCTIONS, Case, computed, draw
+from cross_entropy_cases import CASES, FLOAT32_BOUND, IMPLEMENTATIONS, REDUCTIONS, Case, computed, device_of, draw
 from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
@@ -28,10 +28,10 @@ def defined_statistics(inputs: dict[str, Tensor], labels: Tensor, options: dict[
     return torch.stack([distribution.entropy().sum(), (logits[kept].argmax(1) == labels[kept]).sum().double()])
 
 
-def likely(inputs: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -> Tensor:
+def likely(inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
     """Labels of which half are what the model would say: random ones hardly ever are."""
     logits = F.linear(inputs["hidden"].float(), inputs["weight"].float())
-    said = torch.where(torch.arange(len(labels)) % 2 == 0, logits.argmax(1), labels)
+    said = torch.where(torch.arange(len(labels), device=labels.device) % 2 == 0, logits.argmax(1), labels)
     return said.masked_fill(labels == -100, -100)
 
 
@@ -40,28 +40,29 @@ def likely(inputs: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_are_those_of_the_definition(implementation: Implementation, name: str, reduction: Reduction) -> None:
     case = CASES[name]
-    inputs, labels = draw(case)
-    labels = likely(inputs, labels, case.options)
-    statistics = torch.tensor([5.0, 7.0])
+    inputs, labels = draw(case, device=device_of(implementation))
+    labels = likely(inputs, labels)
+    before = torch.tensor([5.0, 7.0], device=labels.device)
+    statistics = before.clone()
     leaves = {name: x.clone().requires_grad_(name not in case.frozen) for name, x in inputs.items()}
     options = {**case.options, "reduction": reduction, "implementation": implementation}
     out = computed(leaves, labels, statistics=statistics, **options)
     truth = defined_statistics(inputs, labels, case.options)
     assert truth[1] > 0 or len(labels) < 3
-    found = statistics - torch.tensor([5.0, 7.0])
+    found = statistics - before
     assert abs(found[0] - truth[0]) <= FLOAT32_BOUND * truth[0] + 1e-5
     assert found[1] == truth[1]
     out.sum().backward()
-    assert torch.equal(statistics - torch.tensor([5.0, 7.0]), found), "the backward adds nothing"
+    assert torch.equal(statistics - before, found), "the backward adds nothing"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_change_nothing_else(implementation: Implementation, reduction: Reduction) -> None:
     case = CASES["everything"]
-    inputs, labels = draw(case)
+    inputs, labels = draw(case, device=device_of(implementation))
     results = []
-    for statistics in (None, torch.zeros(2)):
+    for statistics in (None, torch.zeros(2, device=labels.device)):
         leaves = {name: x.clone().requires_grad_() for name, x in inputs.items()}
         options = {**case.options, "reduction": reduction, "implementation": implementation, "statistics": statistics}
         out = computed(leaves, labels, **options)
@@ -73,12 +74,12 @@ def test_change_nothing_else(implementation: Implementation, reduction: Reductio
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_without_a_gradient_and_without_a_label(implementation: Implementation) -> None:
-    inputs, labels = draw(Case())
-    statistics = torch.zeros(2)
+    inputs, labels = draw(Case(), device=device_of(implementation))
+    statistics = torch.zeros(2, device=labels.device)
     with torch.no_grad():
         computed(inputs, labels, statistics=statistics, implementation=implementation)
     assert statistics[0] > 0
-    nothing = torch.zeros(2)
+    nothing = torch.zeros_like(statistics)
     computed(inputs, torch.full_like(labels, -100), statistics=nothing, implementation=implementation)
     assert not nothing.any()
 
@@ -86,9 +87,10 @@ def test_without_a_gradient_and_without_a_label(implementation: Implementation) 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_of_several_likeliest_tokens_the_first_counts(implementation: Implementation) -> None:
     hidden, weight = torch.ones(2, 1), torch.tensor([[1.0], [2.0], [2.0], [0.5]])
-    statistics = torch.zeros(2)
-    computed({"hidden": hidden, "weight": weight}, torch.tensor([1, 2]), statistics=statistics,
-             implementation=implementation)  # fmt: skip
+    given = [x.to(device_of(implementation)) for x in (hidden, weight, torch.tensor([1, 2]), torch.zeros(2))]
+    *inputs, labels, statistics = given
+    named = dict(zip(("hidden", "weight"), inputs, strict=True))
+    computed(named, labels, statistics=statistics, implementation=implementation)
     assert statistics[1] == 1
 
 
@@ -97,7 +99,7 @@ def test_of_several_likeliest_tokens_the_first_counts(implementation: Implementa
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     case = Case(shape=(300, 64, 32003))
     inputs, labels = draw(case, dtype)
-    labels = likely(inputs, labels, {})
+    labels = likely(inputs, labels)
     logits = F.linear(inputs["hidden"].cuda(), inputs["weight"].cuda()).float()
     kept = (labels != -100).cuda()
     truth = torch.distributions.Categorical(logits=logits[kept]).entropy().sum()

@@ -147,8 +147,10 @@ def cross_entropy_(
         return
     per_row = scale is not None and scale.ndim == 1
     block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
+    # a warp without elements of its own would read those of another, which may have written over them already
+    warps = max(1, min(WARPS, block // 32))
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](
             logits, labels, scale, losses, statistics, logits.stride(0), vocab, ignore_index, logit_scale,
-            softcap or 1.0, softcap is not None, gradient, per_row, block, num_warps=WARPS, **early(logits),
+            softcap or 1.0, softcap is not None, gradient, per_row, block, num_warps=warps, **early(logits),
         )  # fmt: skip
