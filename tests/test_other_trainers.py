@@ -22,11 +22,19 @@ DIFFERENCES = ("kl", "rewards/chosen", "rewards/rejected")
 BOUND, OF_DIFFERENCES = 1e-5, 3e-5
 OF_MARGINS = 1e-6
 """A margin is a difference of two rewards of about 1: of a small one, float32's rounding of these is a larger share."""
+ABOUT_ONE = 0.5, 2.0
 
 
 def check_step(mine: dict[str, float], theirs: dict[str, float]) -> int:
-    """What two trainers logged of a step is equal; how much of it was compared."""
+    """Of what two trainers logged of a step, :data:`COMPARED` and :data:`DIFFERENCES` are equal but for rounding.
+
+    Returns:
+        How many of :data:`COMPARED` stock logged; the others are passed over.
+    """
     compared = [what for what in COMPARED if what in theirs]
+    if "margin" in compared:
+        largest = max(abs(theirs["min_reward"]), abs(theirs["max_reward"]))
+        assert ABOUT_ONE[0] <= largest <= ABOUT_ONE[1], "OF_MARGINS is for these"
     for what in compared:
         bound = BOUND * max(abs(theirs[what]), 1e-2)
         bound = max(bound, OF_MARGINS) if what == "margin" else bound

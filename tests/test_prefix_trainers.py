@@ -106,8 +106,10 @@ def test_others(name: str, tmp_path: Path) -> None:
     trainer = fastpack.patch(build(tmp_path, **further), share_prefixes="auto")
     ours = logged(trainer)
     assert sharing(trainer.model).stats.shared >= STEPS
+    assert len(ours) == len(stock) == STEPS
     for mine, theirs in zip(ours, stock, strict=True):
-        check_step(mine, theirs)
+        assert mine.keys() == theirs.keys()
+        assert check_step(mine, theirs) == 4, "loss, norm, and margin and mean reward or entropy and reward"
 
 
 @pytest.mark.parametrize("padding_free", [False, True], ids=["padded", "padding-free"])

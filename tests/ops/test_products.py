@@ -22,19 +22,19 @@ LENGTHS = (256, 72, 16, 40)
 """Of the sums: whole steps, one that sticks out, and two thin ones."""
 
 
-def make_terms(count: int, dtype: torch.dtype, device: str) -> list[tuple[Tensor, Tensor]]:
+def make_terms(count: int, dtype: torch.dtype, device: str, tokens: int = T) -> list[tuple[Tensor, Tensor]]:
     """Every other second factor is a transposed view; the last two first factors are slices of a wider tensor."""
     made: list[tuple[Tensor, Tensor]] = []
     for i, length in enumerate(LENGTHS[:count]):
-        x = torch.randn(T, length + 16, device=device).to(dtype)[:, 8 : 8 + length]
+        x = torch.randn(tokens, length + 16, device=device).to(dtype)[:, 8 : 8 + length]
         shape = (length, N) if i % 2 else (N, length)
         m = torch.randn(*shape, device=device).to(dtype)
         made.append((x, m if i % 2 else m.t()))
     return made
 
 
-def counted(rows: int, device: str) -> RowCount:
-    return RowCount(torch.tensor([rows], dtype=torch.int32, device=device), T)
+def counted(rows: int, device: str, tokens: int = T) -> RowCount:
+    return RowCount(torch.tensor([rows], dtype=torch.int32, device=device), tokens)
 
 
 def end_of_tiles(rows: int, above: int = 0) -> int:
@@ -48,18 +48,44 @@ def added(base: Tensor | None, bias: Tensor | None) -> Tensor | float:
 
 
 def take_plan(programs: int, above: int, tiles: int, members: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many programs, rows of tall tiles, and tiles and programs of a team, whatever would be best."""
+    """So many programs, rows of tall tiles, and tiles and programs of a team, whatever would be best.
+
+    Where there are fewer rows, as many of tall tiles as :func:`plan` tries: the last may stick out.
+    """
     monkeypatch.setattr(kernels, "processors", lambda _: programs)
-    monkeypatch.setattr(products, "plan", lambda rows, *_: (min(above, rows // kernels.LOWER // 3), tiles, members))
+    monkeypatch.setattr(products, "plan", lambda rows, *_: (min(above, -(-rows // kernels.LOWER) // 3), tiles, members))
+
+
+def plan_taken(count: RowCount, rows: int) -> list[int]:
+    """What the kernel finds for so many rows in the table of the first kind of launch."""
+    return count.plans[1, -(-rows // kernels.LOWER)].tolist()
+
+
+def table_of(*kind: int) -> list[list[int]]:
+    """That table, as :func:`plan` has it."""
+    return [list(plan(min(kernels.LOWER * n, T), *kind)) for n in range(-(-T // kernels.LOWER) + 1)]
 
 
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
-@pytest.mark.parametrize(("rows", "above"), [(1, 0), (128, 0), (200, 0), (200, 1), (T, 0), (T, 1), (T, 2)])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "above"),
+    [
+        (T, 1, 0),
+        (T, 128, 0),
+        (T, 200, 0),
+        (T, 200, 1),
+        (T, T, 0),
+        (T, T, 1),
+        (T, T, 2),  # the second sticks out
+        (150, 150, 1),  # all there is, and sticks out
+    ],
+)
 @pytest.mark.parametrize(("terms", "base", "bias"), [(1, None, False), (2, "own", True), (4, "in place", False)])
 def test_kernel_is_the_definition(
     terms: int,
     base: str | None,
     bias: bool,
+    tokens: int,
     rows: int,
     above: int,
     dtype: torch.dtype,
@@ -68,11 +94,10 @@ def test_kernel_is_the_definition(
 ) -> None:
     if device == "cuda" and dtype == torch.float32:
         pytest.skip("not served")
-    if above:
-        take_plan(2, above, 1, 1, monkeypatch)
+    take_plan(2, above, 1, 1, monkeypatch)
     torch.manual_seed(0)
-    given = make_terms(terms, dtype, device)
-    total = None if base is None else torch.randn(T, N, device=device).to(dtype)
+    given = make_terms(terms, dtype, device, tokens)
+    total = None if base is None else torch.randn(tokens, N, device=device).to(dtype)
     vector = torch.randn(N, 2, device=device).to(dtype)[:, 0] if bias else None
     rest = added(total, vector)
     truth = sum((x.double() @ m.double() for x, m in given), start=rest)
@@ -83,12 +108,13 @@ def test_kernel_is_the_definition(
     for x, _ in given:
         x[last:] = float("nan")  # nobody looks
     before = None if total is None else total.clone()
-    count = counted(rows, device)
+    count = counted(rows, device, tokens)
     out = sum_of_products(given, count, base=total, bias=vector, out=total if base == "in place" else None)
     assert count.products == 1
+    assert plan_taken(count, rows) == [above, 1, 1]
     assert_no_worse(out[:rows], plain[:rows], truth[:rows])
-    behind = torch.zeros(T, N, dtype=torch.float64, device=device) + rest
-    assert relative(out[last:] + 1, behind[last:] + 1) <= torch.finfo(dtype).eps if last < T else True
+    behind = torch.zeros(tokens, N, dtype=torch.float64, device=device) + rest
+    assert last >= tokens or relative(out[last:] + 1, behind[last:] + 1) <= torch.finfo(dtype).eps
     assert out is total if base == "in place" else total is None or torch.equal(total, before)
     lost = sum((x.double() @ m.double() for x, m in given[1:]), start=torch.zeros_like(behind) + rest)
     assert relative(lost[:rows], truth[:rows]) > 0.1, "the check can fail"
@@ -146,6 +172,7 @@ def test_a_last_round_is_shared(
     count = counted(rows, device)
     made = watch_parts(monkeypatch)
     out = sum_of_products(given, count, base=total, out=total)
+    assert plan_taken(count, rows) == [above, tiles, members]
     assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
     if rows:
         assert_no_worse(out[:last], plain[:last], truth[:last])
@@ -221,6 +248,7 @@ def test_several_outputs_are_several_sums(
     made = watch_parts(monkeypatch)
     outs = sums_of_products(sums, count)
     assert count.products == 1
+    assert plan_taken(count, rows) == [above, *team]
     assert made[0].isfinite().all(dim=(1, 2)).sum() == parts
     last = end_of_tiles(rows, above)
     for one, out in zip(sums, outs, strict=True):
@@ -249,8 +277,9 @@ def test_which_sums_go_together() -> None:
 
 
 @pytest.mark.gpu
-def test_a_recorded_launch_serves_other_counts() -> None:
+def test_a_recorded_launch_serves_other_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a CUDA graph: what it leaves out is read from the device each time."""
+    take_plan(132, 0, 1, 1, monkeypatch)
     torch.manual_seed(0)
     terms = make_terms(2, torch.bfloat16, "cuda")
     count = counted(T, "cuda")
@@ -272,13 +301,13 @@ def test_kinds_of_launches_have_plans_of_their_own(monkeypatch: pytest.MonkeyPat
     """As many as there is room for; those behind that make neither tall tiles nor teams."""
     monkeypatch.setattr(products, "MOST_KINDS", 3)
     count = counted(T, "cpu")
-    assert count.plans_for(16, 64, 8, False).tolist() == [
-        list(plan(min(64 * n, T), 16, 64, 8, False)) for n in range(7)
-    ]
-    assert count.plans_for(16, 64, 8, True).tolist() != count.plans_for(16, 448, 8, False).tolist()
+    first, second = table_of(16, 64, 8, False), table_of(16, 64, 8, True)
+    assert first != second, "the check can fail"
+    assert count.plans_for(16, 64, 8, False).tolist() == first
+    assert count.plans_for(16, 64, 8, True).tolist() == second
     assert not count.plans_for(16, 448, 8, False).any()
     assert len(count.kinds) == 2
-    assert count.plans_for(16, 64, 8, False).any(), "the first one's are as they were"
+    assert count.plans_for(16, 64, 8, False).tolist() == first, "as they were"
 
 
 @pytest.mark.gpu
@@ -297,6 +326,8 @@ def test_a_later_recording_does_not_wait_for_plans() -> None:
         with torch.cuda.graph(graph):
             out = sum_of_products(terms, count)
         assert len(count.kinds) == warm
+        nothing = [[0, 0, 0]] * len(count.plans[1])
+        assert count.plans[1].tolist() == (table_of(*next(iter(count.kinds))) if warm else nothing)
         for rows in (1, 200, 256, T):
             count.rows.fill_(rows)
             graph.replay()
