@@ -1,8 +1,8 @@
 """Which tiles the processors of a device make of sums of products, and who shares the last ones.
 
-Low tiles have :data:`BLOCK_T` rows, tall ones :data:`LOWER` more. Tall ones lie on top and are made first; each program
-makes one tile after the other, round after round; what is left for a last round, all of it low, is shared by teams.
-Of all such plans :func:`plan` takes the one whose last program ends first.
+Low tiles have :data:`BLOCK_T` rows, tall ones :data:`BLOCK_BELOW` more. Tall ones lie on top and are made first; each
+program makes one tile after the other, round after round; what is left for a last round, all of it low, is shared by
+teams. Of all such plans :func:`plan` takes the one whose last program ends first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from math import ceil
 
-BLOCK_T, LOWER = 128, 64
+BLOCK_T, BLOCK_BELOW = 128, 64
 """Rows of a low tile, and those that a tall one has below them. A tall one reads the second factors less often than two
 low ones for three, and with both heights fewer rows are made that don't count."""
 LEAST_SAVED, MORE_SAVED, MOST_MEMBERS = 20, 6, 8
@@ -36,8 +36,8 @@ def plan(rows: int, across: int, steps: int, programs: int, flattened: bool) -> 
         flattened: whether the end of a low tile overlaps with the begin of the next.
     """
     best = (float("inf"), 0, 1, 1)
-    for above in range(ceil(rows / LOWER) // 3 + 1):
-        down = ceil(max(rows - above * (BLOCK_T + LOWER), 0) / BLOCK_T)
+    for above in range(ceil(rows / BLOCK_BELOW) // 3 + 1):
+        down = ceil(max(rows - above * (BLOCK_T + BLOCK_BELOW), 0) / BLOCK_T)
         tall, low = above * across, down * across
         if low < (tall + low) % programs:
             continue  # a tall one would be left

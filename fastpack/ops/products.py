@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
-from fastpack.ops.plans import LOWER, plan
+from fastpack.ops.plans import BLOCK_BELOW, plan
 
 TERMS = 4
 """At most: three projections and LoRA's update."""
@@ -51,7 +51,7 @@ class RowCount:
         products: how many launches have read it.
         work: floating-point operations that they left out for each row that does not count.
         flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
-        plans: int32 ``[MOST_KINDS, ceil(T / LOWER) + 1, 3]``, for each kind of launch and number of rows a
+        plans: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, for each kind of launch and number of rows a
             :func:`fastpack.ops.plans.plan`; in the first place zeros, for all others: no tall tiles, no teams.
         kinds: those of which there are plans, and where.
     """
@@ -66,10 +66,10 @@ class RowCount:
 
     def __post_init__(self) -> None:
         self.flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.rows.device)
-        self.plans = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / LOWER) + 1, 3)
+        self.plans = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / BLOCK_BELOW) + 1, 3)
 
     def plans_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
-        """int32 ``[ceil(T / LOWER) + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.plans.plan`.
+        """int32 ``[ceil(T / BLOCK_BELOW) + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.plans.plan`.
 
         They are made when a kind is first met, without waiting for the device. A recording makes none: it reads what is
         there, which for a kind that it is the first to meet is zeros, as it is where all places are taken.
@@ -80,7 +80,7 @@ class RowCount:
             if recording or len(self.kinds) == MOST_KINDS - 1:
                 return self.plans[0]
             units = range(self.plans.shape[1])
-            made = torch.tensor([plan(min(n * LOWER, self.tokens), *kind) for n in units], dtype=torch.int32)
+            made = torch.tensor([plan(min(n * BLOCK_BELOW, self.tokens), *kind) for n in units], dtype=torch.int32)
             self.kinds[kind] = len(self.kinds) + 1
             self.plans[self.kinds[kind]].copy_(made.pin_memory() if self.rows.is_cuda else made, non_blocking=True)
         return self.plans[self.kinds[kind]]

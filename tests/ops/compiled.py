@@ -52,13 +52,13 @@ def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
     transposed = [i < 2 or outputs > 1 for i in range(2 * products.MOST)]
     constants: dict[str, Any] = {"NUMBER": count, "OUTPUTS": outputs, "BASE": outputs == 1, "BIAS": True}
     constants |= {"BLOCK_T": products.BLOCK_T, "BLOCK_N": products.BLOCK_N, "GROUP": products.GROUP}
-    constants |= {"BLOCKS": tuple(used[:4]), "TRANSPOSED": tuple(transposed[:4]), "LOWER": products.LOWER}
+    constants |= {"BLOCKS": tuple(used[:4]), "TRANSPOSED": tuple(transposed[:4]), "BLOCK_BELOW": products.BLOCK_BELOW}
     constants |= {"EARLY": True, "PROGRAMS": 132}
     height, width = products.BLOCK_T, products.BLOCK_N
     types = dict.fromkeys(("base", "out0", "out1", "out2"), (height, width // 2))
-    types |= dict.fromkeys(("lower_base", "lower_out0", "lower_out1", "lower_out2"), (products.LOWER, width // 2))
+    types |= dict.fromkeys(("lower_base", "lower_out0", "lower_out1", "lower_out2"), (products.BLOCK_BELOW, width // 2))
     for i, block in enumerate(used):
-        types |= {f"x{i}": (height, block), f"lower_x{i}": (products.LOWER, block)}
+        types |= {f"x{i}": (height, block), f"lower_x{i}": (products.BLOCK_BELOW, block)}
         types[f"m{i}"] = (width, block) if transposed[i] else (block, width)
     signature: dict[str, str] = {}
     for name in products._products_kernel.arg_names:

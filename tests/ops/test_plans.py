@@ -13,7 +13,7 @@ PROGRAMS = 132
 
 def made(rows: int, above: int, across: int) -> tuple[int, int]:
     """How many tiles are tall, and how many low."""
-    below = max(0, rows - above * (plans.BLOCK_T + plans.LOWER))
+    below = max(0, rows - above * (plans.BLOCK_T + plans.BLOCK_BELOW))
     return above * across, -(-below // plans.BLOCK_T) * across
 
 
@@ -41,7 +41,7 @@ def test_the_best_plan_is_taken(across: int, steps: int, flattened: bool) -> Non
     for rows in (0, 1, 64, 65, 128, 129, 192, 300, 2784, 2843, 2944, 3114):
         found = plans.plan(rows, across, steps, PROGRAMS, flattened)
         ends = {}
-        for above in range(-(-rows // plans.LOWER) // 3 + 1):
+        for above in range(-(-rows // plans.BLOCK_BELOW) // 3 + 1):
             tall, low = made(rows, above, across)
             left = (tall + low) % PROGRAMS
             if left <= low:

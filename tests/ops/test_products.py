@@ -39,7 +39,7 @@ def counted(rows: int, device: str, tokens: int = T) -> RowCount:
 
 def end_of_tiles(rows: int, above: int = 0) -> int:
     """Behind it nothing is multiplied, where so many rows of tiles are tall."""
-    top = above * (kernels.BLOCK_T + kernels.LOWER)
+    top = above * (kernels.BLOCK_T + kernels.BLOCK_BELOW)
     return top + max(0, -(-(rows - top) // kernels.BLOCK_T)) * kernels.BLOCK_T
 
 
@@ -53,17 +53,18 @@ def take_plan(programs: int, above: int, tiles: int, members: int, monkeypatch: 
     Where there are fewer rows, as many of tall tiles as :func:`plan` tries: the last may stick out.
     """
     monkeypatch.setattr(kernels, "processors", lambda _: programs)
-    monkeypatch.setattr(products, "plan", lambda rows, *_: (min(above, -(-rows // kernels.LOWER) // 3), tiles, members))
+    most = lambda rows: -(-rows // kernels.BLOCK_BELOW) // 3  # noqa: E731
+    monkeypatch.setattr(products, "plan", lambda rows, *_: (min(above, most(rows)), tiles, members))
 
 
 def plan_taken(count: RowCount, rows: int) -> list[int]:
     """What the kernel finds for so many rows in the table of the first kind of launch."""
-    return count.plans[1, -(-rows // kernels.LOWER)].tolist()
+    return count.plans[1, -(-rows // kernels.BLOCK_BELOW)].tolist()
 
 
 def table_of(*kind: int) -> list[list[int]]:
     """That table, as :func:`plan` has it."""
-    return [list(plan(min(kernels.LOWER * n, T), *kind)) for n in range(-(-T // kernels.LOWER) + 1)]
+    return [list(plan(min(kernels.BLOCK_BELOW * n, T), *kind)) for n in range(-(-T // kernels.BLOCK_BELOW) + 1)]
 
 
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)

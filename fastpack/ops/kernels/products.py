@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fastpack.ops.kernels.launch import MOST, early, filled, on_device, processors, rows_that_count, wait_for_inputs
-from fastpack.ops.plans import BLOCK_T, LOWER, MOST_MEMBERS
+from fastpack.ops.plans import BLOCK_BELOW, BLOCK_T, MOST_MEMBERS
 from fastpack.ops.products import TERMS, RowCount, Sum
 
 BLOCK_N, BLOCK_K = 256, 64
@@ -129,20 +129,21 @@ def _places_of_half(program, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 def _make_tile(
     first, last, steps, row, column, program, earliest, parts, flags, base, lower_base, bias, out, lower_out, columns,
     xs, lower_xs, ms, lengths, FIRST: tl.constexpr, NUMBER: tl.constexpr, BLOCKS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, LOWER: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_BELOW: tl.constexpr,
     BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Steps ``first`` to ``last`` of its sums. Who makes the last one takes what others have left, from program
     ``earliest`` on, and stores it."""
     HALF: tl.constexpr = BLOCK_N // 2
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
-    if LOWER > 0:
-        more = tl.zeros((LOWER, BLOCK_N), dtype=tl.float32)
+    if BLOCK_BELOW > 0:
+        more = tl.zeros((BLOCK_BELOW, BLOCK_N), dtype=tl.float32)
         sums, more = _add_terms(
             sums, more, first, last, row, column, xs, lower_xs, ms, lengths, FIRST, NUMBER, BLOCKS, TRANSPOSED,
             BLOCK_T, WHOLE,
         )  # fmt: skip
-        _store_halves(more, lower_base, lower_out, bias, row + BLOCK_T, column, columns, LOWER, BLOCK_N, BASE, BIAS)
+        below = row + BLOCK_T
+        _store_halves(more, lower_base, lower_out, bias, below, column, columns, BLOCK_BELOW, BLOCK_N, BASE, BIAS)
     else:
         sums, _ = _add_terms(
             sums, sums, first, last, row, column, xs, xs, ms, lengths, FIRST, NUMBER, BLOCKS, TRANSPOSED, 0, WHOLE
@@ -173,7 +174,7 @@ def _make_tile(
 def _make_tile_of(
     first, last, steps, row, beside, program, earliest, parts, flags, base, lower_base, biases, outs, lower_outs,
     columns, xs, lower_xs, ms, lengths, NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, LOWER: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_BELOW: tl.constexpr,
     BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """That of whichever output has column block ``beside``, where those of all lie beside each other."""
@@ -181,7 +182,7 @@ def _make_tile_of(
         _make_tile(
             first, last, steps, row, beside * BLOCK_N, program, earliest, parts, flags, base, lower_base, biases[0],
             outs[0], lower_outs[0], columns[0], xs, lower_xs, ms, lengths, 0, NUMBER, BLOCKS, TRANSPOSED, BASE, BIAS,
-            BLOCK_T, LOWER, BLOCK_N, WHOLE,
+            BLOCK_T, BLOCK_BELOW, BLOCK_N, WHOLE,
         )  # fmt: skip
     else:
         for i in tl.static_range(OUTPUTS):
@@ -190,7 +191,7 @@ def _make_tile_of(
                 _make_tile(
                     first, last, steps, row, beside * BLOCK_N, program, earliest, parts, flags, base, lower_base,
                     biases[i], outs[i], lower_outs[i], columns[i], xs, lower_xs, ms, lengths, 2 * i, NUMBER, BLOCKS,
-                    TRANSPOSED, BASE, BIAS, BLOCK_T, LOWER, BLOCK_N, WHOLE,
+                    TRANSPOSED, BASE, BIAS, BLOCK_T, BLOCK_BELOW, BLOCK_N, WHOLE,
                 )  # fmt: skip
             beside -= across
 
@@ -201,7 +202,7 @@ def _products_kernel(
     lower_out0, lower_out1, lower_out2, columns0, columns1, columns2, length0, length1, length2, length3,
     x0, x1, x2, x3, x4, x5, lower_x0, lower_x1, lower_x2, lower_x3, lower_x4, lower_x5, m0, m1, m2, m3, m4, m5,
     NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr, BASE: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_T: tl.constexpr, LOWER: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_BELOW: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One output has up to four terms, x0 and m0 to x3 and m3. Each of several has one or two, of lengths 0 and 1: the
@@ -214,14 +215,14 @@ def _products_kernel(
 
     program = tl.program_id(0)
     rows = rows_that_count(count, tokens)
-    plans += tl.cdiv(rows, LOWER) * 3
+    plans += tl.cdiv(rows, BLOCK_BELOW) * 3
     above, team, members = tl.load(plans), tl.maximum(tl.load(plans + 1), 1), tl.maximum(tl.load(plans + 2), 1)
     across, steps = 0, 0
     for i in tl.static_range(OUTPUTS):
         across += tl.cdiv(columns[i], BLOCK_N)
     for i in tl.static_range(NUMBER):
         steps += tl.cdiv(lengths[i], BLOCKS[i])
-    top = above * (BLOCK_T + LOWER)
+    top = above * (BLOCK_T + BLOCK_BELOW)
     down = tl.cdiv(tl.maximum(rows - top, 0), BLOCK_T)
     tall = above * across
     left = (tall + down * across) % PROGRAMS
@@ -233,9 +234,9 @@ def _products_kernel(
     for tile in range(turn, tall, PROGRAMS):
         below, beside = _place(tile, above, across, GROUP)
         _make_tile_of(
-            0, steps, steps, below * (BLOCK_T + LOWER), beside, program, program, parts, flags, base, lower_base,
+            0, steps, steps, below * (BLOCK_T + BLOCK_BELOW), beside, program, program, parts, flags, base, lower_base,
             biases, outs, lower_outs, columns, xs, lower_xs, ms, lengths, NUMBER, OUTPUTS, BLOCKS, TRANSPOSED, BASE,
-            BIAS, BLOCK_T, LOWER, BLOCK_N, True,
+            BIAS, BLOCK_T, BLOCK_BELOW, BLOCK_N, True,
         )  # fmt: skip
     turn += tl.cdiv(tl.maximum(tall - turn, 0), PROGRAMS) * PROGRAMS
     for tile in tl.range(turn, whole, PROGRAMS, flatten=FLATTEN):
@@ -293,13 +294,13 @@ def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs
     ms: list[TensorDescriptor] = []
     for x, m in pairs:
         turned, block = _is_transposed(m), _block(x.shape[1])
-        for made, height in zip(xs, (BLOCK_T, LOWER), strict=True):
+        for made, height in zip(xs, (BLOCK_T, BLOCK_BELOW), strict=True):
             made.append(TensorDescriptor.from_tensor(x, [height, block]))
         tile = [BLOCK_N, block] if turned else [block, BLOCK_N]
         ms.append(TensorDescriptor.from_tensor(m.t() if turned else m, tile))
     first, biases = outs[0], [one.bias for one in sums]
     tokens, columns = len(first), [out.shape[1] for out in outs]
-    stored = [[BLOCK_T, BLOCK_N // 2], [LOWER, BLOCK_N // 2]]
+    stored = [[BLOCK_T, BLOCK_N // 2], [BLOCK_BELOW, BLOCK_N // 2]]
     bases = [TensorDescriptor.from_tensor(first if base is None else base, tile) for tile in stored]
     targets = [TensorDescriptor.from_tensor(out, tile) for tile in stored for out in filled(outs)]
     programs = min(processors(first.device), MOST_MEMBERS * sum(tiles(tokens, width) for width in columns))
@@ -312,8 +313,9 @@ def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs
             count.rows, tokens, plans, parts, count.flags, *bases,
             *filled([count.rows if bias is None else bias.contiguous() for bias in biases]), *targets,
             *filled(columns), *lengths, *xs[0], *xs[1], *ms, NUMBER=number, OUTPUTS=len(outs), BLOCKS=blocks,
-            TRANSPOSED=transposed, BASE=base is not None, BIAS=biases[0] is not None, BLOCK_T=BLOCK_T, LOWER=LOWER,
-            BLOCK_N=BLOCK_N, GROUP=GROUP, PROGRAMS=programs, num_stages=STAGES, num_warps=WARPS, **early(first),
+            TRANSPOSED=transposed, BASE=base is not None, BIAS=biases[0] is not None, BLOCK_T=BLOCK_T,
+            BLOCK_BELOW=BLOCK_BELOW, BLOCK_N=BLOCK_N, GROUP=GROUP, PROGRAMS=programs, num_stages=STAGES,
+            num_warps=WARPS, **early(first),
         )  # fmt: skip
 
 
