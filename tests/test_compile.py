@@ -1,14 +1,12 @@
-"""Patched models under ``torch.compile``: whole graphs, as few as there are buckets, and the results of eager.
+"""Patched models under ``torch.compile``: whole graphs, and the results of eager.
 
-What the compiler meets on the way (operators, facts, kernels) is in ``test_compile_parts.py``.
+Every family is in ``test_compile_families.py``, as few graphs as there are buckets in ``test_compile_buckets.py``, and
+what the compiler meets on the way (operators, facts, kernels) in ``test_compile_parts.py``.
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +20,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 import fastpack
 from fastpack import PackedSeqLens
-from fastpack.attention_dispatch import BACKENDS
-from fastpack.backends import torch_varlen
-from fastpack.backends.call import AttentionCall
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 
@@ -173,83 +168,6 @@ def test_under_autocast() -> None:
     assert relative(wanted.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
 
 
-@torch.library.custom_op("fastpack_tests::varlen", mutates_args=())
-def varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: list[int], gqa: bool
-) -> Tensor:
-    """A kernel that torch knows as an operator, as its own varlen one is; forward only."""
-    assert window == [-1, 0]
-    spans = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
-    assert max(b - a for a, b in spans) <= longest
-    out = [
-        F.scaled_dot_product_attention(
-            *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=gqa
-        )[0].transpose(0, 1)
-        for a, b in spans
-    ]
-    return torch.cat(out)
-
-
-@varlen.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-def fake_varlen_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool = False,
-) -> Tensor:
-    return torch.ops.fastpack_tests.varlen(q, k, v, cu_q, max_q, scale, list(window_size), enable_gqa)
-
-
-def read_lengths(call: AttentionCall) -> Tensor:
-    """Negative control: what a backend that looked at the lengths would do."""
-    assert sum(call.packed.lengths) == call.packed.total_tokens
-    return torch_varlen.run(call)
-
-
-RANDOM_BATCHES = [
-    tuple(torch.randint(1, 60, (1 + seed % 7,), generator=torch.Generator().manual_seed(seed)).tolist())
-    for seed in range(20)
-]
-
-
-@pytest.mark.parametrize(("dynamic", "leaks"), [(None, False), (False, False), (False, True)])
-def test_no_more_compilations_than_buckets(monkeypatch: pytest.MonkeyPatch, dynamic: bool | None, leaks: bool) -> None:
-    backend = SimpleNamespace(run=read_lengths if leaks else torch_varlen.run, rejects=lambda shape: None)
-    monkeypatch.setitem(BACKENDS, "torch_varlen", backend)  # type: ignore[arg-type]
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen_attn)
-    torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
-    model = fastpack.patch(tiny_model("llama", num_hidden_layers=1)).requires_grad_(False)
-    compiler = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, fullgraph=not leaks, backend=compiler, dynamic=dynamic)
-    buckets = set()
-    for lengths in RANDOM_BATCHES[: 6 if leaks else None]:
-        batch = collate(lengths)
-        buckets.add(batch["packed_seq_lens"].bucket)
-        ours, stock = compiled(**batch), model(**batch)
-        assert relative(ours.logits, stock.logits) <= FLOAT32_BOUND
-        assert relative(ours.loss, stock.loss) <= FLOAT32_BOUND
-    torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
-    assert 3 <= len(buckets) <= 8
-    assert any("fastpack_tests.varlen" in str(node.target) for node in compiler.graphs[0].graph.nodes)
-    if leaks:
-        assert compiler.frame_count > len(buckets)
-    elif dynamic is None:
-        assert compiler.frame_count <= len(buckets)
-    else:
-        assert compiler.frame_count == len(buckets)
-
-
 @pytest.mark.parametrize(("bare", "labels"), [(False, True), (False, False), (True, False)])
 def test_a_padded_batch_breaks_once(bare: bool, labels: bool) -> None:
     """Its lengths are read between two regions; all tensor operations are in one."""
@@ -389,24 +307,3 @@ def test_activation_memory_budget() -> None:
 def test_a_budget_that_is_no_fraction(fraction: float) -> None:
     with pytest.raises(ValueError, match="from 0 to 1"), fastpack.activation_memory_budget(fraction):
         raise AssertionError("not reached")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["torch_varlen", "auto", "flex", "mem_efficient", "triton_packed"])
-def test_on_a_gpu(attention: str) -> None:
-    """Torch's own kernel inside the graph, others as an operator; compiled by inductor, as exact as eager."""
-    model = tiny_model("llama", head_dim=16).to("cuda", torch.bfloat16)
-    wide = fastpack.patch(copy.deepcopy(model).float(), attention="reference")
-    fastpack.patch(model, attention=attention)
-    compiler = CompileCounterWithBackend("inductor")
-    compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    buckets = set()
-    for lengths in RANDOM_BATCHES[:6]:
-        batch = collate(lengths, device="cuda")
-        buckets.add(batch["packed_seq_lens"].bucket)
-        true = step(wide, batch, wide)
-        compiled_error, eager_error = (error(step(run, batch, model), true) for run in (compiled, model))
-        assert compiled_error <= 1.5 * eager_error
-    assert compiler.frame_count <= len(buckets)
-    graph = str(compiler.graphs[0].graph)
-    assert ("packed_attention" in graph) == (attention not in ("torch_varlen", "auto"))
