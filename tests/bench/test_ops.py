@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import torch
 
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import Timing, time_calls
-from fastpack.bench.ops import runner
-from fastpack.bench.ops.case import LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker
+from fastpack.bench.ops import gate, runner
+from fastpack.bench.ops.case import LIGER, LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.gate import check
 from fastpack.bench.ops.runner import OpFigures, OpsOutcome, all_cases, run_case
 from fastpack.cli import main
@@ -80,6 +81,26 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype) -> None:
         return found | {"off": lambda gate, up: found[PLAIN](Off.apply(gate), up)}
 
     assert check(replace(case, runs=runs), maker(7, dtype))["off"] > 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "draws", "share"),
+    [
+        ([0.014], 1, 0.014 / 0.015),
+        ([0.0155, 0.014, 0.013], 3, 0.0155 / 0.0165),  # torch's own largest error came later
+        ([0.0155, 0.017, 0.013], 3, 0.017 / 0.0165),
+        ([0.05, 0.014, 0.013], 3, 0.05 / 0.0165),
+        ([0.0155, math.nan, 0.013], 3, math.inf),
+    ],
+)
+def test_an_error_over_its_bound_is_compared_over_several_draws(
+    ours: list[float], draws: int, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [{PLAIN: [plain], LIGER: [0.02], OURS: [of_us]} for plain, of_us in zip((0.01, 0.011, 0.009), ours)]  # noqa: B905
+    left = iter(made)
+    monkeypatch.setattr(gate, "_errors_of_a_draw", lambda *_: next(left))
+    assert check(CASES["swiglu"], maker(7, torch.bfloat16))[OURS] == pytest.approx(share)
+    assert len(made) - len(list(left)) == draws
 
 
 def test_bytes_and_operations_by_hand() -> None:

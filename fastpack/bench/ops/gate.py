@@ -13,14 +13,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.bench.ops.case import Case, Maker, Run, given_up, leaves, outputs_of
+from fastpack.bench.ops.case import LIGER, PLAIN, Case, Maker, Run, given_up, leaves, outputs_of
 
 HALF_BOUND = 1.5
 FLOAT32_BOUND = 1e-5
+DRAWS = 3
+IN_HALF = "plain, in half precision"
 
 
 def check(case: Case, make: Maker) -> dict[str, float]:
-    """For each implementation its worst error over all results and gradients, as a share of what is allowed."""
+    """For each implementation its worst error over all results and gradients, as a share of what is allowed.
+
+    How large the largest error of a tensor is, is luck in part, ours and torch's. Where one of ours is over its bound,
+    the largest of :data:`DRAWS` draws are compared, that one among them.
+    """
+    errors = _errors_of_a_draw(case, make)
+    shares = _shares(errors, make.dtype)
+    if any(share > 1 for name, share in shares.items() if name not in (PLAIN, LIGER)):
+        for _ in range(DRAWS - 1):
+            more = _errors_of_a_draw(case, make)
+            errors = {name: list(map(_larger, found, more[name])) for name, found in errors.items()}
+        shares = _shares(errors, make.dtype)
+    return shares
+
+
+def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
+    """Of each result and gradient, by implementation; and by :data:`IN_HALF`, where plain torch computes so, too."""
     inputs = case.inputs(make)
     runs = case.runs(inputs)
     plain = next(iter(runs.values()))
@@ -28,14 +46,24 @@ def check(case: Case, make: Maker) -> dict[str, float]:
     wide = torch.float32 if half else torch.float64
     seed = int(torch.randint(2**31, (), generator=make.generator, device=make.generator.device))
     truth = results(case.reference or plain, inputs, seed, wide)
-    errors = {name: _errors(results(run, inputs, seed), truth) for name, run in runs.items()}
-    rounding = torch.finfo(make.dtype).eps / 2
-    of_plain = next(iter(errors.values()))
     if case.plain_in_half is not None and half:
-        other = _errors(results(case.plain_in_half, inputs, seed), truth)
-        of_plain = [max(pair) for pair in zip(of_plain, other, strict=True)]
-    allowed = [max(HALF_BOUND * error, rounding) for error in of_plain] if half else [FLOAT32_BOUND] * len(truth)
-    return {name: max(map(_share, found, allowed)) for name, found in errors.items()}
+        runs = runs | {IN_HALF: case.plain_in_half}
+    return {name: _errors(results(run, inputs, seed), truth) for name, run in runs.items()}
+
+
+def _shares(errors: dict[str, list[float]], dtype: torch.dtype) -> dict[str, float]:
+    """The worst of each implementation's errors, as shares of what is allowed."""
+    of_plain = next(iter(errors.values()))
+    if IN_HALF in errors:
+        of_plain = [max(pair) for pair in zip(of_plain, errors[IN_HALF], strict=True)]
+    rounding = torch.finfo(dtype).eps / 2
+    half = dtype.itemsize < 4
+    allowed = [max(HALF_BOUND * error, rounding) if half else FLOAT32_BOUND for error in of_plain]
+    return {name: max(map(_share, found, allowed)) for name, found in errors.items() if name != IN_HALF}
+
+
+def _larger(error: float, other: float) -> float:
+    return math.nan if math.isnan(error) or math.isnan(other) else max(error, other)
 
 
 def results(run: Run, inputs: Sequence[Any], seed: int, dtype: torch.dtype | None = None) -> list[Tensor]:
