@@ -188,10 +188,8 @@ def _read_lora(module: Any, at_rest: bool) -> Projection | str:
 def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
     """The one low-rank update in force, None where there is none, or why it is PEFT's own to compute."""
     if module.merged:
-        if not module.disable_adapters:
+        if not module.disable_adapters or at_rest:
             return None
-        if at_rest:
-            return "an adapter is merged into it"
         module.unmerge()  # as its own forward does: checkpointing, which runs it again, must meet the same both times
     if module.disable_adapters:
         return None
