@@ -9,6 +9,7 @@ from pathlib import Path
 from fastpack.bench import power
 from fastpack.bench.contestants import CONTESTANTS, TRAINERS
 from fastpack.bench.flops import head_dim
+from fastpack.bench.gate import NOT_COMPARED
 from fastpack.bench.models import dtype_of
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
@@ -18,6 +19,10 @@ from fastpack.options import OFFLOADS, PatchOptions
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags."""
+    parser.epilog = (
+        "Exit codes: 1 where losses disagree, or an op of ours is not exact enough; 2 where a flag is to be mended; "
+        f"{NOT_COMPARED} where several were to be compared and fewer than two ran, or no op was compared."
+    )
     parser.add_argument("--shape", choices=SHAPES, default=None, help="default: llama8b on a GPU, tiny on a CPU")
     parser.add_argument("--mode", choices=("full", "lora", "qlora"), default="full")
     parser.add_argument("--trainer", choices=TRAINERS, default="sft", help="TRL's SFTTrainer, or its DPOTrainer")
@@ -29,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data",
         type=_not_empty,
         help="'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a file of "
-        "[prompt, chosen, rejected], which python -m fastpack.bench.pair_lengths makes; of --ops attention's sequences",
+        "[prompt, chosen, rejected], which python -m fastpack.bench.pair_lengths makes; of --ops over sequences",
     )
     parser.add_argument("--max-length", type=_positive, help="truncate rows to so many tokens")
     parser.add_argument("--loop", choices=("trl", "plain"), default="trl", help="TRL's trainer, or a plain loop")
@@ -60,9 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     ops.add_argument("--tokens", type=_positive, nargs="+", help="the sweep")
 
-
-NOT_COMPARED = 3
-"""An exit code of its own: 1 is for losses that disagree, 2 for what the user has to mend."""
 
 OF_OPS = ("ops", "tokens", "lengths", "json", "plot")
 """Flags that ``--ops`` takes."""
@@ -200,7 +202,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Returns:
         1 where losses disagree, or an op of ours is not exact enough; :data:`NOT_COMPARED` where several contestants
-        were to run and fewer than two did, so that nothing says whether their losses agree; else 0.
+        were to run and fewer than two did, or no op was compared, so that nothing says whether they agree; else 0.
     """
     import torch
 

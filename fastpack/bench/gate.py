@@ -19,6 +19,8 @@ Precision = Literal["full precision", "half precision"]
 LOSS_BOUND: dict[Precision, float] = {"full precision": 1e-4, "half precision": 2e-2}
 NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 2e-2}
 """How far apart they may be, relative."""
+NOT_COMPARED = 3
+"""An exit code of its own: 1 is for what differs, 2 for what the user has to mend."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
             verdict = compare(figures, precision)
             if not verdict.agree:
                 rest = contestants[len(figures) :]
-                left_out = left_out | dict.fromkeys(rest, f"was not run: {name!r} trained something else")
+                left_out = left_out | dict.fromkeys(rest, f"was not run: {verdict.against!r} and {name!r} disagree")
                 break
             if not bars:  # a log wants to know how far it is, too
                 print(f"{name}: {figures[-1].in_brief}", file=sys.stderr, flush=True)

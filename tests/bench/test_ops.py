@@ -15,6 +15,7 @@ import torch
 
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import Timing, time_calls
+from fastpack.bench.ops import case as cases
 from fastpack.bench.ops import gate, runner
 from fastpack.bench.ops.case import LIGER, LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.gate import check
@@ -45,7 +46,8 @@ NORMS = ["rms_norm", "add_rms_norm", "add_rms_norm_trained", "layer_norm"]
 
 @pytest.mark.parametrize("name", [*ROPES, *NORMS, "swiglu", "geglu"])
 def test_in_half_precision_against_torchs_own_error(name: str) -> None:
-    found = check(CASES[name], maker(7, torch.bfloat16))
+    tokens = 63 if name == "norm_rope" else 7  # of 7 the 32 gradients of a weight are luck
+    found = check(CASES[name], maker(tokens, torch.bfloat16))
     assert found[PLAIN] == pytest.approx(1 / 1.5)
     assert all(share <= 1 for share in found.values()), found
 
@@ -86,21 +88,33 @@ def test_what_is_wrong_is_noticed(wrong: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("ours", "draws", "share"),
     [
-        ([0.014], 1, 0.014 / 0.015),
         ([0.0155, 0.014, 0.013], 3, 0.0155 / 0.0165),  # torch's own largest error came later
-        ([0.0155, 0.017, 0.013], 3, 0.017 / 0.0165),
-        ([0.05, 0.014, 0.013], 3, 0.05 / 0.0165),
-        ([0.0155, math.nan, 0.013], 3, math.inf),
+        ([0.014, 0.017, 0.013], 3, 0.017 / 0.0165),  # and ours
+        ([0.014, math.nan, 0.013], 3, math.inf),
     ],
 )
-def test_an_error_over_its_bound_is_compared_over_several_draws(
+def test_the_largest_errors_of_several_draws_are_compared(
     ours: list[float], draws: int, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [{PLAIN: [plain], LIGER: [0.02], OURS: [of_us]} for plain, of_us in zip((0.01, 0.011, 0.009), ours)]  # noqa: B905
-    left = iter(made)
-    monkeypatch.setattr(gate, "_errors_of_a_draw", lambda *_: next(left))
-    assert check(CASES["swiglu"], maker(7, torch.bfloat16))[OURS] == pytest.approx(share)
-    assert len(made) - len(list(left)) == draws
+    for make, count in ((maker(7, torch.bfloat16), draws), (maker(4097, torch.bfloat16), 1), (maker(7), 1)):
+        left = iter(made)
+        monkeypatch.setattr(gate, "_errors_of_a_draw", lambda *_, left=left: next(left))
+        found = check(CASES["swiglu"], make)[OURS]
+        assert len(made) - len(list(left)) == count
+        assert count == 1 or found == pytest.approx(share)
+
+
+def test_one_that_has_no_memory_hides_no_other() -> None:
+    case = CASES["swiglu"]
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no")
+
+    found = check(replace(case, runs=lambda inputs: case.runs(inputs) | {LIGER: fails}), maker(7, torch.bfloat16))
+    assert found.keys() == {PLAIN, OURS}
+    with pytest.raises(torch.OutOfMemoryError):
+        check(replace(case, runs=lambda inputs: case.runs(inputs) | {PLAIN: fails}), maker(7, torch.bfloat16))
 
 
 def test_bytes_and_operations_by_hand() -> None:
@@ -138,14 +152,17 @@ def test_attention_takes_lengths_that_are_asked_for(
 
     def run_ops(*given: Any) -> OpsOutcome:
         seen.append(given[-1])
-        return OpsOutcome(CEILING, {})
+        return OpsOutcome(CEILING, {}, [OpFigures("attention", "torch", 8, deviation=0.5)])
 
     monkeypatch.setattr(runner, "run_ops", run_ops)
     assert main(["bench", "--ops", "attention", "--lengths", "7"]) == 0
     assert main(["bench", "--ops"]) == 0
     assert seen == ["7", "alpaca"]
+    seen.clear()
     assert main(["bench", "--ops", "rope", "--lengths", "7"]) == 2
-    assert "is for the op 'attention' alone" in capsys.readouterr().err
+    of_packed = "none of which is asked for: rope_indexed, sequence_log_probs, attention."
+    assert of_packed in capsys.readouterr().err
+    assert main(["bench", "--ops", "rope", "rope_indexed", "--lengths", "7"]) == 0
     assert main(["bench", "--ops", "attention", "--lengths", "none.json"]) == 2
     assert "--lengths none.json: no such file" in capsys.readouterr().err
 
@@ -233,10 +250,18 @@ def test_no_memory_to_compare_is_said(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert main(["bench", "--ops", "swiglu", "--tokens", "4"]) == 0
     assert "not compared" not in capsys.readouterr().out
     monkeypatch.setattr(runner, "check", checked)
-    assert main(["bench", "--ops", "swiglu", "--tokens", "4"]) == 0
+    assert main(["bench", "--ops", "swiglu", "--tokens", "4"]) == 3
     printed = capsys.readouterr().out
-    assert "not compared, for want of memory: swiglu at T = 3" in printed
-    assert "fastpack" in printed
+    assert "not compared, for want of memory: swiglu, torch, T = 3; swiglu, fastpack, T = 3" in printed
+    assert "exact enough" not in printed
+
+
+def test_packed_weights_are_copied_as_dense_ones_are() -> None:
+    inputs = CASES["lora_qkv_4bit"].inputs(maker(8))
+    copied = cases.leaves(inputs)
+    assert torch.equal(copied[1].packed, inputs[1].packed)
+    assert copied[1].packed.data_ptr() != inputs[1].packed.data_ptr()
+    assert cases.bytes_of(inputs) - cases.bytes_of([x for x in inputs if isinstance(x, torch.Tensor)]) == 3 * 256 * 64
 
 
 def test_positions_begin_again_with_each_sequence() -> None:

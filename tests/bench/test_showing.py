@@ -293,7 +293,7 @@ def test_nobody_is_timed_after_losses_that_disagree(monkeypatch: pytest.MonkeyPa
     assert not found.verdict.agree
     assert found.left_out == {
         "stock + FA2": "needs a GPU",
-        "fastpack": "was not run: 'stock padding_free' trained something else",
+        "fastpack": "was not run: 'stock padded' and 'stock padding_free' disagree",
     }
     record = found.to_dict()
     assert [row["losses"] for row in record["contestants"]] == [[2.0] * 6, [3.0] * 6]

@@ -36,3 +36,17 @@ def test_queries_of_layers_without_keys(kernels: Implementation, monkeypatch: py
     expected = [(layer.config.num_attention_heads, 0) for layer in layers if layer.is_kv_shared_layer]
     assert [found for found in heads if found[1] == 0] == (expected if kernels == "triton" else [])
     assert len(heads) == (len(layers) if kernels == "triton" else 0)
+
+
+def test_a_norm_with_hooks_is_called_once_and_with_all_heads() -> None:
+    model = build_tiny("gemma4_text").train()
+    layer = next(one.self_attn for one in model.model.layers if one.self_attn.is_kv_shared_layer)
+    seen: list[torch.Size] = []
+    layer.q_norm.register_forward_hook(lambda module, args, out: seen.append(out.shape) or out * 1.5)
+    sequences = make_sequences(model.config.vocab_size)
+    alone = run_alone(model, sequences)
+    seen.clear()
+    fastpack.patch(model)
+    assert compare(run_batch(model, sequences, KIND), alone).worst <= FLOAT32_BOUND
+    assert len(seen) == 1
+    assert seen[0][-2:] == (layer.config.num_attention_heads, layer.head_dim)

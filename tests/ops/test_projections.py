@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.ops import projections
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.lora import add_updates
 from fastpack.ops.norm import rms_norm
-from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.projections import project
 
@@ -223,6 +220,13 @@ def test_updates_of_wider_bases_under_autocast() -> None:
         assert ours.dtype == other.dtype == torch.float32
         allowed = 1.5 * relative(other, right) + 2 * torch.finfo(torch.bfloat16).eps
         assert 1e-4 < relative(ours, right) <= allowed, "in half precision, and no worse"
+    narrow = bases[1].bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        one, other = add_updates(x, [bases[0], narrow], [p.lora for p in group])
+    assert (one.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(one, mine[0])
+    (of_base,) = torch.autograd.grad(other, narrow, cotangents[1].bfloat16())  # nobody used the first
+    assert torch.equal(of_base, cotangents[1].bfloat16())
     alone = add_updates(x, bases, [p.lora for p in group])
     assert relative(alone[0], truth[0]) <= BOUND, "outside autocast in the bases' own: the check can fail"
 
@@ -336,61 +340,6 @@ def test_no_copy_of_the_activations_in_float32() -> None:
     with Watch():
         defined(x, group[0])
     assert seen, "PEFT's own way makes them: the check can fail"
-
-
-def four_bit(out: int) -> Any:
-    bnb = pytest.importorskip("bitsandbytes")
-    linear = bnb.nn.Linear4bit(64, out, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    linear.weight = bnb.nn.Params4bit(torch.randn(out, 64), requires_grad=False, quant_type="nf4")
-    return linear.to("cpu")
-
-
-@pytest.mark.parametrize("update", [True, False], ids=["LoRA", "no LoRA"])
-@pytest.mark.parametrize("counted", [False, True], ids=["all rows", "rows that count"])
-def test_one_dense_copy_of_a_group_s_4bit_weights_at_a_time(
-    counted: bool, update: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if counted:
-        pytest.importorskip("triton")
-    stock = projections.dequantize
-    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
-    most: list[int] = []
-
-    def watched(*args: Any) -> Tensor:
-        made = stock(*args)
-        alive.add(made)
-        most.append(len(alive))
-        return made
-
-    monkeypatch.setattr(projections, "dequantize", watched)
-    group = [
-        Projection(
-            linear.weight,
-            torch.float32,
-            lora=Lora(leaf(4, 64), leaf(out, 4), 1.7) if update else None,
-            quant_state=linear.weight.quant_state,
-        )
-        for out in (32, 16, 16)
-        for linear in [four_bit(out)]
-    ]
-    count = RowCount(torch.tensor([T], dtype=torch.int32), T) if counted else None
-    x = leaf(T, 64)
-    outputs, _ = project(x, group, row_count=count, implementation="triton" if counted else "torch")
-    sum(y.sum() for y in outputs).backward()
-    assert most == [1] * 6
-    assert not alive
-    assert count is None or count.products > 0, "the kernel that leaves rows out has run"
-
-
-def test_4bit_weights_are_dequantised_in_place_of_modules() -> None:
-    linear = four_bit(32)
-    x = leaf(T, 64)
-    theirs = linear(x)
-    expected = torch.autograd.grad(theirs.sum(), x)[0]
-    p = Projection(linear.weight, torch.float32, quant_state=linear.weight.quant_state)
-    (mine,), _ = project(x, [p])
-    agree([mine], [theirs])
-    agree([torch.autograd.grad(mine.sum(), x)[0]], [expected])
 
 
 def test_the_kernel_that_casts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

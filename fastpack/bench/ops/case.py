@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,13 @@ class Maker:
         return made.to(dtype or self.dtype).requires_grad_(grad)
 
 
+class FourBit(NamedTuple):
+    """A packed weight, and bitsandbytes' state of it."""
+
+    packed: Tensor
+    state: Any
+
+
 @dataclass(frozen=True)
 class Case:
     """One op.
@@ -79,6 +86,7 @@ class Case:
         reference: computes the same from the inputs in a wider dtype; None for the plain one.
         plain_in_half: where plain torch computes partly in float32, the same under autocast, whose errors are allowed.
         avoided: bytes of what the op is there not to hold, for comparison with the memory that it takes.
+        packed: whether its tokens are those of sequences, as long as :class:`Maker` says.
     """
 
     name: str
@@ -90,6 +98,7 @@ class Case:
     reference: Run | None = None
     plain_in_half: Run | None = None
     avoided: Callable[[Maker], int] | None = None
+    packed: bool = False
 
 
 def with_liger(runs: dict[str, Run], device: torch.device, load: Callable[[], Run]) -> dict[str, Run]:
@@ -101,14 +110,22 @@ def with_liger(runs: dict[str, Run], device: torch.device, load: Callable[[], Ru
 
 def leaves(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """Copies of the inputs, float tensors in ``dtype`` if given, that autograd sees as its own leaves."""
-    return [
-        value.detach()
-        .to(dtype if dtype is not None and value.is_floating_point() else value.dtype, copy=True)
-        .requires_grad_(value.requires_grad)
-        if isinstance(value, Tensor)
-        else value
-        for value in inputs
-    ]
+    return [_leaf(value, dtype) for value in inputs]
+
+
+def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
+    if isinstance(value, FourBit):
+        return FourBit(value.packed.clone(), value.state)
+    if not isinstance(value, Tensor):
+        return value
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to(wanted, copy=True).requires_grad_(value.requires_grad)
+
+
+def bytes_of(inputs: Sequence[Any]) -> int:
+    """What is copied of the inputs."""
+    tensors = (value.packed if isinstance(value, FourBit) else value for value in inputs)
+    return sum(value.nbytes for value in tensors if isinstance(value, Tensor))
 
 
 def given_up(inputs: Sequence[Any]) -> list[Any]:

@@ -41,16 +41,17 @@ def _plain_layer_norm(x: Tensor, weight: Tensor) -> Tensor:
     return (weight.to(wide.dtype) * wide).to(x.dtype)
 
 
-def _liger_layer_norm() -> Run:
+def _liger_layer_norm(bias: Tensor) -> Run:
+    """It has no form without a bias."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    # it has no form without a bias
-    return lambda x, weight: LigerLayerNormFunction.apply(x, weight, torch.zeros_like(weight), EPS)
+    return lambda x, weight: LigerLayerNormFunction.apply(x, weight, bias, EPS)
 
 
 def _layer_norm_runs(inputs: Sequence[Any]) -> dict[str, Run]:
     runs: dict[str, Run] = {PLAIN: _plain_layer_norm, OURS: functools.partial(layer_norm, eps=EPS)}
-    return with_liger(runs, inputs[0].device, _liger_layer_norm)
+    bias = torch.zeros_like(inputs[1], requires_grad=False)
+    return with_liger(runs, inputs[0].device, functools.partial(_liger_layer_norm, bias))
 
 
 def _liger_norm() -> Run:

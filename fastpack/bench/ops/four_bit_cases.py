@@ -1,4 +1,5 @@
-"""4-bit weights made dense: bound by the memory that is read and written. Plain is bitsandbytes' own, on a GPU."""
+"""4-bit weights made dense: bound by the memory that is read and written. Plain is bitsandbytes' own, on a
+GPU where it is installed."""
 
 from __future__ import annotations
 

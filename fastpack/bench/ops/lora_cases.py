@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work
+from fastpack.bench.ops.case import OURS, PLAIN, Case, FourBit, Maker, Run, Work
 from fastpack.bench.ops.four_bit_cases import has_bitsandbytes, packed_weight
 from fastpack.ops.dequantize import definition
 from fastpack.ops.gated_mlp import gated_mlp
@@ -19,27 +20,20 @@ from fastpack.ops.projections import project
 LORA_SCALE = 2.0
 
 
-class FourBit(NamedTuple):
-    """A packed weight, and bitsandbytes' state of it."""
-
-    packed: Tensor
-    state: Any
-
-
 def _lora_inputs(make: Maker, shapes: Sequence[tuple[int, int]], *, four_bit: bool) -> list[Any]:
     """x, then the frozen weight, A and B of each projection; A and B are float32, as PEFT keeps them."""
     wide = torch.promote_types(make.dtype, torch.float32)
     inputs: list[Any] = [make.tensor(make.tokens, shapes[0][0])]
     for ins, outs in shapes:
-        weight = make.tensor(outs, ins, scale=ins**-0.5, grad=False) if not four_bit else None
-        inputs.append(FourBit(*packed_weight(make, outs, ins)) if weight is None else weight)
+        dense = functools.partial(make.tensor, outs, ins, scale=ins**-0.5, grad=False)
+        inputs.append(FourBit(*packed_weight(make, outs, ins)) if four_bit else dense())
         inputs.append(make.tensor(make.sizes.rank, ins, scale=ins**-0.5, dtype=wide))
         inputs.append(make.tensor(outs, make.sizes.rank, scale=0.1, dtype=wide))
     return inputs
 
 
 def _base_product(x: Tensor, weight: Tensor | FourBit) -> Tensor:
-    """Of a 4-bit weight bitsandbytes' own, on a GPU."""
+    """Of a 4-bit weight bitsandbytes' own, on a GPU where it is installed."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight)
     if x.is_cuda and x.dtype == weight.state.dtype and has_bitsandbytes():

@@ -120,6 +120,7 @@ CASES = [
         functools.partial(_loss_work, products=1),
         functools.partial(_loss_work, products=1),
         avoided=_logits,
+        packed=True,
     ),
     Case(
         "attention",
@@ -129,5 +130,6 @@ CASES = [
         functools.partial(_attention_work, products=2),
         functools.partial(_attention_work, products=5),
         functools.partial(_attend, backend="reference"),
+        packed=True,
     ),
 ]

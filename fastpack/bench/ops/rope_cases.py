@@ -18,7 +18,7 @@ from fastpack.bench.ops.elementwise_cases import EPS, plain_norm
 from fastpack.ops.rope import apply_rope, norm_rope
 
 POSITIONS = 4096
-"""Rows of the tables that positions look into."""
+"""Rows of the tables that positions look into, at least."""
 
 
 def _rope_inputs(make: Maker) -> list[Any]:
@@ -121,6 +121,7 @@ CASES = [
         _indexed_runs,
         _indexed_work,
         _indexed_work,
+        packed=True,
     ),
     Case(
         "norm_rope",

@@ -13,6 +13,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
+from fastpack.bench.gate import NOT_COMPARED
 from fastpack.bench.lengths import make_lengths
 from fastpack.bench.measure import peak_extra_memory, time_calls
 from fastpack.bench.ops.case import (
@@ -25,6 +26,7 @@ from fastpack.bench.ops.case import (
     Run,
     Sizes,
     Work,
+    bytes_of,
     given_up,
     leaves,
     outputs_of,
@@ -97,6 +99,11 @@ class OpsOutcome:
     figures: list[OpFigures] = field(default_factory=list)
 
     @property
+    def compared(self) -> bool:
+        """Whether any result was."""
+        return any(row.deviation is not None for row in self.figures)
+
+    @property
     def inexact(self) -> list[OpFigures]:
         """Ours that are further off than allowed."""
         return [row for row in self.figures if row.ours and not row.exact]
@@ -123,7 +130,7 @@ def main(
     json_path: Path | None = None,
     plot_path: Path | None = None,
 ) -> int:
-    """Measure these ops, or all; 1 where one of ours is not exact enough.
+    """Measure these ops, or all; 1 where one of ours is not exact enough, :data:`NOT_COMPARED` where none was compared.
 
     Raises:
         UsageError: there is no op of such a name, there are no such lengths, or nothing that is measured has any.
@@ -135,8 +142,9 @@ def main(
         if name not in cases:
             raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(cases)}.")
     if lengths is not None:
-        if names and "attention" not in names:
-            raise UsageError("--lengths is for the op 'attention' alone, which is not among those of --ops.")
+        if not any(cases[name].packed for name in names or cases):
+            of_packed = ", ".join(name for name, case in cases.items() if case.packed)
+            raise UsageError(f"--lengths is for ops over packed sequences, none of which is asked for: {of_packed}.")
         try:
             make_lengths(1, kind=lengths)
         except (OSError, ValueError) as error:
@@ -152,7 +160,9 @@ def main(
         from fastpack.bench.ops.plot import save_plot
 
         save_plot(outcome, plot_path)
-    return 1 if outcome.inexact else 0
+    if outcome.inexact:
+        return 1
+    return 0 if outcome.compared else NOT_COMPARED
 
 
 def run_ops(
@@ -195,7 +205,7 @@ def run_case(
     # an odd number of tokens, which no block size divides; one alone has attention without gradients of q and k
     try:
         deviations = check(case, make(max(2, tokens - 1)))
-    except torch.OutOfMemoryError:  # of the wider dtype, or of plain torch's way: what fits is timed all the same
+    except torch.OutOfMemoryError:  # in a wider dtype, or plain torch: what fits is timed all the same
         deviations = {}
     maker = make(tokens)
     work = (case.forward(maker), case.backward(maker))
@@ -299,7 +309,7 @@ def _how_many(inputs: list[Any], device: torch.device) -> int:
     """Sets of inputs that together are too large for the cache."""
     if device.type != "cuda":
         return 2
-    size = sum(value.nbytes for value in inputs if isinstance(value, Tensor))
+    size = bytes_of(inputs)
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, min(MOST_SETS, -(-CACHES * cache // size)))
 

@@ -43,11 +43,13 @@ class OpTables:
         for row in outcome.inexact:
             what = f"{row.op}, {row.implementation}, T = {row.tokens - 1}: {row.deviation:.2f} of what is allowed"
             say(f"NOT EXACT: {what}", style="bold red")
-        if not outcome.inexact:
+        if outcome.compared and not outcome.inexact:
             say("every result of ours that was compared is exact enough", style="green")
-        blind = dict.fromkeys(f"{row.op} at T = {row.tokens - 1}" for row in outcome.figures if row.deviation is None)
+        blind = [
+            f"{row.op}, {row.implementation}, T = {row.tokens - 1}" for row in outcome.figures if row.deviation is None
+        ]
         if blind:
-            say(f"not compared, for want of memory: {', '.join(blind)}", style="yellow")
+            say(f"not compared, for want of memory: {'; '.join(blind)}", style="yellow")
         say(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim")
 
 
