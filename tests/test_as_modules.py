@@ -308,3 +308,26 @@ def test_merged_and_disabled(tmp_path: Path, calls: dict[str, int]) -> None:
         base = plain(tmp_path)(input_ids=sequence[None]).logits
         assert relative(model(input_ids=sequence[None], packed_seq_lens=[19]).logits, base) <= FLOAT32_BOUND
     assert calls == FUSED
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_updates_over_modules_take_the_chosen_kernels(
+    kernels: Any, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of float32 A and B beside activations in half precision: one kernel brings all of a group to their dtype."""
+    cast = pytest.importorskip("fastpack.ops.kernels.cast")
+    groups: list[int] = []
+    stock = cast.cast_together
+    monkeypatch.setattr(cast, "cast_together", lambda xs, dtype: groups.append(len(xs)) or stock(xs, dtype))
+    (sequence,) = make_sequences(VOCAB, [19])
+    model = lora(tmp_path)
+    for name, module in model.named_modules():
+        if name.endswith("base_layer"):
+            module.register_forward_hook(lambda *_: None)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        wanted = model(input_ids=sequence[None]).logits
+        fastpack.patch(model, kernels=kernels)
+        found = model(input_ids=sequence[None], packed_seq_lens=[19]).logits
+    assert relative(found, wanted) <= 1e-2
+    assert calls["add_updates"] == 8, "q, k, v; o; gate and up; down, of two layers"
+    assert bool(groups) == (kernels == "triton")
