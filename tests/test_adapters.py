@@ -67,28 +67,30 @@ def quantised(
     tmp_path: Path, *, model_type: str = "llama", dtype: torch.dtype = torch.float32, **settings: Any
 ) -> nn.Module:
     """A tiny model whose projections are bitsandbytes layers."""
+    model = tiny_model(model_type, hidden_size=64, intermediate_size=128, head_dim=16)
+    return loaded_again(tmp_path, model, dtype, **settings)
+
+
+def loaded_again(folder: Path, model: nn.Module, dtype: torch.dtype, device: str = "cpu", **settings: Any) -> nn.Module:
+    """By transformers, with bitsandbytes' layers."""
     pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    tiny_model(model_type, hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(
-        tmp_path,
+        folder,
         quantization_config=BitsAndBytesConfig(**settings),
         attn_implementation="eager",
         dtype=dtype,
-        device_map={"": "cpu"},
+        device_map={"": device},
     ).train()
 
 
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
 def nf4(tmp_path: Path, compute_dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
-    return quantised(
-        tmp_path,
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute_dtype,
-        **settings,
-    )
+    return quantised(tmp_path, **NF4, bnb_4bit_compute_dtype=compute_dtype, **settings)
 
 
 def check(model: nn.Module, alone: Any, bound: float = FLOAT32_BOUND) -> None:

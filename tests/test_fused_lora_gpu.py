@@ -16,7 +16,7 @@ import pytest
 import torch
 from ops.common import count_calls
 from oracle import INPUT_KINDS, Result, make_sequences, split_logits, to_device, trained_tokens
-from test_adapters import with_lora
+from test_adapters import NF4, loaded_again, with_lora
 from tiny import COMMON, VOCAB, tiny_model
 from torch import Tensor, nn
 
@@ -104,28 +104,11 @@ def build(base: Base, folder: Path, dropout: float = 0.0) -> Any:
 
 
 def quantised(model: nn.Module, base: Base, folder: Path) -> Any:
-    """Loaded by transformers with bitsandbytes' layers; LLM.int8 without outlier columns, which would be picked over
-    all tokens of a batch."""
-    pytest.importorskip("bitsandbytes")
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    model.save_pretrained(folder)
+    """LLM.int8 without outlier columns, which would be picked over all tokens of a batch."""
+    settings: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
     if base.bits == 4:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=base.dtype,
-        )
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return AutoModelForCausalLM.from_pretrained(
-        folder,
-        quantization_config=config,
-        attn_implementation="eager",
-        dtype=base.dtype,
-        device_map={"": DEVICE},
-    ).train()
+        settings = NF4 | {"bnb_4bit_compute_dtype": base.dtype}
+    return loaded_again(folder, model, base.dtype, DEVICE, **settings)
 
 
 def in_float32(model: Any, dropout: float = 0.0) -> Any:

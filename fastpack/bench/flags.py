@@ -228,9 +228,9 @@ def run(arguments: argparse.Namespace) -> int:
         from fastpack.bench.plot import save_plot
 
         save_plot(outcome, arguments.plot)
-    if len(names) > 1 and outcome.verdict.agree and not outcome.verdict.compared:
-        return NOT_COMPARED
-    return 0 if outcome.verdict.agree else 1
+    if not outcome.verdict.agree:
+        return 1
+    return 0 if outcome.verdict.compared or len(names) == 1 else NOT_COMPARED
 
 
 def _not_empty(text: str) -> str:

@@ -25,6 +25,7 @@ def normalise_and_turn(
     """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions.
 
     Args:
+        k: K may be 0.
         tables: cos and sin, ``[T, R]``; None for a layer without positions.
     """
     settings: dict[str, Any] = {
@@ -38,12 +39,17 @@ def normalise_and_turn(
         if norm is not None and other is not None and tables is not None and _share_a_launch(norm, other):
             how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
             return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0], tables[1], **how, **settings)
-        q, k = first(q), second(k)
+        q, k = _each(first, q), _each(second, k)
     if tables is not None:
         q, k = apply_rope(q, k, *tables, **settings)
     if spec.qk_norm == "turned" and first is not None and second is not None:
-        q, k = first(q), second(k)
+        q, k = _each(first, q), _each(second, k)
     return q, k
+
+
+def _each(norm: Any, x: Tensor) -> Tensor:
+    """x ``[T, heads, D]`` through a module, which isn't called for no heads."""
+    return norm(x) if x.shape[1] else x
 
 
 def _share_a_launch(norm: Norm, other: Norm) -> bool:

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.positions import normalise_and_turn
-from fastpack.layers.projections import read_norm
 from fastpack.options import PatchOptions
 
 SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
 """Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""
 _HEADS = AttentionSpec(qk_norm="head")
 _QUERIES = AttentionSpec(qk_norm="head", norms=("q_norm", "q_norm"))  # no keys, whose norm says nothing
-_NORMED = AttentionSpec()
 
 
 def projections(module: Any) -> tuple[str, ...]:
@@ -42,10 +40,7 @@ def heads(
     cos, sin = tables[0][0], tables[1][0]
     q, *rest = (x.unflatten(-1, (-1, module.head_dim)) for x in projected)
     if module.is_kv_shared_layer:
-        spec = _QUERIES
-        if read_norm(module.q_norm) is None:
-            q, spec = module.q_norm(q), _NORMED
-        q, _ = normalise_and_turn(module, spec, options, q, q.detach()[:, :0], (cos, sin))
+        q, _ = normalise_and_turn(module, _QUERIES, options, q, q.detach()[:, :0], (cos, sin))
         k, v = (x.squeeze(0).transpose(0, 1).to(q.device) for x in shared[module.layer_type])
         return q, k, v
     k, v = rest[0], module.v_norm(rest[-1])

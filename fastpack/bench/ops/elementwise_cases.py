@@ -76,15 +76,16 @@ def _add_norm_runs(inputs: Sequence[Any]) -> dict[str, Run]:
     return with_liger(runs, inputs[0].device, _liger_add_norm)
 
 
-def _weight(make: Maker, *, grad: bool) -> Tensor:
+def norm_weight(make: Maker, size: int, *, grad: bool) -> Tensor:
+    """Of a norm: near 1."""
     with torch.no_grad():
-        weight = 1 + make.tensor(make.sizes.hidden, scale=0.1)
+        weight = 1 + make.tensor(size, scale=0.1)
     return weight.requires_grad_(grad)
 
 
 def _norm_inputs(make: Maker, *, tensors: int, grad: bool) -> list[Any]:
     rows = [make.tensor(make.tokens, make.sizes.hidden) for _ in range(tensors)]
-    return [*rows, _weight(make, grad=grad)]
+    return [*rows, norm_weight(make, make.sizes.hidden, grad=grad)]
 
 
 def _gated_runs(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.bench.ops.case import PLAIN, Case, Maker, Run, given_up, leaves, outputs_of
+from fastpack.bench.ops.case import Case, Maker, Run, given_up, leaves, outputs_of
 
 HALF_BOUND = 1.5
 FLOAT32_BOUND = 1e-5
@@ -47,15 +47,15 @@ def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
     """Of each result and gradient, by implementation; and by :data:`IN_HALF`, where plain torch computes so, too."""
     inputs = case.inputs(make)
     runs = case.runs(inputs)
-    plain = next(iter(runs.values()))
+    (first, plain), *others = runs.items()
     half = make.dtype.itemsize < 4
     wide = torch.float32 if half else torch.float64
     seed = int(torch.randint(2**31, (), generator=make.generator, device=make.generator.device))
     truth = results(case.reference or plain, inputs, seed, wide)
-    errors = {PLAIN: _errors(results(plain, inputs, seed), truth)}
+    errors = {first: _errors(results(plain, inputs, seed), truth)}
     if case.plain_in_half is not None and half:
         errors[IN_HALF] = _errors(results(case.plain_in_half, inputs, seed), truth)
-    for name, run in list(runs.items())[1:]:
+    for name, run in others:
         with contextlib.suppress(torch.OutOfMemoryError):
             errors[name] = _errors(results(run, inputs, seed), truth)
     return errors
@@ -63,7 +63,7 @@ def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
 
 def _shares(errors: dict[str, list[float]], dtype: torch.dtype) -> dict[str, float]:
     """The worst of each implementation's errors, as shares of what is allowed."""
-    of_plain = errors[PLAIN]
+    of_plain = next(iter(errors.values()))
     if IN_HALF in errors:
         of_plain = [max(pair) for pair in zip(of_plain, errors[IN_HALF], strict=True)]
     rounding = torch.finfo(dtype).eps / 2

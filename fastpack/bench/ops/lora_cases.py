@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,10 +121,11 @@ def _lora_work(make: Maker, shapes: Sequence[tuple[int, int]], *, backward: bool
     return Work(flops=base + low * (2 if backward else 1))
 
 
-def _case(name: str, what: str, shapes: Callable[[Maker], list[tuple[int, int]]], *, mlp: bool, four_bit: bool) -> Case:
+def _case(name: str, of_weights: str, *, mlp: bool, four_bit: bool) -> Case:
+    shapes, what = (_mlp_shapes, "a gated MLP") if mlp else (_qkv_shapes, "q, k and v projections")
     return Case(
         name,
-        what,
+        f"{what} with LoRA, {of_weights}",
         lambda make: _lora_inputs(make, shapes(make), four_bit=four_bit),
         _mlp_runs if mlp else _group_runs,
         lambda make: _lora_work(make, shapes(make), backward=False),
@@ -133,10 +134,9 @@ def _case(name: str, what: str, shapes: Callable[[Maker], list[tuple[int, int]]]
     )
 
 
-QKV, MLP = "q, k and v projections with LoRA", "a gated MLP with LoRA on its three projections"
 CASES = [
-    _case("lora_qkv", f"{QKV}, A and B in float32", _qkv_shapes, mlp=False, four_bit=False),
-    _case("lora_mlp", f"{MLP}, A and B in float32", _mlp_shapes, mlp=True, four_bit=False),
-    _case("lora_qkv_4bit", f"{QKV} over NF4", _qkv_shapes, mlp=False, four_bit=True),
-    _case("lora_mlp_4bit", f"{MLP} over NF4", _mlp_shapes, mlp=True, four_bit=True),
+    _case("lora_qkv", "A and B in float32", mlp=False, four_bit=False),
+    _case("lora_mlp", "A and B in float32", mlp=True, four_bit=False),
+    _case("lora_qkv_4bit", "over NF4", mlp=False, four_bit=True),
+    _case("lora_mlp_4bit", "over NF4", mlp=True, four_bit=True),
 ]

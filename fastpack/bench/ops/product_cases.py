@@ -42,9 +42,12 @@ def _loss_runs(inputs: Sequence[Any]) -> dict[str, Run]:
     return with_liger(runs, inputs[0].device, _liger_loss)
 
 
+def _packed(make: Maker) -> PackedSeqLens:
+    return PackedSeqLens.from_lengths(packed_lengths(make), device=make.generator.device)
+
+
 def _log_probs_inputs(make: Maker) -> list[Any]:
-    packed = PackedSeqLens.from_lengths(packed_lengths(make), device=make.generator.device)
-    return [*_loss_inputs(make, trained=False), packed]
+    return [*_loss_inputs(make, trained=False), _packed(make)]
 
 
 def _plain_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, packed: PackedSeqLens) -> Tensor:
@@ -72,7 +75,7 @@ def _attention_inputs(make: Maker) -> list[Any]:
     size = make.sizes
     heads = (size.heads, size.kv_heads, size.kv_heads)
     q, k, v = (make.tensor(make.tokens, count, size.head_dim) for count in heads)
-    return [q, k, v, PackedSeqLens.from_lengths(packed_lengths(make), device=make.generator.device)]
+    return [q, k, v, _packed(make)]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: str) -> Tensor:

@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, packed_lengths, with_liger
-from fastpack.bench.ops.elementwise_cases import EPS, plain_norm
+from fastpack.bench.ops.elementwise_cases import EPS, norm_weight, plain_norm
 from fastpack.ops.rope import apply_rope, norm_rope
 
 POSITIONS = 4096
 """Rows of the tables that positions look into, at least."""
 
 
+def _heads(make: Maker) -> list[Tensor]:
+    """q and k."""
+    size = make.sizes
+    return [make.tensor(make.tokens, count, size.head_dim) for count in (size.heads, size.kv_heads)]
+
+
+def _tables(make: Maker, positions: int) -> list[Tensor]:
+    """cos and sin."""
+    size, device = make.sizes.head_dim, make.generator.device
+    frequencies = 10_000.0 ** (-torch.arange(0, size, 2, device=device) / size)
+    angles = torch.arange(positions, device=device)[:, None] * frequencies
+    return [table.repeat(1, 2).to(make.dtype) for table in (angles.cos(), angles.sin())]
+
+
 def _rope_inputs(make: Maker) -> list[Any]:
-    size, tokens = make.sizes, make.tokens
-    frequencies = 10_000.0 ** (-torch.arange(0, size.head_dim, 2, device=make.generator.device) / size.head_dim)
-    angles = torch.arange(tokens, device=make.generator.device)[:, None] * frequencies
-    cos, sin = (table.repeat(1, 2).to(make.dtype) for table in (angles.cos(), angles.sin()))
-    q = make.tensor(tokens, size.heads, size.head_dim)
-    return [q, make.tensor(tokens, size.kv_heads, size.head_dim), cos, sin]
+    return [*_heads(make), *_tables(make, make.tokens)]
 
 
 def _plain_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,18 +68,21 @@ def _rope_runs(inputs: Sequence[Any]) -> dict[str, Run]:
     return with_liger(runs, inputs[0].device, _liger_rope)
 
 
+def _bytes_of_heads(make: Maker) -> int:
+    """Of q and k."""
+    size = make.sizes
+    return make.tokens * make.dtype.itemsize * (size.heads + size.kv_heads) * size.head_dim
+
+
 def _rope_work(make: Maker, *, passes: int = 2) -> Work:
     """So many passes over q and k, and one over the tables, half of which holds all of each."""
-    size = make.sizes
-    heads = passes * (size.heads + size.kv_heads) * size.head_dim
-    return Work(make.tokens * make.dtype.itemsize * (heads + size.head_dim))
+    return Work(passes * _bytes_of_heads(make) + make.tokens * make.dtype.itemsize * make.sizes.head_dim)
 
 
 def _indexed_inputs(make: Maker) -> list[Any]:
     """Positions begin again with each sequence; tables go as far as the longest of those that people train on."""
-    q, k, cos, sin = _rope_inputs(replace(make, tokens=max(make.tokens, POSITIONS)))
-    starts = [torch.arange(length, device=make.generator.device) for length in packed_lengths(make)]
-    return [*(x.detach()[: make.tokens].clone().requires_grad_() for x in (q, k)), cos, sin, torch.cat(starts)]
+    positions = [torch.arange(length, device=make.generator.device) for length in packed_lengths(make)]
+    return [*_heads(make), *_tables(make, max(make.tokens, POSITIONS)), torch.cat(positions)]
 
 
 def _indexed_runs(inputs: Sequence[Any]) -> dict[str, Run]:
@@ -83,16 +94,12 @@ def _indexed_runs(inputs: Sequence[Any]) -> dict[str, Run]:
 
 def _indexed_work(make: Maker) -> Work:
     """Two passes over q and k, and the positions: the rows of the tables that are read stay in the cache."""
-    size = make.sizes
-    heads = 2 * (size.heads + size.kv_heads) * size.head_dim
-    return Work(make.tokens * (make.dtype.itemsize * heads + torch.int64.itemsize))
+    return Work(2 * _bytes_of_heads(make) + make.tokens * torch.int64.itemsize)
 
 
 def _norm_rope_inputs(make: Maker) -> list[Any]:
-    with torch.no_grad():
-        weights = [1 + make.tensor(make.sizes.head_dim, scale=0.1) for _ in range(2)]
-    q, k, cos, sin = _rope_inputs(make)
-    return [q, k, *(weight.requires_grad_() for weight in weights), cos, sin]
+    weights = [norm_weight(make, make.sizes.head_dim, grad=True) for _ in range(2)]
+    return [*_heads(make), *weights, *_tables(make, make.tokens)]
 
 
 def _norm_rope_runs(inputs: Sequence[Any]) -> dict[str, Run]:
