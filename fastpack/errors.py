@@ -8,6 +8,7 @@
     ├── ReferenceCacheError (ValueError)    a cache of another reference model, or a damaged one
     │   └── MissingReferenceError (LookupError)    examples that a cache does not have
     ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
+    ├── InconclusiveError           a patched model of which nobody can tell in its dtypes whether it is exact
     ├── BackendUnavailableError     an attention backend, asked for by name, that can't serve (RuntimeError)
     ├── KernelUnavailableError (ValueError)     Triton kernels, asked for by name, that can't run there
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
@@ -49,6 +50,22 @@ class ContaminationError(FastpackError):
             "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; "
             + (f"it can't be: {known}:" if known else "please report the family with this table:")
             + f"\n{verification}"
+        )
+        self.verification = verification
+
+
+class InconclusiveError(FastpackError):
+    """:func:`fastpack.verify` found nothing wrong, but rounding would hide a leak in this model's dtypes.
+
+    Attributes:
+        verification: every figure.
+    """
+
+    def __init__(self, verification: Verification) -> None:
+        super().__init__(
+            f"nobody can tell whether this model is exact in {verification.dtype}: rounding alone moves it by so much "
+            "that a leak would not be seen. Verify it in float32: fastpack.verify(fastpack.patch(model.float())), on a "
+            f"copy or on fewer layers of it.\n{verification}"
         )
         self.verification = verification
 

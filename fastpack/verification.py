@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastpack.exactness.rule import Verdict
 from fastpack.text import as_text
 
 if TYPE_CHECKING:
@@ -40,8 +41,15 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """True where every check did."""
+        """True where every check did: the verdict is ``exact``."""
         return all(check.passed for check in self.checks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``exact``; ``not exact`` where something is off; ``can't tell`` where a control is off by too little."""
+        if not all(check.passed for check in self.checks if not check.at_least):
+            return "not exact"
+        return "exact" if self.passed else "can't tell"
 
     @property
     def worst(self) -> float:
@@ -56,6 +64,7 @@ class Verification:
             "dtype": self.dtype,
             "device": self.device,
             "passed": self.passed,
+            "verdict": self.verdict,
             "checks": found,
         }
 
@@ -66,7 +75,7 @@ class Verification:
         from rich import box
         from rich.table import Table
 
-        verdict = "[green]exact[/green]" if self.passed else "[bold red]NOT exact[/bold red]"
+        verdict = _SHOWN[self.verdict]
         title = f"fastpack verify: {self.model}, {self.dtype} on {self.device}: {verdict}"
         table = Table(title=title, title_justify="left", box=box.ROUNDED)
         for name in ("check", "off by", "bound", ""):
@@ -75,3 +84,10 @@ class Verification:
             bound = f"{'>=' if check.at_least else '<='} {check.bound:.0e}"
             table.add_row(check.what, f"{check.error:.1e}", bound, "ok" if check.passed else "FAILED")
         return table
+
+
+_SHOWN: dict[Verdict, str] = {
+    "exact": "[green]exact[/green]",
+    "not exact": "[bold red]NOT exact[/bold red]",
+    "can't tell": "[bold yellow]can't tell in this dtype[/bold yellow]",
+}

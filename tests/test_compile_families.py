@@ -22,8 +22,8 @@ from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import fastpack
+from fastpack.exactness.rule import compare_norms
 from fastpack.families import FAST_FAMILIES
-from fastpack.smoke.compare import compare_norms
 from fastpack.smoke.tiny import model_types
 
 pytestmark = pytest.mark.usefixtures("compile_anew")

@@ -25,7 +25,7 @@ from test_adapters import lora_config, nf4, quantised, with_lora
 from tiny import VOCAB, tiny_model
 
 import fastpack
-from fastpack.smoke.compare import compare_norms
+from fastpack.exactness.rule import compare_norms
 
 KIND = "TRL's keywords"
 

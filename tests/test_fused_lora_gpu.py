@@ -21,8 +21,8 @@ from tiny import COMMON, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
+from fastpack.exactness.rule import compare_norms
 from fastpack.ops.implementation import use_triton
-from fastpack.smoke.compare import compare_norms
 
 cast = pytest.importorskip("fastpack.ops.kernels.cast")
 pytestmark = pytest.mark.gpu

@@ -35,6 +35,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         scoped=True,
         two_way_marks="mm_token_type_ids",
         two_way_if=("use_bidirectional_attention", "vision"),
+        routers=("Gemma4TextRouter",),
         fast=names("Gemma4", "TextAttention RMSNorm TextMLP"),
     ),
     Family(
@@ -43,6 +44,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         ("Gemma4TextAttention",),
         package="gemma4",
         scoped=True,
+        routers=("Gemma4TextRouter",),
         fast=names("Gemma4", "TextAttention RMSNorm TextMLP"),
     ),
     Family(

@@ -214,6 +214,8 @@ class Family:
         two_way_marks: an argument ``[B, S]`` that marks, with other numbers than 0, tokens that attend in both
             directions (of images, or of a prompt); or None.
         two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
+        routers: class names of the modules in whose forward experts are chosen for each token, by ``torch.topk`` or
+            ``max``: choices flip with rounding, and comparisons hold them.
         fast: names of the classes that get fast forwards. What each computes is known by its source
             (:mod:`fastpack.families.forms`); a class with a source that is not known keeps its stock forward.
     """
@@ -235,6 +237,7 @@ class Family:
     mask_window: str | None = None
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None
+    routers: tuple[str, ...] = ()
     fast: tuple[str, ...] = ()
 
     @property

@@ -16,13 +16,23 @@ A family belongs here when, read in its source and proved against each sequence 
 from fastpack.families.spec import Family, names
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
-    Family("afmoe", "AfmoeModel", ("AfmoeAttention",), fast=names("Afmoe", "RMSNorm MLP")),
-    Family("axk1", "AXK1Model", ("AXK1Attention",), fast=names("AXK1", "RMSNorm MLP")),
-    Family("beam", "BeamModel", ("BeamAttention",), fast=names("Beam", "RMSNorm")),
+    Family(
+        "afmoe",
+        "AfmoeModel",
+        ("AfmoeAttention",),
+        fast=names("Afmoe", "RMSNorm MLP"),
+        routers=("AfmoeTokenChoiceRouter",),
+    ),
+    Family("axk1", "AXK1Model", ("AXK1Attention",), fast=names("AXK1", "RMSNorm MLP"), routers=("AXK1TopkRouter",)),
+    Family("beam", "BeamModel", ("BeamAttention",), fast=names("Beam", "RMSNorm"), routers=("BeamTopKRouter",)),
     Family("biogpt", "BioGptModel", ("BioGptAttention",)),
     Family("bitnet", "BitNetModel", ("BitNetAttention",), fast=names("BitNet", "RMSNorm")),
     Family(
-        "cohere2_moe", "Cohere2MoeModel", ("Cohere2MoeAttention",), fast=names("Cohere2Moe", "RMSNorm LayerNorm MLP")
+        "cohere2_moe",
+        "Cohere2MoeModel",
+        ("Cohere2MoeAttention",),
+        fast=names("Cohere2Moe", "RMSNorm LayerNorm MLP"),
+        routers=("Cohere2MoeTopKRouter",),
     ),
     Family(
         "cohere_compass_text",
@@ -32,18 +42,46 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         fast=names("CohereCompass", "MLP LayerNorm"),
     ),
     Family("ctrl", "CTRLModel", ("MultiHeadAttention",)),
-    Family("dbrx", "DbrxModel", ("DbrxAttention",)),
-    Family("deepseek_v2", "DeepseekV2Model", ("DeepseekV2Attention",), fast=names("DeepseekV2", "MLP RMSNorm")),
+    Family("dbrx", "DbrxModel", ("DbrxAttention",), routers=("DbrxFFN",)),
+    Family(
+        "deepseek_v2",
+        "DeepseekV2Model",
+        ("DeepseekV2Attention",),
+        fast=names("DeepseekV2", "MLP RMSNorm"),
+        routers=("DeepseekV2TopkRouter",),
+    ),
     Family("diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), fast=names("DiffLlama", "MLP RMSNorm")),
     Family("dory", "DoryModel", ("DoryAttention",)),
-    Family("flint", "FlintModel", ("FlintAttention",), fast=names("Flint", "RMSNorm MLP")),
+    Family(
+        "flint", "FlintModel", ("FlintAttention",), fast=names("Flint", "RMSNorm MLP"), routers=("FlintTopKRouter",)
+    ),
     Family("gpt2", "GPT2Model", ("GPT2Attention",)),
     Family("gpt_bigcode", "GPTBigCodeModel", ("GPTBigCodeAttention",)),
     Family("gpt_neox", "GPTNeoXModel", ("GPTNeoXAttention",)),
-    Family("jetmoe", "JetMoeModel", ("JetMoeAttention",), fast=names("JetMoe", "RMSNorm")),
-    Family("laguna", "LagunaModel", ("LagunaAttention",), fast=names("Laguna", "RMSNorm MLP")),
-    Family("longcat_flash", "LongcatFlashModel", ("LongcatFlashMLA",), fast=names("LongcatFlash", "RMSNorm MLP")),
-    Family("mimo_v2_flash", "MiMoV2FlashModel", ("MiMoV2FlashAttention",), fast=names("MiMoV2Flash", "RMSNorm MLP")),
+    Family(
+        "jetmoe", "JetMoeModel", ("JetMoeAttention",), fast=names("JetMoe", "RMSNorm"), routers=("JetMoeTopKGating",)
+    ),
+    Family(
+        "laguna",
+        "LagunaModel",
+        ("LagunaAttention",),
+        fast=names("Laguna", "RMSNorm MLP"),
+        routers=("LagunaTopKRouter",),
+    ),
+    Family(
+        "longcat_flash",
+        "LongcatFlashModel",
+        ("LongcatFlashMLA",),
+        fast=names("LongcatFlash", "RMSNorm MLP"),
+        routers=("LongcatFlashTopkRouter",),
+    ),
+    Family(
+        "mimo_v2_flash",
+        "MiMoV2FlashModel",
+        ("MiMoV2FlashAttention",),
+        fast=names("MiMoV2Flash", "RMSNorm MLP"),
+        routers=("MiMoV2FlashTopkRouter",),
+    ),
     Family("minicpm3", "MiniCPM3Model", ("MiniCPM3Attention",), fast=names("MiniCPM3", "RMSNorm MLP")),
     Family("ministral3", "Ministral3Model", ("Ministral3Attention",), fast=names("Ministral3", "MLP RMSNorm")),
     Family(
@@ -51,7 +89,9 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family("nanochat", "NanoChatModel", ("NanoChatAttention",)),
     Family("olmo", "OlmoModel", ("OlmoAttention",), fast=names("Olmo", "MLP")),
-    Family("olmoe", "OlmoeModel", ("OlmoeAttention",), fast=names("Olmoe", "RMSNorm MLP")),
+    Family(
+        "olmoe", "OlmoeModel", ("OlmoeAttention",), fast=names("Olmoe", "RMSNorm MLP"), routers=("OlmoeTopKRouter",)
+    ),
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),
 )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 import fastpack
+from fastpack.exactness.rule import Result, compare, compare_norms
 from fastpack.layers.arguments import accepted
-from fastpack.smoke.compare import Result, compare, compare_norms
 from fastpack.smoke.inputs import INPUT_KINDS
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.tiny import plain_tokens

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.errors import PatchError
+from fastpack.exactness.rule import compare
 from fastpack.families import FAMILIES
 from fastpack.layers.arguments import accepted
 from fastpack.layers.prefixes import PrefixSharing, sharing_of
-from fastpack.smoke.compare import compare
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import NOT_BUILT
 from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens

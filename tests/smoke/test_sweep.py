@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fastpack
+from fastpack.exactness.rule import Result, compare, compare_norms
 from fastpack.smoke import tiny
-from fastpack.smoke.compare import Result, compare, compare_norms
 from fastpack.smoke.setting import GPU_HEAD_DIM, Setting
 from fastpack.smoke.sweep import BOUND, HALF_FLOOR, STEADY, oracle_of, sweep
 

@@ -1,0 +1,134 @@
+"""Holding one pass over some tokens to the choices of another: which experts each token takes.
+
+A choice flips with rounding, and everything behind it is then another number: two passes can be compared where both
+choose alike. Routers choose with ``torch.topk``, with ``max`` over a dimension, and by comparing scores. The indices
+and bools that these return in one pass are what they return in the next, with the values that the next pass has there,
+so that gradients are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_PICKS = {
+    torch.topk: torch.return_types.topk,
+    Tensor.topk: torch.return_types.topk,
+    torch.max: torch.return_types.max,
+    Tensor.max: torch.return_types.max,
+}
+"""What picks from the last dimension, and the pair of values and indices that it returns."""
+_COMPARES = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor)
+    for name in ("gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__")
+    if hasattr(owner, name)
+)
+"""What compares numbers, and returns bools."""
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The choices of some modules for some tokens.
+
+    Attributes:
+        calls: for each module, of each choice that its forward makes, the indices (int64) or bools ``[T, ..., k]``.
+    """
+
+    calls: tuple[tuple[Tensor, ...], ...]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Choices]) -> Choices:
+        """Return those of several passes over the tokens, one after the other."""
+        each = zip(*(part.calls for part in parts), strict=True)
+        return cls(tuple(tuple(torch.cat(calls) for calls in zip(*module, strict=True)) for module in each))
+
+    def of(self, tokens: slice) -> Choices:
+        """Return those of some of the tokens."""
+        return Choices(tuple(tuple(call[tokens] for call in module) for module in self.calls))
+
+
+def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules whose class, or one that it derives from, has one of these names, in order."""
+    return [m for m in model.modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
+
+
+@contextmanager
+def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
+    """Note what these modules choose in one pass; call what this yields behind it."""
+    seen: list[list[Tensor]] = [[] for _ in modules]
+    with _inside(modules, lambda i: _Recorder(seen[i])):
+        yield lambda: Choices(tuple(map(tuple, seen)))
+
+
+@contextmanager
+def held(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
+    """Let these modules choose so in the passes inside, over the same tokens in the same order.
+
+    Raises:
+        ValueError: inside, where a module chooses for other tokens, or more often.
+    """
+    with _inside(modules, lambda i: _Player(list(choices.calls[i]))):
+        yield
+
+
+@contextmanager
+def _inside(modules: Sequence[nn.Module], make: Callable[[int], TorchFunctionMode]) -> Iterator[None]:
+    """Have a mode of its own in force while each module's forward runs, and nowhere else."""
+    with ExitStack() as hooks:
+        for i, module in enumerate(modules):
+            running: list[TorchFunctionMode] = []
+
+            def enter(_: nn.Module, __: Any, i: int = i, running: list[TorchFunctionMode] = running) -> None:
+                running.append(make(i).__enter__())
+
+            def leave(_: nn.Module, __: Any, ___: Any, running: list[TorchFunctionMode] = running) -> None:
+                running.pop().__exit__(None, None, None)
+
+            hooks.callback(module.register_forward_pre_hook(enter).remove)
+            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def _chooses(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """True where a call picks from, or compares, floating-point numbers."""
+    if function in _COMPARES:
+        return bool(args[0].is_floating_point())
+    if function not in _PICKS or not args[0].is_floating_point():
+        return False
+    of_all = function in (torch.max, Tensor.max) and "dim" not in kwargs and not isinstance([*args, None][1], int)
+    return not of_all
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        if _chooses(function, args, kwargs or {}):
+            self.seen.append((found if function in _COMPARES else found[1]).detach())
+        return found
+
+
+class _Player(TorchFunctionMode):
+    def __init__(self, left: list[Tensor]) -> None:
+        super().__init__()
+        self.left = left
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _chooses(function, args, kwargs or {}):
+            return function(*args, **(kwargs or {}))
+        scores = args[0]
+        if not self.left or self.left[0].ndim != scores.ndim or self.left[0].shape[:-1] != scores.shape[:-1]:
+            left = [tuple(choice.shape) for choice in self.left]
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)} is to be held to {left or 'none'}")
+        choice = self.left.pop(0)
+        return choice if function in _COMPARES else _PICKS[function]((scores.gather(-1, choice), choice))

@@ -1,0 +1,247 @@
+"""Running a model on tokens of which every one is different, and how far apart two such passes are.
+
+Shape suffixes: T tokens, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.errors import PatchError
+from fastpack.exactness.rounding import a_rounding_off, moved_by
+from fastpack.exactness.rule import largest, middle, relative, worst
+
+SKETCH = 1 << 16
+"""A weight's gradient of more elements is kept as so many sums of its elements under random signs: norms of it, and of
+differences, stay what they are to within a percent."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """What one pass over the tokens gave, or the mean of several; float32, tokens in order.
+
+    Attributes:
+        logits: ``[T, V]``; embeddings: the gradients of the tokens' embeddings, ``[T, H]``.
+        weights: of everything that trains, the gradient by name, flat, :data:`SKETCH` numbers at most.
+    """
+
+    logits: Tensor
+    embeddings: Tensor
+    weights: dict[str, Tensor]
+
+    @classmethod
+    def mean(cls, passes: Sequence[Pass]) -> Pass:
+        """Return the mean of passes over the same tokens."""
+        logits = torch.stack([each.logits for each in passes]).mean(0)
+        embeddings = torch.stack([each.embeddings for each in passes]).mean(0)
+        names = passes[0].weights
+        return cls(logits, embeddings, {n: torch.stack([each.weights[n] for each in passes]).mean(0) for n in names})
+
+    @classmethod
+    def joined(cls, passes: Sequence[Pass]) -> Pass:
+        """Return one pass over the tokens of several, one behind the other: gradients of weights add up."""
+        logits = torch.cat([each.logits for each in passes])
+        embeddings = torch.cat([each.embeddings for each in passes])
+        names = passes[0].weights
+        return cls(logits, embeddings, {n: torch.stack([each.weights[n] for each in passes]).sum(0) for n in names})
+
+    def without(self, tokens: slice) -> Pass:
+        """Return what it gave for all other tokens. Gradients of weights are of all, and left out."""
+        kept = torch.ones(len(self.logits), dtype=torch.bool, device=self.logits.device)
+        kept[tokens] = False
+        return Pass(self.logits[kept], self.embeddings[kept], {})
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one pass is from another: logits, gradients of embeddings, and those of the weight that is off most."""
+
+    logits: float
+    embeddings: float
+    weights: float
+
+    @classmethod
+    def between(cls, found: Sequence[Pass], true: Sequence[Pass], *, half: bool) -> Distance:
+        """Measure it as :mod:`fastpack.exactness.rule` says, for full or for half precision.
+
+        Args:
+            found: a pass for each draw of tokens; true: those that they are compared with.
+        """
+        size: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if half else largest
+        pairs = list(zip(found, true, strict=True))
+        floors = [1e-3 * max(map(float, map(size, b.weights.values())), default=0.0) for _, b in pairs]
+
+        def of_weight(name: str) -> float:
+            return middle(
+                relative(a.weights[name], b.weights[name], size=size, floor=floor)
+                for (a, b), floor in zip(pairs, floors, strict=True)
+            )
+
+        return cls(
+            middle(relative(a.logits, b.logits, size=size) for a, b in pairs),
+            middle(relative(a.embeddings, b.embeddings, size=size) for a, b in pairs),
+            worst([of_weight(name) for name in true[0].weights]) if any(floors) else 0.0,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Runs a model on some tokens, every one of them different, so that each can be told by its id.
+
+    Attributes:
+        ids: ``[2 T]``: the first half is run, the second takes its place where tokens are to be others.
+        trained: names and weights of all that gets a gradient.
+        stream: dtypes of the embeddings that were seen; casts: those of autocasts that a pass ran under.
+    """
+
+    model: nn.Module
+    embedding: nn.Module
+    lengths: tuple[int, ...]
+    ids: Tensor
+    vocabulary: int
+    seed: int
+    trained: dict[str, nn.Parameter]
+    stream: set[torch.dtype] = field(default_factory=set)
+    casts: set[torch.dtype] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, model: nn.Module, backbone: Any, lengths: Sequence[int], seed: int) -> Probe:
+        """Choose the tokens.
+
+        Raises:
+            PatchError: the model embeds ids in several tables, or has too few of them.
+        """
+        embedding = backbone.get_input_embeddings()
+        weight = getattr(embedding, "weight", None)
+        if not isinstance(weight, Tensor):
+            raise PatchError(
+                f"verify tells tokens by their ids in one embedding; this model has a {type(embedding).__name__} of "
+                "them."
+            )
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(weight.shape[0], generator=generator)
+        plain = order[(order > 2) & ~torch.isin(order, torch.tensor(_special_tokens(backbone.config)))]
+        count = sum(lengths) + max(lengths)
+        if len(plain) < count:
+            raise PatchError(
+                f"verify needs {count} different tokens, this vocabulary has {len(plain)}: pass shorter lengths."
+            )
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        ids = plain[:count].to(weight.device)
+        return cls(model, embedding, tuple(lengths), ids, int(weight.shape[0]), seed, trained)
+
+    def sequences(self, other: int | None = None) -> list[Tensor]:
+        """Return the ids of each sequence; those of the ``other``-th are others."""
+        found = list(self.ids[: sum(self.lengths)].split(self.lengths))
+        if other is not None:
+            found[other] = self.ids[sum(self.lengths) :][: self.lengths[other]]
+        return found
+
+    def places(self, sequences: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
+        """Yield each with the number of tokens before it."""
+        at = 0
+        for ids in sequences:
+            yield ids, at
+            at += len(ids)
+
+    def run(self, batch: dict[str, Any], at: int = 0, roundings: tuple[int, torch.dtype] | None = None) -> Pass:
+        """Run forward and backward of a fixed sum of the logits.
+
+        Args:
+            batch: ``input_ids``, with a mask where there is padding.
+            at: how many tokens come before these.
+            roundings: a seed and a dtype: each token's embedding is moved by roundings of this dtype, the same ones
+                wherever it stands.
+        """
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
+            device = output.device.type
+            if torch.is_autocast_enabled(device) and output.dtype == torch.float32:
+                self.casts.add(torch.get_autocast_dtype(device))
+            self.stream.add(output.dtype)
+            leaf = output if output.requires_grad else output.detach().requires_grad_()
+            ids = args[0] if args else kwargs["input"]
+            seen.append((ids, leaf))
+            if roundings is not None:
+                return self._moved(leaf, ids, *roundings)
+            return leaf if leaf is output else leaf.clone()  # which the model may scale in place
+
+        handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
+        try:
+            with torch.enable_grad():
+                logits = self.model(**batch).logits
+        finally:
+            handle.remove()
+        mask = batch.get("attention_mask")
+        with torch.enable_grad():
+            real = logits.flatten(0, -2) if mask is None else logits.flatten(0, -2)[mask.flatten() != 0]
+            weights = torch.randn(at + len(real), 64, generator=torch.Generator().manual_seed(self.seed + 1))[at:]
+            spread = weights.to(real.device).repeat(1, -(-real.shape[-1] // 64))[:, : real.shape[-1]]
+            total = (real.float() * spread).sum()
+        wanted = [*self.trained.values(), *(out for _, out in seen)]
+        gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+        of_weights = zip(self.trained.items(), gradients, strict=False)
+        sketched = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
+        by_token = self._by_token(batch, seen, gradients[len(self.trained) :])
+        return Pass(real.detach().float(), by_token, sketched)
+
+    def _moved(self, embedded: Tensor, ids: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+        place = self._place(self.ids)[ids]
+        table = a_rounding_off((len(self.ids) + 1, embedded.shape[-1]), seed)
+        table[-1] = 0  # of padding, whose place is -1
+        return moved_by(embedded, table[place.cpu()], dtype)
+
+    def _sketch(self, weight: Tensor, gradient: Tensor | None) -> Tensor:
+        """Return a gradient flat in float32, or sums of its elements under signs that are the same in each pass."""
+        size = weight.numel()
+        if gradient is None:
+            return torch.zeros(min(size, SKETCH), device=weight.device)
+        flat = gradient.reshape(-1)
+        if size <= SKETCH:
+            return flat.float()
+        generator = torch.Generator(flat.device).manual_seed(size)
+        signs = torch.randint(0, 2, flat.shape, generator=generator, device=flat.device, dtype=torch.int8)
+        signed = torch.where(signs.bool(), flat, -flat)
+        whole = size // SKETCH * SKETCH
+        found = signed[:whole].view(-1, SKETCH).sum(0, dtype=torch.float32)
+        found[: size - whole] += signed[whole:]
+        return found
+
+    def _place(self, ids: Tensor) -> Tensor:
+        """Return where among these each id of the vocabulary stands, -1 for the others."""
+        place = torch.full((self.vocabulary,), -1, device=ids.device)
+        place[ids] = torch.arange(len(ids), device=ids.device)
+        return place
+
+    def _by_token(
+        self, batch: dict[str, Any], seen: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
+    ) -> Tensor:
+        """Return the gradients of the tokens' embeddings, in order, whatever rows they were embedded in."""
+        ids, mask = batch["input_ids"].flatten(), batch.get("attention_mask")
+        ids = ids if mask is None else ids[mask.flatten() != 0]
+        place = self._place(ids)
+        width = seen[0][1].shape[-1]
+        total = torch.zeros(len(ids), width, device=ids.device)
+        for (embedded, _), gradient in zip(seen, gradients, strict=True):
+            if gradient is not None:
+                at = place[embedded.flatten()]
+                if bool((at < 0).any()):
+                    raise PatchError(
+                        "verify tells tokens by their ids, and this model embeds others beside the batch's (prompts of "
+                        "its own)."
+                    )
+                total.index_add_(0, at, gradient.float().reshape(-1, width))
+        return total
+
+
+def _special_tokens(config: Any) -> list[int]:
+    """Return ids of padding, ends of texts (a list of them in Llama 3), images and the like."""
+    named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
+    flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
+    return [i for i in flat if isinstance(i, int)]
