@@ -52,9 +52,9 @@ class Verification:
         return "exact" if self.passed else "can't tell"
 
     @property
-    def worst(self) -> float:
-        """The largest error of what must be equal."""
-        return max(check.error for check in self.checks if not check.at_least)
+    def nearest(self) -> Check:
+        """The check of what must be equal that comes nearest to its bound, or is furthest beyond it."""
+        return max((check for check in self.checks if not check.at_least), key=lambda check: check.error / check.bound)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

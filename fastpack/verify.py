@@ -151,10 +151,11 @@ class _Runs:
             with asleep(self.state):
                 other = other_attention_of(probe.model)
                 if other is not None:
-                    with attending_by(probe.model, other):
-                        passes[other] = self._alone_as(probe, choices, roundings)
+                    with attending_by(probe.model, other), held(self.choosers, choices):
+                        passes[other] = self._one_by_one(probe, roundings)
                 if other is None or mixed or not half:
-                    passes["a rounding off"] = self._alone_as(probe, choices, (2 * repeat + 1, dtype))
+                    with held(self.choosers, choices):
+                        passes["a rounding off"] = self._one_by_one(probe, (2 * repeat + 1, dtype))
             for name, batch in (("packed", _packed), ("padded", _padded)):
                 with held(self.choosers, choices):
                     passes[name] = probe.run(batch(probe.sequences()), roundings=roundings)
@@ -179,21 +180,12 @@ class _Runs:
 
     def _alone(self, probe: Probe, roundings: Roundings) -> tuple[Pass, Choices]:
         """Return what the stock model gives for each sequence alone, and chooses."""
-        passes, choices = [], []
-        with asleep(self.state):
-            for ids, at in probe.places(probe.sequences()):
-                with recorded(self.choosers) as chosen:
-                    passes.append(self._stock(probe, ids, at, roundings))
-                choices.append(chosen())
-        return Pass.joined(passes), Choices.joined(choices)
+        with asleep(self.state), recorded(self.choosers) as choices:
+            found = self._one_by_one(probe, roundings)
+        return found, choices()
 
-    def _alone_as(self, probe: Probe, choices: Choices, roundings: Roundings) -> Pass:
-        """Return what it gives where choices are held."""
-        passes = []
-        for ids, at in probe.places(probe.sequences()):
-            with held(self.choosers, choices.of(slice(at, at + len(ids)))):
-                passes.append(self._stock(probe, ids, at, roundings))
-        return Pass.joined(passes)
+    def _one_by_one(self, probe: Probe, roundings: Roundings) -> Pass:
+        return Pass.joined([self._stock(probe, ids, at, roundings) for ids, at in probe.places(probe.sequences())])
 
     def _stock(self, probe: Probe, ids: Tensor, at: int, roundings: Roundings) -> Pass:
         batch = {"input_ids": ids[None], **accepted(type(self.head).forward, {"use_cache": False})}

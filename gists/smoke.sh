@@ -8,6 +8,7 @@
 #   bash gists/smoke.sh llama bamba    some
 #   bash gists/smoke.sh --all          every causal LM of transformers: eight to twelve
 #   bash gists/smoke.sh --all --modes exact --backends auto     only the proof: two to three minutes
+#   bash gists/smoke.sh --all --tier fast --modes verify --backends auto --dtype bfloat16     in half precision, on a CPU
 #   bash gists/smoke.sh --help         modes, backends, processes, time limit, device, precision
 #
 # The table of families in the README is what one run proved:

@@ -35,23 +35,13 @@ _COMPARES = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Choices:
-    """The choices of some modules for some tokens.
+    """The choices of some modules for T tokens.
 
     Attributes:
         calls: for each module, of each choice that its forward makes, the indices (int64) or bools ``[T, ..., k]``.
     """
 
     calls: tuple[tuple[Tensor, ...], ...]
-
-    @classmethod
-    def joined(cls, parts: Sequence[Choices]) -> Choices:
-        """Return those of several passes over the tokens, one after the other."""
-        each = zip(*(part.calls for part in parts), strict=True)
-        return cls(tuple(tuple(torch.cat(calls) for calls in zip(*module, strict=True)) for module in each))
-
-    def of(self, tokens: slice) -> Choices:
-        """Return those of some of the tokens."""
-        return Choices(tuple(tuple(call[tokens] for call in module) for module in self.calls))
 
 
 def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -61,32 +51,45 @@ def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 @contextmanager
 def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
-    """Note what these modules choose in one pass; call what this yields behind it."""
-    seen: list[list[Tensor]] = [[] for _ in modules]
-    with _inside(modules, lambda i: _Recorder(seen[i])):
-        yield lambda: Choices(tuple(map(tuple, seen)))
+    """Note what these modules choose in the passes inside, over one sequence after the other or over all at once.
+
+    Yields:
+        What returns the choices, to be called behind the passes.
+    """
+    seen: list[list[list[Tensor]]] = [[] for _ in modules]
+
+    def record(i: int) -> TorchFunctionMode:
+        seen[i].append([])
+        return _Recorder(seen[i][-1])
+
+    with _inside(modules, record):
+        yield lambda: Choices(tuple(tuple(map(torch.cat, zip(*each, strict=True))) for each in seen))
 
 
 @contextmanager
 def held(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
     """Let these modules choose so in the passes inside, over the same tokens in the same order.
 
+    Passes may be over some of the tokens each: every one begins where the one before it ended, and again at the first
+    token once all have come (in the next pass, or where checkpointing runs a forward again).
+
     Raises:
         ValueError: inside, where a module chooses for other tokens, or more often.
     """
-    with _inside(modules, lambda i: _Player(list(choices.calls[i]))):
+    players = [_Player(calls) for calls in choices.calls]
+    with _inside(modules, lambda i: players[i]):
         yield
 
 
 @contextmanager
-def _inside(modules: Sequence[nn.Module], make: Callable[[int], TorchFunctionMode]) -> Iterator[None]:
-    """Have a mode of its own in force while each module's forward runs, and nowhere else."""
+def _inside(modules: Sequence[nn.Module], mode: Callable[[int], TorchFunctionMode]) -> Iterator[None]:
+    """Have a mode in force while a module's forward runs, the ``mode(i)`` of the i-th, and nowhere else."""
     with ExitStack() as hooks:
         for i, module in enumerate(modules):
             running: list[TorchFunctionMode] = []
 
             def enter(_: nn.Module, __: Any, i: int = i, running: list[TorchFunctionMode] = running) -> None:
-                running.append(make(i).__enter__())
+                running.append(mode(i).__enter__())
 
             def leave(_: nn.Module, __: Any, ___: Any, running: list[TorchFunctionMode] = running) -> None:
                 running.pop().__exit__(None, None, None)
@@ -119,16 +122,25 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Player(TorchFunctionMode):
-    def __init__(self, left: list[Tensor]) -> None:
+    """Gives each forward of one module the choices for its tokens."""
+
+    def __init__(self, calls: Sequence[Tensor]) -> None:
         super().__init__()
-        self.left = left
+        self.calls, self.start, self.taken = calls, 0, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _chooses(function, args, kwargs or {}):
             return function(*args, **(kwargs or {}))
         scores = args[0]
-        if not self.left or self.left[0].ndim != scores.ndim or self.left[0].shape[:-1] != scores.shape[:-1]:
-            left = [tuple(choice.shape) for choice in self.left]
-            raise ValueError(f"a choice among scores of {tuple(scores.shape)} is to be held to {left or 'none'}")
-        choice = self.left.pop(0)
+        if not self.calls:
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)}, where none was noted")
+        all_tokens = self.calls[self.taken]
+        end = self.start + len(scores)
+        choice = all_tokens[self.start : end]
+        if choice.ndim != scores.ndim or choice.shape[:-1] != scores.shape[:-1]:
+            said = f"those from {self.start} on of {tuple(all_tokens.shape)}"
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)} is to be held to {said}")
+        self.taken += 1
+        if self.taken == len(self.calls):
+            self.taken, self.start = 0, end % len(all_tokens)
         return choice if function in _COMPARES else _PICKS[function]((scores.gather(-1, choice), choice))

@@ -170,7 +170,7 @@ class Probe:
             seen.append((ids, leaf))
             if roundings is not None:
                 return self._moved(leaf, ids, *roundings)
-            return leaf if leaf is output else leaf.clone()  # which the model may scale in place
+            return leaf.clone()  # which the model may scale in place
 
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
         try:

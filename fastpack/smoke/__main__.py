@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(given)
     except UsageError as error:
         parser.error(str(error))
-    chosen = choose(given.families, everyone=given.all)
+    chosen = choose(given.families, everyone=given.all, tier=given.tier)
     setting = Setting.of_this_machine(given.device, given.dtype, given.head_dim)
     task = Task(tuple(given.modes), given.backends, setting)
     start = time.monotonic()

@@ -14,8 +14,8 @@ class Chosen:
     absent: tuple[str, ...] = ()
 
 
-def choose(named: Sequence[str], *, everyone: bool) -> Chosen:
-    """Those named, or everyone in transformers' causal-LM mapping, or those that people use most.
+def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> Chosen:
+    """Those named, or everyone in transformers' causal-LM mapping (of one tier), or those that people use most.
 
     A name that nobody knows is run, and fails.
     """
@@ -31,6 +31,8 @@ def choose(named: Sequence[str], *, everyone: bool) -> Chosen:
             tuple(name for name in named if name in here or name not in known),
             tuple(name for name in named if name not in here and name in known),
         )
+    if tier is not None:
+        return Chosen(tuple(name for name in here if name in FAMILIES and FAMILIES[name].rung == tier))
     if everyone:
         return Chosen(tuple(here), tuple(sorted(known - set(here))))
     return Chosen(

@@ -14,9 +14,10 @@ from fastpack.attention_dispatch import BACKENDS, AttentionShape
 from fastpack.attention_dispatch import choose as choose_backend
 from fastpack.commands import UsageError, require_file
 from fastpack.errors import BackendUnavailableError
+from fastpack.families import RUNGS
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import HEAD_DIM, HEADS, KV_HEADS
-from fastpack.smoke.worker import EACH, MODES
+from fastpack.smoke.worker import EACH, MODES, USUAL
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -24,11 +25,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gists/smoke.sh",
         description="Build many architectures tiny, prove them exact patched, and train three steps.",
-        epilog="Modes: exact (every kind of input against each sequence alone), and with TRL plain, lora and packed.",
+        epilog="Modes: exact (every kind of input against each sequence alone), verify (fastpack.verify alone, which "
+        "bounds each model by its own rounding), and with TRL plain, lora and packed.",
     )
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: those that people use most")
     parser.add_argument("--all", action="store_true", help="every family of transformers' causal-LM mapping")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--tier", choices=RUNGS, help="with --all: only the families of this tier")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(USUAL))
     parser.add_argument(
         "--backends", choices=(EACH, "auto", *BACKENDS), default=EACH, help="every one that can serve, or one"
     )
@@ -51,6 +54,8 @@ def check(given: argparse.Namespace) -> None:
     require_file("--json", given.json)
     if given.families and given.all:
         raise UsageError(f"--all is every family, and {', '.join(given.families)} would be some: leave either out.")
+    if given.tier is not None and not given.all:
+        raise UsageError(f"--tier {given.tier} chooses among all families: pass --all with it.")
     for name in given.families:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise UsageError(f"{name!r} is no name of a family: pass a model_type, like llama; --all is every one.")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastpack.smoke.row import Row
-from fastpack.smoke.worker import EXACT, Task, work
+from fastpack.smoke.worker import TRAINED, Task, work
 
 IMPORTED = (
     "fastpack.smoke.worker",
@@ -60,7 +60,7 @@ def _context(task: Task) -> Any:
     if task.setting.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*IMPORTED, *(IMPORTED_TO_TRAIN if set(task.modes) != {EXACT} else ())])
+    context.set_forkserver_preload([*IMPORTED, *(IMPORTED_TO_TRAIN if set(task.modes) & set(TRAINED) else ())])
     return context
 
 

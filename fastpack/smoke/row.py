@@ -11,8 +11,8 @@ class Row:
 
     Attributes:
         rung, backend, dtype: of the patched model; empty where it was not patched, or nothing attends.
-        error: the worst relative error against each sequence alone; of the kinds of input in mode ``exact``, of what
-            :func:`fastpack.verify` compares in the others.
+        error: the worst relative error against each sequence alone of the kinds of input in mode ``exact``; in the
+            others that of what :func:`fastpack.verify` compares which comes nearest to its bound.
         bound: what ``error`` may be.
         kinds: in mode ``exact``, the error of each kind of input.
         loss: the largest difference of three losses from those of the stock model on padded batches, relative.

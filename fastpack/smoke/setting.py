@@ -47,13 +47,13 @@ class Setting:
         dtype = getattr(torch, self.dtype)
         return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
 
-    def build_in_float32(self, model_type: str) -> Any:
-        """The same model, of the same weights, in float32."""
-        wide = build_tiny(model_type, head_dim=self.head_dim).train().to(self.device)
+    def build_in(self, dtype: str, model_type: str) -> Any:
+        """Return the same model, of the same weights, in a finer dtype."""
+        fine = build_tiny(model_type, head_dim=self.head_dim, dtype=getattr(torch, dtype)).train().to(self.device)
         with torch.no_grad():
-            for parameter, given in zip(wide.parameters(), self.build(model_type).parameters(), strict=True):
+            for parameter, given in zip(fine.parameters(), self.build(model_type).parameters(), strict=True):
                 parameter.copy_(given)
-        return wide
+        return fine
 
     def named(self) -> str:
         """For people."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 import fastpack
-from fastpack.errors import PatchError
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.sweep import Oracle
+from fastpack.smoke.verified import verified
 
 STEPS, BATCH = 3, 4
 LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)
@@ -47,22 +47,20 @@ def train_rows(family: str, modes: Sequence[str], oracle: Oracle, backends: Sequ
             model = _prepare(setting.build(family), lora)
             fastpack.patch(model, attention=backend)
             report = fastpack.report(model)
-            error, bound, problem = _verified(model, oracle)
+            proof = verified(model)
             losses, seconds = _train(model, packed=mode == "packed")
             loss = _off(losses, stock_losses, packed=mode == "packed")
             if family not in NOT_AS_PADDED and not loss <= (HALF_LOSS_BOUND if setting.half else LOSS_BOUND):
-                problem = problem or f"losses are off by {loss:.1e}"
+                proof["problem"] = proof["problem"] or f"losses are off by {loss:.1e}"
             yield Row(
                 family,
                 mode,
                 report.rung,
                 report.backend or "",
                 setting.dtype,
-                error=error,
-                bound=bound,
                 loss=loss,
                 speed=stock_seconds / seconds,
-                problem=problem,
+                **proof,
             )
 
 
@@ -87,22 +85,6 @@ def _off(losses: Sequence[float], stock: Sequence[float], *, packed: bool) -> fl
         for true in ((stock, counted) if packed else (stock,))
     ]
     return min(worst)
-
-
-def _verified(model: Any, oracle: Oracle) -> tuple[float | None, float | None, str | None]:
-    """The worst figure of :func:`fastpack.verify`, what it may be, and what is wrong with it, if anything.
-
-    In half precision a tiny model of wide weights may round more than verify's bound for real ones allows.
-    """
-    try:
-        found = fastpack.verify(model)
-    except fastpack.ContaminationError as error:
-        found = error.verification
-    except PatchError:  # it embeds more than tokens: the sweep can tell, verify can't
-        return None, None, None
-    bounds = {check.what: max(check.bound, oracle.bound) for check in found.checks if not check.at_least}
-    off = [c.what for c in found.checks if not (c.passed if c.at_least else c.error <= bounds[c.what])]
-    return found.worst, max(bounds.values()), f"not exact: {', '.join(off)}" if off else None
 
 
 def _prepare(model: Any, lora: bool) -> Any:

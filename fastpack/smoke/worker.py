@@ -20,9 +20,13 @@ from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import NOT_BUILT
 from fastpack.smoke.sweep import Oracle, oracle_of, sweep
+from fastpack.smoke.verified import verified
 
-EXACT = "exact"
-MODES = (EXACT, "plain", "lora", "packed")
+EXACT, VERIFY = "exact", "verify"
+TRAINED = ("plain", "lora", "packed")
+MODES = (EXACT, VERIFY, *TRAINED)
+USUAL = (EXACT, *TRAINED)
+"""What is tried where nothing is asked for: a model is verified before it is trained, too."""
 EACH = "each"
 
 
@@ -71,11 +75,15 @@ def rows(family: str, task: Task) -> Iterator[Row]:
     if family in REFUSED:
         yield _refused(family, task.setting)
         return
+    if VERIFY in task.modes:
+        yield from _verify(family, task)
+    if set(task.modes) == {VERIFY}:
+        return
     oracle = oracle_of(family, task.setting)
     backends = _backends(family, task.backends, oracle.setting)
     if EXACT in task.modes:
         yield from _exact(family, oracle, backends)
-    trained = [mode for mode in task.modes if mode != EXACT]
+    trained = [mode for mode in task.modes if mode in TRAINED]
     if trained:
         from fastpack.smoke.train import train_rows  # TRL takes seconds to import
 
@@ -104,6 +112,14 @@ def _exact(family: str, oracle: Oracle, backends: Sequence[str]) -> Iterator[Row
             kinds=dict(found.errors),
             problem=found.problem,
         )
+
+
+def _verify(family: str, task: Task) -> Iterator[Row]:
+    for backend in _backends(family, task.backends, task.setting):
+        model = fastpack.patch(task.setting.build(family), attention=backend)
+        report = fastpack.report(model)
+        names = (family, VERIFY, report.rung, report.backend or "", task.setting.dtype)
+        yield Row(*names, **verified(model))
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:
