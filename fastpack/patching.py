@@ -142,6 +142,7 @@ def patch(
         PackingError: ``max_tokens``: an example is longer, or the data set's lengths can't be known; nothing has been
             changed.
         ContaminationError: with ``verify``: the patched model was not exact, and is unpatched again.
+        InconclusiveError: with ``verify``: rounding in the model's dtypes would hide a leak; it is unpatched again.
 
     Warns:
         NoFasterWarning: the whole model runs on padded rows (the re-padded model's rung).

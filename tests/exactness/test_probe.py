@@ -1,0 +1,93 @@
+"""Sketches of large gradients keep their norms; inputs a rounding apart; the least precise dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch import Tensor, nn
+
+from fastpack.exactness.probe import SKETCH, Probe
+from fastpack.exactness.rounding import (
+    a_rounding_off,
+    attending_by,
+    coarsest_dtype,
+    moved_by,
+    other_attention_of,
+)
+from fastpack.smoke.tiny import build_tiny
+
+
+def probe_of(model: Any) -> Probe:
+    return Probe.of(model, model.model, (3, 1, 2), 0)
+
+
+@pytest.mark.parametrize("rank", [1, 50])
+def test_a_sketch_keeps_norms_of_differences(rank: int) -> None:
+    """Of matrices of any rank: signs are drawn element by element."""
+    probe = probe_of(tiny_model("llama"))
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.empty(600, 400))
+    one, two = (torch.randn(600, rank) @ torch.randn(rank, 400) for _ in range(2))
+    sketches = [probe._sketch(weight, gradient) for gradient in (one, two)]
+    assert all(sketch.shape == (SKETCH,) for sketch in sketches)
+    for value, true in ((sketches[0], one), (sketches[0] - sketches[1], one - two)):
+        assert float(value.norm()) == pytest.approx(float(true.norm()), rel=0.02)
+    small = nn.Parameter(torch.empty(7, 3))
+    assert torch.equal(probe._sketch(small, one[:7, :3]), one[:7, :3].reshape(-1)), "what is small is kept"
+    assert not probe._sketch(small, None).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_rounding_off_is_the_next_number(dtype: torch.dtype) -> None:
+    values = torch.randn(40, 30).to(dtype)
+    roundings = a_rounding_off((40, 30), seed=1)
+    moved = moved_by(values, roundings, dtype)
+    off = (moved.double() - values.double()).abs() / values.double().abs()
+    assert torch.equal(moved[roundings == 0], values[roundings == 0])
+    assert (off[roundings != 0] > 0).all()
+    assert (off <= torch.finfo(dtype).eps).all()
+    wide = moved_by(values.float(), roundings, torch.bfloat16)
+    assert (wide != values.float()).eq(roundings != 0).all(), "coarser roundings of a finer stream"
+
+
+def test_the_other_attention() -> None:
+    model = build_tiny("llama")
+    assert model.config._attn_implementation == "sdpa"
+    assert other_attention_of(model) == "eager"
+    with attending_by(model, "eager"):
+        assert model.config._attn_implementation == "eager"
+        assert other_attention_of(model) == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
+    assert other_attention_of(nn.Linear(2, 2)) is None
+
+
+class FourBits(nn.Module):
+    """A linear layer as bitsandbytes has it: packed weights, and a dtype of its own to compute in."""
+
+    def __init__(self, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = 4, 4
+        self.weight: Tensor = nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+        if compute_dtype is not None:
+            self.compute_dtype = compute_dtype
+
+
+@pytest.mark.parametrize(
+    ("model", "stream", "autocast", "expected"),
+    [
+        (nn.Linear(2, 2), torch.float32, None, torch.float32),
+        (nn.Linear(2, 2).double(), torch.float64, None, torch.float64),
+        (nn.Linear(2, 2), torch.float32, torch.float16, torch.float16),
+        (nn.Linear(2, 2).bfloat16(), torch.float32, None, torch.bfloat16),
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half()), torch.float32, None, torch.float16),
+        (FourBits(torch.float16), torch.float32, None, torch.bfloat16),
+        (FourBits(), torch.float32, None, torch.bfloat16),
+    ],
+)
+def test_the_least_precise_dtype(
+    model: nn.Module, stream: torch.dtype, autocast: torch.dtype | None, expected: torch.dtype
+) -> None:
+    assert coarsest_dtype(model, stream, autocast) == expected
