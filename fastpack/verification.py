@@ -81,7 +81,7 @@ class Verification:
         for name in ("check", "off by", "bound", ""):
             table.add_column(name, justify="left" if name in ("check", "") else "right")
         for check in self.checks:
-            bound = f"{'>=' if check.at_least else '<='} {check.bound:.0e}"
+            bound = f"{'>=' if check.at_least else '<='} {check.bound:.1e}"
             table.add_row(check.what, f"{check.error:.1e}", bound, "ok" if check.passed else "FAILED")
         return table
 

@@ -202,7 +202,7 @@ def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)}
 
 
-NAMES = {"logits": "logits", "embeddings": "gradients", "weights": "gradients of what trains"}
+NAMES = {"logits": "logits", "embeddings": "gradients of embeddings", "weights": "gradients of what trains"}
 
 
 def _checks(found: dict[str, Distance], bounds: dict[str, float]) -> Iterator[Check]:

@@ -116,7 +116,7 @@ def test_a_check_that_could_not_fail_fails() -> None:
     assert found.verdict == "can't tell"
     assert not found.passed
     assert [check.what for check in found.checks if not check.passed] == [
-        f"control, taken for one sequence: {what}" for what in ("logits", "gradients")
+        f"control, taken for one sequence: {what}" for what in ("logits", "gradients of embeddings")
     ]
     with pytest.raises(fastpack.InconclusiveError):
         fastpack.patch(fastpack.unpatch(model), verify=True)
@@ -289,7 +289,7 @@ def test_patch_that_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table() -> None:
     found = fastpack.verify(fastpack.patch(tiny_model("llama")))
     text = str(found)
-    for words in ("exact", "packed, as each sequence alone: gradients", "control", "<= 1e-05", "ok"):
+    for words in ("exact", "packed, as each sequence alone: gradients of what trains", "control", "<= 1.0e-05", "ok"):
         assert words in text
     assert json.loads(json.dumps(found.to_dict()))["passed"] is True
 

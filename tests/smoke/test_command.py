@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -20,10 +21,14 @@ from smoke_families import KNOWN
 import fastpack
 import fastpack.smoke.__main__ as smoke
 from fastpack import commands
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.backends.call import AttentionCall
 from fastpack.cli import main
 from fastpack.commands import families
-from fastpack.families import REFUSED
+from fastpack.families import FAMILIES, REFUSED
+from fastpack.packing import PackedSeqLens
 from fastpack.smoke import processes, train, worker
+from fastpack.smoke.chosen import choose
 from fastpack.smoke.inputs import INPUT_KINDS
 from fastpack.smoke.most_used import MOST_USED
 from fastpack.smoke.record import Record
@@ -31,7 +36,7 @@ from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import NOT_BUILT
 from fastpack.smoke.tiny import model_types
-from fastpack.smoke.worker import EACH, MODES, Task
+from fastpack.smoke.worker import EACH, USUAL, Task
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
@@ -46,7 +51,7 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
     found = tmp_path / "run.json"
     assert smoke.main(["mamba", "--json", str(found), *ON_CPU]) == 0
     record = Record.read(found)
-    assert [row.mode for row in record.rows] == list(MODES)
+    assert [row.mode for row in record.rows] == list(USUAL)
     assert record.versions.keys() >= {"transformers", "torch", "trl", "fastpack", "python"}
     for row in record.rows:
         assert row.rung == "re-padded mixer"
@@ -62,6 +67,38 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "4 runs of 1 family" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_verified_alone_in_half_precision(model_type: str, tmp_path: Path) -> None:
+    """Experts too, which the other modes prove in float32 where no row names what chooses."""
+    found = tmp_path / "run.json"
+    flags = [model_type, "--modes", "verify", "--backends", "auto", "--dtype", "bfloat16", "--json", str(found)]
+    assert smoke.main([*flags, *ON_CPU]) == 0
+    (row,) = Record.read(found).rows
+    assert (row.mode, row.dtype, row.rung, row.verdict) == ("verify", "bfloat16", "fast", "exact")
+    assert row.error is not None
+    assert row.bound is not None
+    assert 1e-4 < row.error <= row.bound < 0.1
+
+
+def test_a_leak_fails_what_is_verified_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = BACKENDS["segments"].run
+
+    def leaky(call: AttentionCall) -> torch.Tensor:
+        one = PackedSeqLens.from_lengths([sum(call.packed.lengths)])
+        return run(dataclasses.replace(call, packed=one))
+
+    monkeypatch.setattr(BACKENDS["segments"], "run", leaky)
+    (row,) = worker.rows("llama", Task(("verify",), "auto", Setting(dtype="bfloat16")))
+    assert (row.problem or "").startswith("not exact: packed, as each sequence alone: logits")
+
+
+def test_the_families_of_a_tier() -> None:
+    chosen = choose([], everyone=True, tier="fast").families
+    assert "llama" in chosen
+    assert {FAMILIES[name].rung for name in chosen} == {"fast"}
+    assert set(chosen) < set(choose([], everyone=True).families)
+
+
 def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(smoke, "run", None)
     with pytest.raises(SystemExit):
@@ -72,6 +109,7 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
+        (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
         (["llama", "--all"], "--all is every family, and llama would be some: leave either out"),
         (["--head-dim", "0"], "--head-dim 0: pass a positive multiple of 16"),
         (["--head-dim", "-16"], "--head-dim -16: pass a positive multiple of 16"),
