@@ -212,7 +212,7 @@ def _checks(found: dict[str, Distance], bounds: dict[str, float]) -> Iterator[Ch
             yield Check(f"{what}, as each sequence alone: {NAMES[kind]}", getattr(found[what], kind), bound)
     for kind in ("logits", "embeddings"):
         error = getattr(found["moved"], kind)
-        yield Check(f"another sequence has other tokens: {NAMES[kind]} of the rest", error, bounds[kind])
+        yield Check(f"another sequence changed: {NAMES[kind]} of the rest", error, bounds[kind])
     for kind, bound in bounds.items():
         error = getattr(found["control"], kind)
         yield Check(f"control, taken for one sequence: {NAMES[kind]}", error, CONTROL * bound, at_least=True)
