@@ -167,8 +167,8 @@ def proved(record: Record) -> str:
     told = (
         f"{len(rungs)} of {names} give what each sequence alone gives, logits and every gradient, off by {figures} at "
         "most (1e-5 is allowed, or 1.5 times what the stock model itself is off by where that is more). Tried were "
-        f"{', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was built tiny from its own "
-        f"config, in a process of its own, on {record.made_with}."
+        f"{', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was built tiny from its "
+        f"own config, in a process of its own, on {record.made_with}."
     )
     lines += textwrap.wrap(told, 120, break_long_words=False, break_on_hyphens=False)
     if failed:
