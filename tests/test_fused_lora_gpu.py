@@ -21,7 +21,7 @@ from tiny import COMMON, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.exactness.rule import compare_norms
+from fastpack.exactness.rule import FACTOR, compare_norms
 from fastpack.ops.implementation import use_triton
 
 cast = pytest.importorskip("fastpack.ops.kernels.cast")
@@ -32,7 +32,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_posi
 GAIN = (COMMON["hidden_size"] / SIZES["hidden_size"]) ** 0.5
 LENGTHS = (70, 1, 190, 190, 333)
 KIND = "TRL's keywords"
-BOUND = 1.5
+BOUND = FACTOR
 FUSED = {"project": 4, "gated_mlp": 2, "add_updates": 0}
 UPDATES = {"project": 0, "gated_mlp": 0, "add_updates": 8}
 
