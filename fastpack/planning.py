@@ -45,7 +45,7 @@ from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.prefixes import PrefixSharing, sharing_rejects
-from fastpack.layers.refusals import learns_prompts, passes_a_cache, prompts_pre_hook, replica_pre_hook
+from fastpack.layers.refusals import learns_prompts, prompts_pre_hook, replica_pre_hook
 from fastpack.layers.rotary import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
@@ -125,11 +125,6 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     _plan_backbone(plan, parts, options, family, skipped, notes)
     for wrapper in filter(learns_prompts, way_in(model)):
         plan.pre_hooks.append((wrapper, prompts_pre_hook))
-        notes.append(
-            "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever is said above"
-            if passes_a_cache(wrapper)
-            else "PEFT's prompts: for batches padded on the right"
-        )
     attentions = [m for m in backbone.modules() if own_class(m, family) in family.attention]
     wanted = (*family.attention, *family.mixers)
     if not any(own_class(m, family) in wanted for m in backbone.modules()) and not family.repadded:

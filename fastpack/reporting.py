@@ -14,12 +14,13 @@ from fastpack.layers.drop_ins import count_unknown
 from fastpack.layers.loss import fused_loss_fails
 from fastpack.layers.prefixes import NOTE as PREFIXES
 from fastpack.layers.prefixes import sharing_of
+from fastpack.layers.refusals import learns_prompts, passes_a_cache
 from fastpack.layers.rotary import unserved
 from fastpack.offload import offload_of
 from fastpack.patching import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
 from fastpack.planning import PROJECTING
 from fastpack.report import PatchReport
-from fastpack.targets import find_parts, models_of
+from fastpack.targets import find_parts, models_of, way_in
 
 
 def report(target: Any) -> PatchReport:
@@ -27,7 +28,8 @@ def report(target: Any) -> PatchReport:
 
     For a trainer, the report of the model that it trains.
     """
-    parts = find_parts(models_of(target)[0])
+    model = models_of(target)[0]
+    parts = find_parts(model)
     backbone, head = parts.backbone, parts.head
     state = state_of(backbone)
     if state is None:
@@ -47,7 +49,7 @@ def report(target: Any) -> PatchReport:
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
-    notes += _notes_on_liger(backbone, state)
+    notes += _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)
     asked = state.options.loss is not None or fused is not None
@@ -58,6 +60,16 @@ def report(target: Any) -> PatchReport:
         notes += (note,) if reason is None else ()
     projections = count_projections(backbone)
     return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
+
+
+def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:
+    """Return what a wrapper that learns prompts, put on before the patch or after it, makes of a batch."""
+    return tuple(
+        "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever is said above"
+        if passes_a_cache(wrapper)
+        else "PEFT's prompts: for batches padded on the right"
+        for wrapper in filter(learns_prompts, way_in(model))
+    )
 
 
 def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ from fastpack.layers.loss import (
 from fastpack.layers.outputs import put_back, spread_out
 from fastpack.layers.prefixes import PrefixSharing
 from fastpack.layers.refusals import (
+    refuse_packed_prompts,
     refuse_packed_stock,
     refuse_pooled_padding,
     refuse_positions,
@@ -208,6 +209,7 @@ def _run_head(
     kwargs: Any,
 ) -> Any:
     statistics = kwargs.pop(TOKEN_STATISTICS, None)
+    refuse_packed_prompts(args, kwargs)
     _refuse_adapters(head, args, kwargs)
     if reads_packing(head, kind, scope, args, kwargs):
         args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
@@ -288,6 +290,7 @@ def head_pre_hook(
     forward = module.__dict__.get("forward")
     if binds(forward, head_forward):
         return None  # it does so itself
+    refuse_packed_prompts(args, kwargs)
     _refuse_adapters(module, args, kwargs)
     if not reads_packing(module, kind, scope, args, kwargs):
         return None

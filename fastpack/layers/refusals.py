@@ -66,7 +66,10 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     """A packed batch on the stock path would leak: raise. Steps of decoding are not read, and wait for nobody."""
     if _has_paged_cache(arguments):
         return
-    why = "a cache (past_key_values, or use_cache=True) or attention weights (output_attentions=True)"
+    why = (
+        "a cache (past_key_values, which PEFT's prefix tuning passes too, or use_cache=True) or attention weights "
+        "(output_attentions=True)"
+    )
     mend = (
         "Those run the stock forward, whose tokens would see other sequences. Pass use_cache=False and "
         "output_attentions=False, or send a padded batch."
@@ -74,19 +77,19 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     if packing:
         raise PackingError(f"{', '.join(packing)} came together with {why}. {mend}")
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    if has_cache(arguments):
-        return
     if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return
     shape = shape_of(arguments)
     if shape[1] <= 1:
         return
+    cached = has_cache(arguments)
+    if mask is not None and (cached or positions is None) and _numbers_segments(mask):
+        raise PackingError(
+            f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
+        )
     if positions is None:
-        if mask is not None and _numbers_segments(mask):
-            raise PackingError(
-                f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
-            )
-    elif _restart(positions, mask, shape):
+        return
+    if _restart_behind_a_cache(positions, mask) if cached else _restart(positions, mask, shape):
         raise PackingError(
             f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
         )
@@ -96,6 +99,20 @@ def _restart(positions: Tensor, mask: Tensor | None, shape: tuple[int, int]) -> 
     """Whether ``position_ids`` of a batch ``[B, S]`` begin anew inside a row."""
     found = pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions)
     return found.num_sequences > shape[0]
+
+
+def _restart_behind_a_cache(positions: Tensor, mask: Tensor | None) -> bool:
+    """Return True where ``position_ids`` ``[..., S]`` begin anew inside a row.
+
+    They go on from the cache, so that they begin anywhere, and ``mask`` is that of the cache too, ``[B, C + S]``.
+    """
+    if positions.ndim == 0:
+        return False
+    grown = positions.diff() > 0
+    if mask is not None:
+        real = mask[:, -positions.shape[-1] :] > 0
+        grown = grown | ~(real[:, 1:] & real[:, :-1])
+    return not bool(grown.all())
 
 
 def _numbers_segments(mask: Tensor) -> bool:
@@ -223,8 +240,9 @@ def refuse_replica(module: nn.Module) -> None:
 
 
 def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Before a bare backbone: refuse ``nn.DataParallel``."""
+    """Before a bare backbone: refuse ``nn.DataParallel``, and packed batches that PEFT put prompts into."""
     refuse_replica(module)
+    refuse_packed_prompts(args, kwargs)
 
 
 def learns_prompts(module: Any) -> bool:
@@ -242,8 +260,12 @@ def _kind(module: Any) -> str:
     return method_of(module.peft_config[module.active_adapter])
 
 
-def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def prompts_pre_hook(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a wrapper that learns prompts: refuse what its virtual tokens, before each row, make something else of.
+
+    ``position_ids`` that say nothing of packing are left out here, as PEFT leaves them out.
 
     Raises:
         PackingError: a packed batch, of which only the first sequence of a row would see them, and whose
@@ -253,7 +275,7 @@ def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     forward = module.__dict__.get("forward")
     disabled = forward is not None and getattr(forward, "__self__", None) is not module  # PEFT puts the model's there
     if disabled or not getattr(config, "is_prompt_learning", False):
-        return
+        return None
     kind = _kind(module)
     arguments = {**dict(zip(("input_ids", "attention_mask", "inputs_embeds"), args, strict=False)), **kwargs}
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -263,15 +285,48 @@ def prompts_pre_hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not packed and positions is not None and flat is mask:
         packed = _restart(positions, flat, shape_of(arguments))
     if packed:
-        raise PackingError(
-            f"a packed batch came to {kind}: PEFT puts its virtual tokens before each row, so that only the first "
-            "sequence of a row would see them. Send a padded batch, or train with LoRA."
-        )
-    if flat is not None and not passes_a_cache(module) and bool((flat[:, 0] < flat.amax(1)).any()):
+        raise PackingError(f"a packed batch came to {kind}: {_BEFORE_EACH_ROW}")
+    if passes_a_cache(module):
+        return None
+    if flat is not None and bool((flat[:, 0] < flat.amax(1)).any()):
         raise PackingError(
             f"a batch padded on the left came to {kind}: PEFT puts its virtual tokens before the padding. Pad on the "
             "right (tokenizer.padding_side = 'right')."
         )
+    return args, {name: value for name, value in kwargs.items() if name != "position_ids"}
+
+
+def refuse_packed_prompts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raise where a packed batch comes from a wrapper of PEFT's that learns prompts and that came after the patch.
+
+    A model does not know what wraps it, and ``position_ids`` don't reach it: PEFT passes None in their place, and only
+    where some came. What tells its call are the keywords that it always passes, and those that it never does.
+
+    Raises:
+        PackingError: ``position_ids`` were dropped, whatever they said; or the batch says in another way that it is
+            packed.
+    """
+    if args or any(name not in kwargs for name in _PASSED_BY_PEFT):
+        return
+    mask, to_a_head = kwargs["attention_mask"], "labels" in kwargs  # heads pass on None for what did not come
+    lengthened = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2 and mask.is_floating_point())
+    embedded = kwargs.get("inputs_embeds") is not None and kwargs.get("input_ids") is None
+    embedded = embedded and lengthened and (to_a_head or not any(name in kwargs for name in CACHES))
+    cached = to_a_head and has_cache(kwargs)  # PEFT before 0.19 drops them there too
+    if (embedded or cached) and "position_ids" in kwargs and kwargs["position_ids"] is None:
+        raise PackingError(f"position_ids came to PEFT's virtual tokens, which drop them. {_BEFORE_EACH_ROW}")
+    packed = "input_ids" not in kwargs and any(kwargs.get(name) is not None for name in PACKING_KEYWORDS)
+    if embedded and (packed or (mask is not None and _numbers_segments(mask))):
+        raise PackingError(f"a packed batch came to PEFT's virtual tokens: {_BEFORE_EACH_ROW}")
+
+
+_PASSED_BY_PEFT = ("attention_mask", "output_attentions", "output_hidden_states", "return_dict")
+"""The keywords that PEFT's wrappers always pass to the model inside."""
+
+_BEFORE_EACH_ROW = (
+    "PEFT puts its virtual tokens before each row, so that only the first sequence of a row would see them. Send a "
+    "padded batch without position_ids, or train with LoRA."
+)
 
 
 _PROMPTS_IN_A_CACHE = ("PREFIX_TUNING", "CARTRIDGE")
