@@ -37,6 +37,8 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
         return _read_linear(module, at_rest)
     if cls.__name__ == "Linear4bit" and cls.__module__.startswith("bitsandbytes."):
         return _read_4bit(module)
+    if _wraps_parameter(module) and linear_sizes(_wrapped(module)) is None:
+        return f"LoRA on weights of a {type(_wrapped(module)).__name__}, which PEFT adds to these"
     if hasattr(module, "lora_A") and cls.__module__ in _PEFT_MODULES:
         return _read_lora(module, at_rest)
     if _base_layer(module) is not None:
@@ -131,10 +133,17 @@ def _reads_rows(module: Any) -> str | None:
     mixture: Any = getattr(module.__dict__.get("forward"), "__self__", None)
     if type(mixture).__module__.startswith("peft.tuners.xlora."):
         return None if mixture.adapters_disabled else "X-LoRA"
-    variants = getattr(module, "lora_variant", {})
-    if any(type(variants[name]).__name__.startswith("ALora") for name in variants if name in module.active_adapters):
+    if _active_variants(module, "ALora"):
         return "aLoRA"
     return _TUNERS_BY_ROWS.get(_adapter(module))
+
+
+def _active_variants(module: Any, kind: str) -> list[str]:
+    """Return the active adapters of a layer that are of one of PEFT's variants of LoRA, by its classes' prefix."""
+    variants = getattr(module, "lora_variant", {})
+    if not variants or module.disable_adapters or module.merged:
+        return []
+    return [name for name in module.active_adapters if type(variants.get(name)).__name__.startswith(kind)]
 
 
 _PEFT_MODULES = ("peft.tuners.lora.layer", "peft.tuners.lora.bnb")
@@ -228,6 +237,37 @@ def _base_layer(module: nn.Module) -> nn.Module | None:
     return module._modules.get("base_layer")
 
 
+def _wraps_parameter(module: nn.Module | None) -> bool:
+    """Return True for what PEFT wraps a module in, once for each of its parameters that LoRA trains."""
+    return type(module).__name__ == "ParamWrapper" and type(module).__module__ in _PEFT_MODULES
+
+
+def _wrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside all adapters."""
+    base = _base_layer(module)
+    return module if base is None else _wrapped(base)
+
+
+def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Return inputs and outputs of a linear layer of whatever library, quantised or not; None for anything else.
+
+    Most say them as ``nn.Linear`` does (HQQ's, HIGGS', BitNet's), some by other names; EETQ's has a weight alone. An
+    adapter's layer is none, but the layer that it wraps.
+    """
+    if _base_layer(module) is not None:
+        return None
+    for names in _SIZES:
+        inputs, outputs = (vars(module).get(name) for name in names)
+        if isinstance(inputs, int) and isinstance(outputs, int):
+            return inputs, outputs
+    weight = module._parameters.get("weight") if type(module).__name__.endswith("Linear") else None
+    return None if weight is None or weight.ndim != 2 else (weight.shape[0], weight.shape[1])
+
+
+_SIZES = (("in_features", "out_features"), ("infeatures", "outfeatures"), ("nx", "nf"))
+"""The names by which linear layers say how many inputs and outputs they have; the last are those of GPT-2's."""
+
+
 def _adapter(module: nn.Module) -> str:
     """PEFT's name of the adapter that wraps a layer: ``lora``, ``ia3``, ``vera``; else the name of its class."""
     cls = stock_class(module)
@@ -236,17 +276,22 @@ def _adapter(module: nn.Module) -> str:
 
 
 def describe_projection(module: nn.Module) -> str | None:
-    """``linear``, ``4-bit``, ``8-bit``, each perhaps ``+ lora``, ``+ ia3``, ...; None for what is not a projection."""
+    """``linear``, ``4-bit``, ``8-bit``, or another library's class, each perhaps ``+ lora``, ``+ ia3``, ...; None for
+    what is not a projection, and has none of the weights that LoRA trains."""
     base = _base_layer(module)
     if base is not None:
         inner = describe_projection(base)
+        if _wraps_parameter(module):
+            return inner if _wraps_parameter(base) else f"{inner or type(base).__name__} + lora"
         return None if inner is None else f"{inner} + {_adapter(module)}"
     names = {cls.__name__ for cls in type(module).__mro__}
     if "Linear4bit" in names:
         return "4-bit"
     if "Linear8bitLt" in names:
         return "8-bit"
-    return "linear" if isinstance(module, nn.Linear) else None
+    if isinstance(module, nn.Linear):
+        return "linear"
+    return None if linear_sizes(module) is None else type(module).__name__
 
 
 def projections_of(model: nn.Module) -> list[nn.Module]:
@@ -254,7 +299,7 @@ def projections_of(model: nn.Module) -> list[nn.Module]:
     inside = {
         id(child)
         for module in model.modules()
-        if _base_layer(module) is not None
+        if _base_layer(module) is not None or linear_sizes(module) is not None
         for child in module.modules()
         if child is not module
     }
@@ -266,7 +311,26 @@ def count_projections(model: nn.Module) -> dict[str, int]:
     return dict(Counter(str(describe_projection(module)) for module in projections_of(model)).most_common())
 
 
-LLM_INT8 = "LLM.int8 picks outlier columns over all tokens of a batch"
+def not_isolated(model: nn.Module) -> tuple[str, ...]:
+    """Return what lets a batch's sequences reach each other, in the stock model too: a line each, for most models none.
+
+    It is told, and not refused: no batch is without it but one of a single sequence.
+    """
+    return tuple(dict.fromkeys(filter(None, map(_why_not_isolated, model.modules()))))
+
+
+def _why_not_isolated(module: Any) -> str | None:
+    if describe_projection(module) == "8-bit" and module.state.threshold > 0:
+        return "LLM.int8 picks outlier columns over all tokens of a batch: 8-bit layers are not isolated"
+    for name in _active_variants(module, "Velora"):
+        kind = module.lora_velora_init_type[name]
+        if kind == "batch_average" or (kind == "batch_average_once" and not module.lora_velora_initialized[name]):
+            when = "the first batch" if kind == "batch_average_once" else "each batch"
+            return (
+                f"VeLoRA ({kind}) projects the gradients of LoRA's A on a mean over all tokens of {when}: they are not "
+                "isolated; init_type='random' keeps them apart"
+            )
+    return None
 
 
 def count_opaque(model: nn.Module) -> dict[str, int]:

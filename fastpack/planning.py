@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.adapters import LLM_INT8, count_opaque, count_projections, refuse_rows
+from fastpack.adapters import count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import explain
 from fastpack.classes import mentions, shadowed
 from fastpack.coverage import covered_family
@@ -144,9 +144,6 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         dict.fromkeys(attention_shape(backbone, m, specs.get(own_class(m, family) or "")) for m in attentions)
     )
     backend = ", ".join(dict.fromkeys(serving_backend(shape, attention, notes) for shape in shapes))
-    projections = count_projections(backbone)
-    if any("8-bit" in kind for kind in projections):
-        notes.append(f"{LLM_INT8}: 8-bit layers are not isolated")
     if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         notes.append("reentrant checkpointing loses gradients of the keys and values that layers share, stock too")
     swapped = Counter(swap.kind for swap in plan.forwards if swap.kind != MIXER)
@@ -161,7 +158,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         backend=backend or None,
         backends=explain(shapes[0]) if shapes else {},
         swapped=dict(swapped),
-        projections=projections,
+        projections=count_projections(backbone),
         as_modules=count_opaque(backbone) if PROJECTING & swapped.keys() else {},
         skipped=tuple(dict.fromkeys(skipped)),
         notes=(*dict.fromkeys(notes), *plan.mixing.notes()),

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.adapters import count_opaque, count_projections
+from fastpack.adapters import count_opaque, count_projections, not_isolated
 from fastpack.changes import count_drop_ins, unfused
 from fastpack.graphs import runner_of
 from fastpack.layers.drop_ins import count_unknown
@@ -49,7 +49,7 @@ def report(target: Any) -> PatchReport:
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
-    notes += _notes_on_prompts(model) + _notes_on_liger(backbone, state)
+    notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)
     asked = state.options.loss is not None or fused is not None

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from fastpack.adapters import linear_sizes
 from fastpack.families import RUNGS, Rung
 
 WORDS: dict[str, str] = {
@@ -54,8 +55,9 @@ def _products(module: Any, config: Any) -> float:
     """Multiplications a token with the weights that a module itself holds."""
     if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 0
-    if hasattr(module, "in_features") and hasattr(module, "out_features") and "weight" in module._parameters:
-        return float(module.in_features * module.out_features)  # in 4 bits, a weight's own size is another
+    sizes = linear_sizes(module)
+    if sizes is not None:
+        return float(sizes[0] * sizes[1])  # in 4 bits, a weight's own size is another
     taken, experts = _experts(config)
     total = 0.0
     for name, weight in module._parameters.items():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import LLM_INT8, count_projections
+from fastpack.adapters import not_isolated
 from fastpack.errors import ContaminationError, InconclusiveError, PatchError
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.probe import Distance, Pass, Probe
@@ -88,8 +88,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     device = str(next(model.parameters()).device)
     result = Verification(type(model).__name__, str(dtype).removeprefix("torch."), device, tuple(checks))
     if result.verdict == "not exact":
-        in_8_bit = any("8-bit" in kind for kind in count_projections(parts.backbone))
-        raise ContaminationError(result, LLM_INT8 if in_8_bit else None)
+        raise ContaminationError(result, "; ".join(not_isolated(parts.backbone)) or None)
     if result.verdict == "can't tell":
         raise InconclusiveError(result)
     return result

@@ -25,6 +25,8 @@ Form = Any
 """What is known of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or nothing (None)."""
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+_RECURRENT = ("linear_attention", "conv")
+"""The types of layers whose mask says what is padding, and hides no later tokens."""
 
 
 def window_of(module: Any, form: Form) -> int | None:
@@ -54,10 +56,15 @@ def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
         if id(module) not in forms:
             continue
         owner, place = _placed(backbone, name)
-        if place is None or not mentions(owner, "layer_types"):
+        if place is None or not _masks_by_place(owner):
             continue
         misfits = (_misfit(config, name, module, forms[id(module)], place) for config in _configs(backbone, owner))
         yield from itertools.islice(filter(None, misfits), 1)
+
+
+def _masks_by_place(owner: Any) -> bool:
+    """Return True where a module picks the mask of each of its layers by the layer's place in the config's list."""
+    return mentions(owner, "layer_types") or mentions(owner, "layers_block_type")
 
 
 def _configs(backbone: Any, owner: Any) -> list[Any]:
@@ -77,6 +84,7 @@ def _misfit(config: Any, name: str, module: Any, form: Form, place: int) -> Misf
     own = _kind(module, form, kinds, asked)
     if own not in (None, asked):
         said = f"config.layer_types[{place}], by which the stock model masks it, says {asked}"
+        said += ", whose mask lets attention see later tokens" if asked in _RECURRENT else ""
         return Misfit(f"{name} was built for {own}, but {said}", MEND)
     own_size = None if asked != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
     if own_size not in (None, size):
@@ -114,7 +122,7 @@ class LayerOrder:
     @classmethod
     def of(cls, backbone: nn.Module) -> LayerOrder | None:
         """That of the list by whose places the stock model masks; None where it goes by no place."""
-        owners = (m for m in backbone.modules() if "layers" in m._modules and mentions(m, "layer_types"))
+        owners = (m for m in backbone.modules() if "layers" in m._modules and _masks_by_place(m))
         owner = next(owners, None)
         return None if owner is None else cls(owner, _look(backbone, owner))
 
@@ -148,7 +156,10 @@ def _look(backbone: nn.Module, owner: nn.Module) -> Looked:
     return layers, said
 
 
-MEND = "set config.layer_types to the layers' kinds in their present order, and each layer_idx to its layer's place"
+MEND = (
+    "set config.layer_types (or attn_layer_indices, where that is made of these) to the layers' kinds in their present "
+    "order, and each layer_idx to its layer's place, or let each layer stand where the config has its kind"
+)
 """Behind which stock and packed attention agree again."""
 
 
@@ -163,11 +174,14 @@ def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
 
 def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
     """What a module computes as, in the words of ``layer_types``; None where what its place asks for is no matter."""
+    if isinstance(form, MixerSpec) and form.mask is None:
+        recurrent = next((kind for kind in kinds if kind in _RECURRENT), None)
+        return recurrent if asked in (SLIDING, FULL) else None
     if isinstance(form, MixerSpec):
         masked = (form.window or form.chunk) and not form.in_every_layer
         at = getattr(module, "layer_idx", None)
         return kinds[at] if masked and at is not None and at < len(kinds) else None
     of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
-    if asked not in (SLIDING, FULL) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
+    if asked not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
         return None  # MiniMax masks what its config calls full by a window
     return FULL if window_of(module, form) is None else SLIDING

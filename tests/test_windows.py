@@ -209,3 +209,60 @@ def test_a_setting_of_the_config_that_attention_has_stays() -> None:
         for layer in each.model.layers:
             layer.self_attn.config.clip_qkv = 0.01
     check_exact(model, run_alone(stock, make_sequences(VOCAB)))
+
+
+HYBRIDS = {
+    "bamba": ([(0, 2), (1, 2)], "attn_layer_indices", [1, 2]),
+    "qwen3_next": ([(1, 3)], "layer_types", ["linear_attention", "full_attention"]),
+    "lfm2": ([(0, 2), (1, 2)], "layer_types", ["conv", "full_attention", "full_attention"]),
+}
+"""Layers that PEFT is to replicate, so that attention comes to stand where the config has a recurrent layer; and what
+to set in the config."""
+
+
+def replicate_as(layers: list[tuple[int, int]], model: Any) -> Any:
+    targets = ["in_proj", "in_proj_qkvz"]
+    adapter = LoraConfig(r=2, target_modules=targets, layer_replication=layers, init_lora_weights=False)
+    return get_peft_model(model, adapter)
+
+
+def sees_later_tokens(model: Any) -> bool:
+    ids = torch.arange(5, 14)[None]
+    other = torch.cat([ids[:, :-1], ids[:, -1:] + 20], dim=1)
+    with torch.no_grad():
+        logits, moved = (model(input_ids=each, use_cache=False).logits[:, :-1] for each in (ids, other))
+    return bool((logits - moved).abs().max() > 1e-3)
+
+
+@pytest.mark.parametrize("model_type", HYBRIDS)
+def test_attention_in_the_place_of_a_recurrent_layer(model_type: str) -> None:
+    """The stock model masks by the place in its config: replicated, its attention sees later tokens."""
+    layers, setting, kinds = HYBRIDS[model_type]
+    stock = build_tiny(model_type)
+    stock.set_attn_implementation("eager")
+    assert not sees_later_tokens(stock)
+    refused = "was built for full_attention, but .* says .*, whose mask lets attention see later tokens"
+    later = replicate_as(layers, fastpack.patch(copy.deepcopy(stock)))
+    with pytest.raises(PatchError, match=refused):
+        later(input_ids=torch.full((1, 9), 5))
+    assert any(what == "layers" for what, _ in fastpack.report(later).skipped)
+
+    model = replicate_as(layers, stock).train()
+    assert sees_later_tokens(model)
+    with pytest.raises(PatchError, match=refused):
+        fastpack.patch(model)
+    assert not fastpack.is_patched(model)
+    setattr(model.config, setting, kinds)
+    assert not sees_later_tokens(model), "as the error says"
+    alone = run_alone(model, make_sequences(VOCAB))
+    check_exact(fastpack.patch(model), alone)
+
+
+def test_recurrent_layers_in_their_places() -> None:
+    """The control: the same kinds of layers again; and a family whose layers know their own."""
+    for model_type, layers in (("jamba", [(0, 2), (0, 2)]), ("nemotron_h", [(0, 3), (2, 3)])):
+        model = replicate_as(layers, build_tiny(model_type)).train()
+        model.base_model.model.set_attn_implementation("eager")
+        assert not sees_later_tokens(model)
+        alone = run_alone(model, make_sequences(VOCAB))
+        check_exact(fastpack.patch(model), alone)
