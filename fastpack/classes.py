@@ -15,6 +15,22 @@ _SAYING = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 """Special methods that change what a module computes; the others copy, restore or print it."""
 
 
+_NAMING = (
+    "_auto_class",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
+    "_no_split_modules",
+    "_skip_keys_device_placement",
+    "_tied_weights_keys",
+    "base_model_prefix",
+    "config_class",
+    "main_input_name",
+    "model_tags",
+)
+"""Attributes that only name things, for loading, saving and placing a model that exists: no forward reads them."""
+
+
 def stock_class(module: nn.Module) -> Any:
     """The class of a module, or the one under those that FSDP2, a parametrization or a user has put over it.
 
@@ -56,13 +72,19 @@ def _adds_nothing(cls: type) -> bool:
 
 
 def changes_of(cls: Any) -> list[str]:
-    """What a class has of its own, or from a mixin that is no module, in place of what it inherits."""
+    """What a class has of its own, or from a mixin that is no module, in place of what it inherits.
+
+    Names don't count (a config class, as remote code sets it). An ``__init__`` counts together with a config class: it
+    may build something else of settings that are nobody's but its own.
+    """
     modules = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
     mixins = [base for base in cls.__bases__ if base not in modules]
     spaces = [cls, *(each for base in mixins for each in base.__mro__ if each is not object)]
     names = dict.fromkeys(name for space in spaces for name in vars(space))
-    said = [name for name in names if name in _SAYING or not name.startswith("__")]
-    return [name for name in said if any(hasattr(base, name) and _differ(cls, base, name) for base in modules)]
+    said = [name for name in names if name in (*_SAYING, "__init__") or not name.startswith("__")]
+    own = [name for name in said if any(hasattr(base, name) and _differ(cls, base, name) for base in modules)]
+    unknown = () if "config_class" in own else ("__init__",)
+    return [name for name in own if name not in (*_NAMING, *unknown)]
 
 
 def _differ(cls: Any, base: Any, name: str) -> bool:

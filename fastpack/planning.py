@@ -12,7 +12,7 @@ from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections, refuse_rows
 from fastpack.attention_dispatch import explain
-from fastpack.classes import mentions, shadowed
+from fastpack.classes import mentions, shadowed, stock_class
 from fastpack.coverage import covered_family
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
@@ -226,7 +226,7 @@ def _head_loss(
     """What the head computes and what does it, where its loss is to be fused and can be."""
     if options.loss is None:
         return None
-    cls: Any = type(head)
+    cls: Any = stock_class(head)
     known = cls.__module__ == family.module and cls.__name__ in family.fast
     spec = FORMS.get(source_hash(cls)) if known else None
     found = spec if isinstance(spec, HeadSpec) else None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from oracle import make_sequences, run_alone
+from oracle import FLOAT32_BOUND, make_sequences, relative, run_alone
 from patch_checks import check_exact
-from tiny import VOCAB, tiny_model
+from tiny import VOCAB, tiny_config, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama as llama
 
 import fastpack
@@ -363,3 +366,140 @@ def test_stock_class() -> None:
     assert stock_class(nn.Linear(2, 2)) is nn.Linear
     linear = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert stock_class(linear) is nn.Linear
+
+
+class OwnConfig(LlamaConfig):
+    """As remote code has it: a ``model_type`` of its own."""
+
+    model_type = "llama_of_my_own"
+
+
+class OwnModel(llama.LlamaModel):
+    config_class = OwnConfig
+    _no_split_modules = ("LlamaDecoderLayer",)
+    _keys_to_ignore_on_load_missing = ("nothing",)
+    main_input_name = "the_ids"
+
+
+class AnnotatedModel(llama.LlamaModel):
+    config: OwnConfig
+
+
+class OwnHead(llama.LlamaForCausalLM):
+    config_class = OwnConfig
+    model_tags = ("mine",)
+
+
+def of_ones_own(backbone: Any) -> Any:
+    """A head over a backbone, with the config of both."""
+    settings = tiny_config("llama").to_dict()
+    config = OwnConfig(**{name: value for name, value in settings.items() if name != "model_type"})
+    torch.manual_seed(0)
+    model = OwnHead(config)
+    model.model = backbone(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.15)
+    return model.train()
+
+
+@pytest.mark.parametrize("backbone", [OwnModel, AnnotatedModel])
+def test_subclasses_that_only_name_things_are_fast(backbone: Any) -> None:
+    model = of_ones_own(backbone)
+    alone = run_alone(model, make_sequences(VOCAB))
+    whole = fastpack.report(fastpack.patch(tiny_model("llama"))).swapped
+    fastpack.patch(model, strict=True)
+    report = fastpack.report(model)
+    assert (report.rung, report.swapped, report.model, report.family) == ("fast", whole, "OwnHead", "llama")
+    check_exact(model, alone)
+    fastpack.verify(model)
+    fastpack.patch(model, loss="fused")
+    assert not fastpack.report(model).skipped
+    sequences = make_sequences(VOCAB)
+    ids = torch.cat(sequences)[None]
+    outputs = model(input_ids=ids, labels=ids, packed_seq_lens=[len(s) for s in sequences])
+    assert outputs.logits is None, "its loss is the family's too"
+    assert relative(outputs.loss, alone.loss) <= FLOAT32_BOUND
+
+
+def test_a_prefix_that_names_no_backbone() -> None:
+    """The head is known all the same; its fused loss, which goes by that name, is not taken."""
+    model = tiny_model("llama")
+    subclassed(model, base_model_prefix="transformer")
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model, loss="fused")
+    assert fastpack.report(model).rung == "fast"
+    ((what, why),) = fastpack.report(model).skipped
+    assert what == "loss"
+    assert "base_model_prefix='transformer' names nothing" in why
+    check_exact(model, alone)
+
+
+def test_what_does_more_than_naming_things_is_refused() -> None:
+    """An ``__init__`` over a config of its own, a helper, a flag, a forward."""
+
+    def twice_as_sharp(self: Any, config: Any) -> None:
+        llama.LlamaModel.__init__(self, config)
+        for layer in self.layers:
+            layer.self_attn.scaling *= 2
+
+    changes: dict[str, Any] = {
+        "__init__": twice_as_sharp,
+        "supports_gradient_checkpointing": False,
+        "_can_record_outputs": {},
+        "get_input_embeddings": lambda self: self.embed_tokens,
+        "forward": lambda self, *args, **kwargs: llama.LlamaModel.forward(self, *args, **kwargs),
+    }
+    for name, what in changes.items():
+        cls = type("OwnModel", (llama.LlamaModel,), {"config_class": OwnConfig, name: what, "__module__": __name__})
+        assert changes_of(cls) == [name]
+        model = of_ones_own(cls)
+        with pytest.raises(UnsupportedModelError, match=r"family 'llama_of_my_own' \(OwnModel\) is not covered"):
+            fastpack.patch(model)
+        assert not fastpack.is_patched(model)
+
+
+def test_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded by ``trust_remote_code``, head and backbone, registered for a ``model_type`` of its own."""
+    from transformers import AutoConfig, AutoModelForCausalLM, dynamic_module_utils
+
+    modules = tmp_path / "modules"
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    folder = tmp_path / "own"
+    tiny_model("llama").save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(REMOTE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own_llama", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "own_llama"
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).train()
+    assert type(model.model).__module__.startswith("transformers_modules.")
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model, strict=True)
+    assert fastpack.report(model).rung == "fast"
+    check_exact(model, alone)
+
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+
+
+class OwnModel(LlamaModel):
+    config_class = OwnConfig
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnModel(config)
+        self.post_init()
+"""

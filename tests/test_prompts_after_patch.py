@@ -207,6 +207,12 @@ def test_a_cache_with_packed_positions_is_refused() -> None:
     with pytest.raises(fastpack.PackingError, match="position_ids restart inside a row"):
         model(**batch, past_key_values=DynamicCache())
     model(**{**batch, "position_ids": torch.arange(sum(LENGTHS))[None]}, past_key_values=DynamicCache())
+    prefixed = wrapped("prefix tuning", patch="first").eval()
+    with torch.no_grad():
+        del batch["labels"]
+        with pytest.raises(fastpack.PackingError, match="position_ids restart inside a row"):
+            prefixed(**batch)
+        prefixed(input_ids=batch["input_ids"], position_ids=torch.arange(sum(LENGTHS))[None])
 
 
 @pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])

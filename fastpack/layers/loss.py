@@ -71,6 +71,8 @@ def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | Non
         return f"{type(head).__name__} is no causal LM: its loss is another"
     if spec is None:
         return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
+    if head.base_model is head:
+        return f"base_model_prefix={head.base_model_prefix!r} names nothing that {type(head).__name__} holds"
     if hasattr(head, "_hf_hook"):
         return f"{type(head).__name__} carries accelerate's hooks"
     if "_original_forward" in head.__dict__:

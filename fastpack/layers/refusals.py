@@ -63,7 +63,7 @@ def _has_paged_cache(arguments: Mapping[str, Any]) -> bool:
 
 
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
-    """A packed batch on the stock path would leak: raise. Steps of decoding are not read, and wait for nobody."""
+    """A packed batch on the stock path would leak: raise. Generation is not read, and waits for nobody."""
     if _has_paged_cache(arguments):
         return
     why = (
@@ -83,6 +83,8 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     if shape[1] <= 1:
         return
     cached = has_cache(arguments)
+    if cached and not _may_be_packed(arguments):
+        return
     if mask is not None and (cached or positions is None) and _numbers_segments(mask):
         raise PackingError(
             f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
@@ -99,6 +101,15 @@ def _restart(positions: Tensor, mask: Tensor | None, shape: tuple[int, int]) -> 
     """Whether ``position_ids`` of a batch ``[B, S]`` begin anew inside a row."""
     found = pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions)
     return found.num_sequences > shape[0]
+
+
+def _may_be_packed(arguments: Mapping[str, Any]) -> bool:
+    """Return False for what ``generate`` does with a cache: begin with an empty one, and train nothing."""
+    if torch.is_grad_enabled() or arguments.get("labels") is not None:
+        return True
+    caches = [arguments[name] for name in CACHES if hasattr(arguments.get(name), "get_seq_length")]
+    lengths = [cache.get_seq_length() for cache in caches]
+    return any(isinstance(length, int) and length > 0 for length in lengths)  # a tensor's is of generation alone
 
 
 def _restart_behind_a_cache(positions: Tensor, mask: Tensor | None) -> bool:
