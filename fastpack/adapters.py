@@ -314,7 +314,7 @@ def count_projections(model: nn.Module) -> dict[str, int]:
 def not_isolated(model: nn.Module) -> tuple[str, ...]:
     """Return what lets a batch's sequences reach each other, in the stock model too: a line each, for most models none.
 
-    It is told, and not refused: no batch is without it but one of a single sequence.
+    It is reported and not refused: a padded batch of the stock model has it too.
     """
     return tuple(dict.fromkeys(filter(None, map(_why_not_isolated, model.modules()))))
 

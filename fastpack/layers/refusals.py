@@ -89,12 +89,13 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
         raise PackingError(
             f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
         )
-    if positions is None:
+    if positions is None or (cached and positions.ndim > 2):  # of several axes, with images, they rise and fall
         return
-    if _restart_behind_a_cache(positions, mask) if cached else _restart(positions, mask, shape):
-        raise PackingError(
-            f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
-        )
+    error = f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
+    if cached:
+        _refuse_restarts_behind_a_cache(positions, mask, error)
+    elif _restart(positions, mask, shape):
+        raise PackingError(error)
 
 
 def _restart(positions: Tensor, mask: Tensor | None, shape: tuple[int, int]) -> bool:
@@ -112,18 +113,19 @@ def _may_be_packed(arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(length, int) and length > 0 for length in lengths)  # a tensor's is of generation alone
 
 
-def _restart_behind_a_cache(positions: Tensor, mask: Tensor | None) -> bool:
-    """Return True where ``position_ids`` ``[..., S]`` begin anew inside a row.
+def _refuse_restarts_behind_a_cache(positions: Tensor, mask: Tensor | None, error: str) -> None:
+    """Raise where ``position_ids`` ``[..., S]`` begin anew inside a row.
 
     They go on from the cache, so that they begin anywhere, and ``mask`` is that of the cache too, ``[B, C + S]``.
     """
-    if positions.ndim == 0:
-        return False
     grown = positions.diff() > 0
     if mask is not None:
         real = mask[:, -positions.shape[-1] :] > 0
         grown = grown | ~(real[:, 1:] & real[:, :-1])
-    return not bool(grown.all())
+    if torch.compiler.is_compiling():  # a look would break the graph
+        torch._assert_async(grown.all(), error)
+    elif not bool(grown.all()):
+        raise PackingError(error)
 
 
 def _numbers_segments(mask: Tensor) -> bool:
