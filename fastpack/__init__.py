@@ -20,6 +20,7 @@ from fastpack.errors import (
     PackingError,
     PatchError,
     UnsupportedModelError,
+    UntriedVersionWarning,
 )
 from fastpack.options import TokenBudget
 from fastpack.packing import PackedSeqLens
@@ -45,6 +46,7 @@ __all__ = [
     "PatchReport",
     "TokenBudget",
     "UnsupportedModelError",
+    "UntriedVersionWarning",
     "Verification",
     "__version__",
     "activation_memory_budget",

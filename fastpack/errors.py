@@ -13,7 +13,8 @@
     ├── KernelUnavailableError (ValueError)     Triton kernels, asked for by name, that can't run there
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
-    └── NoFasterWarning             a patched model that is exact, and no faster than padded
+    ├── NoFasterWarning             a patched model that is exact, and no faster than padded
+    └── UntriedVersionWarning       packages that are newer than what fastpack was tried with
 
 Each message says what came, what is allowed and how to mend it.
 """
@@ -96,3 +97,7 @@ class FastpackWarning(UserWarning):
 
 class NoFasterWarning(FastpackWarning):
     """The whole model runs on padded rows: every sequence is exact, and nothing is saved."""
+
+
+class UntriedVersionWarning(FastpackWarning):
+    """A package that fastpack builds on is newer than any release that it was tried with, or of unknown version."""

@@ -25,6 +25,7 @@ from fastpack.changes import (
     take_off_head,
 )
 from fastpack.errors import NoFasterWarning, PatchError
+from fastpack.installation import check_versions
 from fastpack.layers.causal_lm import head_forward
 from fastpack.layers.interface import private_config, register_interface
 from fastpack.layers.stock import HELD, Held, binds
@@ -42,7 +43,7 @@ from fastpack.options import (
 )
 from fastpack.planning import Plan, make_plan
 from fastpack.report import PatchReport
-from fastpack.targets import STATE, Parts, find_parts, models_of, refuse_wrapped, way_in
+from fastpack.targets import STATE, Parts, find_parts, models_of, packages_of, refuse_wrapped, way_in
 
 T = TypeVar("T")
 BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
@@ -135,10 +136,10 @@ def patch(
         UnsupportedModelError: an encoder, an encoder-decoder, a vision-language model, or a family not covered.
         BackendUnavailableError: the backend asked for by name can't serve this model here.
         KernelUnavailableError: ``kernels="triton"``, and nothing here can run them.
-        PatchError: the model is wrapped by FSDP, DataParallel or ``torch.compile``; or the trainer will build another
-            one (``model_init``); or ``strict`` is not met; or an option has a value that it does not take; or prefixes
-            can't be shared exactly in this model; or ``max_tokens`` can't be kept with this trainer. Nothing has been
-            changed when any of these is raised.
+        PatchError: a package that the target builds on is older than fastpack needs; or the model is wrapped by FSDP,
+            DataParallel or ``torch.compile``; or the trainer will build another one (``model_init``); or ``strict`` is
+            not met; or an option has a value that it does not take; or prefixes can't be shared exactly in this model;
+            or ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
         PackingError: ``max_tokens``: an example is longer, or the data set's lengths can't be known; nothing has been
             changed.
         ContaminationError: with ``verify``: the patched model was not exact, and is unpatched again.
@@ -146,12 +147,14 @@ def patch(
 
     Warns:
         NoFasterWarning: the whole model runs on padded rows (the re-padded model's rung).
+        UntriedVersionWarning: a package that the target builds on is newer than what fastpack was tried with.
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
     if not isinstance(verify, bool):
         raise not_a_choice("verify", verify, (False, True))
     models = models_of(target)
+    check_versions(packages_of(target))
     _refuse_model_init(target, options)
     set_up = _plan_trainer(target, loss, max_tokens)
     for plan in _plan_all(models, options):

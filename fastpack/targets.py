@@ -40,6 +40,14 @@ def models_of(target: Any) -> list[nn.Module]:
     )
 
 
+def packages_of(target: Any) -> set[str]:
+    """Return the packages (their import names) that classes of a target come from: of a trainer and its accelerator, of
+    the modules of its models, and of what all these inherit from."""
+    held = [target, getattr(target, "accelerator", None), *(m for model in models_of(target) for m in model.modules())]
+    bases = {base for kind in set(map(type, held)) for base in kind.__mro__}
+    return {base.__module__.partition(".")[0] for base in bases}
+
+
 def find_parts(model: nn.Module) -> Parts:
     """Look through wrappers (PEFT, value heads, DDP, FSDP, ZeRO, ``torch.compile``) for the head and the backbone.
 

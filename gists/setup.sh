@@ -2,7 +2,8 @@
 #
 #   prepare EXTRAS   stand in the repository with its .venv active, torch, fastpack and those extras installed.
 #
-# A second call finds everything in place and is quick. An installed torch that is new enough is kept.
+# A second call finds everything in place and is quick. An installed torch that is new enough is kept. Where there is no
+# .venv and the environment that is active has all of it, that one is used.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 TORCH="torch==2.13.0" # installed first where there is none: a looser requirement may bring gigabytes of CUDA
@@ -10,6 +11,9 @@ TORCH="torch==2.13.0" # installed first where there is none: a looser requiremen
 prepare() {
     cd "$ROOT"
     if [[ ! -f .venv/bin/activate ]]; then
+        if satisfied "$1" 2>/dev/null; then
+            return
+        fi
         make_venv
     fi
     # shellcheck disable=SC1091
@@ -83,7 +87,7 @@ def of_extras(names):
 
 if wanted == "torch":
     sys.exit(not all(installed(line) for line in project["dependencies"] if Requirement(line).name == "torch"))
-spec = util.find_spec(project["name"])
+spec = util.find_spec("fastpack")
 here = spec is not None and spec.origin is not None and Path(spec.origin).parent.parent == root
 sys.exit(not (here and all(map(installed, [*project["dependencies"], *of_extras(wanted.split(","))]))))
 PYTHON

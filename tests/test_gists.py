@@ -18,6 +18,20 @@ OURS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 pytestmark = pytest.mark.skipif(BASH is None, reason="no bash here")
 
 
+def installed_from() -> Path | None:
+    """The folder of the fastpack that this Python has installed, whatever PYTHONPATH says."""
+    code = "from importlib import util; found = util.find_spec('fastpack'); print(found and found.origin)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    origin = done.stdout.strip()
+    return None if origin == "None" else Path(origin).parent.parent
+
+
+prepared = pytest.mark.skipif(
+    installed_from() != ROOT,
+    reason="THIS FOLDER IS NOT INSTALLED HERE (pip install -e '.[test]'): the scripts would make a .venv and fill it",
+)
+
+
 def bash(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     assert BASH is not None
     environment = dict(os.environ) if path is None else {"PATH": path}
@@ -32,9 +46,32 @@ def test_scripts_parse(script: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@prepared
 def test_what_is_installed_is_kept() -> None:
     done = bash("-euo", "pipefail", "-c", "source gists/setup.sh; satisfied torch; satisfied trl,plot", path=OURS)
     assert done.returncode == 0, done.stderr
+
+
+def test_another_folder_is_not_what_is_installed(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "gists", tmp_path / "gists")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    script = f"source '{tmp_path}/gists/setup.sh'; satisfied torch || exit 3; satisfied trl"
+    assert bash("-uo", "pipefail", "-c", script, path=OURS).returncode == 1
+
+
+@pytest.mark.parametrize("satisfied", [True, False])
+def test_an_environment_that_has_everything_is_used(satisfied: bool, tmp_path: Path) -> None:
+    """Nothing is made or installed then; else a .venv is, and everything goes there."""
+    script = f"""source gists/setup.sh; ROOT='{tmp_path}'
+        satisfied() {{ {"true" if satisfied else "false"}; }}
+        make_venv() {{ mkdir -p .venv/bin; echo 'echo active' > .venv/bin/activate; }}
+        quiet_pip() {{ echo "pip $*"; }}
+        prepare trl"""
+    done = bash("-euo", "pipefail", "-c", script, path=OURS)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / ".venv").exists() is not satisfied
+    assert ("active" in done.stdout) is not satisfied
+    assert ("pip install -e .[trl]" in done.stdout) is not satisfied
 
 
 def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
@@ -52,8 +89,8 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
     [
         (["--", "train"], "comes sft or dpo"),
         (["two"], "not 'two'"),
-        (["3"], "deals 8 rows"),
-        (["--fsdp"], "needs GPUs"),
+        pytest.param(["3"], "deals 8 rows", marks=prepared),
+        pytest.param(["--fsdp"], "needs GPUs", marks=prepared),
     ],
 )
 def test_what_cannot_be_started_on_many_gpus_is_refused(arguments: list[str], said: str) -> None:
@@ -64,6 +101,7 @@ def test_what_cannot_be_started_on_many_gpus_is_refused(arguments: list[str], sa
     assert said in done.stderr
 
 
+@prepared
 @pytest.mark.slow
 def test_the_losses_of_two_processes_are_those_of_one() -> None:
     done = bash("gists/ddp.sh", path=OURS)

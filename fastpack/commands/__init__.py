@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastpack.errors import FastpackError
+from fastpack.installation import install_command
 
 if TYPE_CHECKING:
     import torch
@@ -20,16 +21,16 @@ class UsageError(FastpackError):
     """The command can't do what its arguments ask for; the message says why and how to mend it."""
 
 
-def require(command: str, *packages: str, extra: str) -> None:
+def require(command: str, *packages: str) -> None:
     """Raise unless these optional packages are installed.
 
     Raises:
-        UsageError: it names the extra that brings them.
+        UsageError: it names the command that brings them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"`fastpack {command}` needs {' and '.join(missing)}, not installed here: pip install 'fastpack[{extra}]'"
+            f"`fastpack {command}` needs {' and '.join(missing)}, not installed here: {install_command(*missing)}"
         )
 
 
@@ -125,7 +126,7 @@ def require_trl_on_cpu(command: str) -> None:
     if not trl_trains_on_cpu():
         raise UsageError(
             f"`fastpack {command}` on a CPU needs TRL {CPU_TRL} or newer (before, its loss needs a GPU), here is "
-            f"{metadata.version('trl')}: pip install -U trl"
+            f"{metadata.version('trl')}: pip install 'trl>={CPU_TRL}'"
         )
 
 

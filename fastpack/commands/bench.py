@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
     require_one_process("bench")
     check_together(given, parser)
     if given.plot:
-        require("bench --plot", "matplotlib", extra="plot")
+        require("bench --plot", "matplotlib")
     if given.ops is None:
         _require_what_training_needs(given)
     return run(given)
@@ -30,8 +30,8 @@ def _require_what_training_needs(given: argparse.Namespace) -> None:
     import torch
 
     if given.loop == "trl":
-        require("bench", "trl", "datasets", extra="trl")
+        require("bench", "trl", "datasets")
         if not torch.cuda.is_available():
             require_trl_on_cpu("bench")
     if given.mode == "qlora":
-        require("bench --mode qlora", "bitsandbytes", extra="bnb")
+        require("bench --mode qlora", "bitsandbytes")

@@ -1,4 +1,4 @@
-"""``fastpack doctor``: what is installed, whether it is recent enough, and what this machine can use."""
+"""``fastpack doctor``: what is installed, whether it was tried and is recent enough, and what this machine can use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import fastpack
+from fastpack.installation import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
 
 if TYPE_CHECKING:
     import torch
@@ -66,32 +66,19 @@ def examine() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, dict[str, Any]]:
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    try:
-        required = [Requirement(line) for line in metadata.requires("fastpack") or ()]
-    except metadata.PackageNotFoundError:  # run from a folder, not installed
-        required = []
-    needs = {canonicalize_name(r.name): r.specifier for r in required if str(r.specifier)}
+    ranges = version_ranges()
     found: dict[str, dict[str, Any]] = {}
     for name, purpose in PACKAGES.items():
-        needed = needs.get(canonicalize_name(name))
-        version = _version(name)
+        version = version_of(name)
         found[name] = {
             "version": version,
-            "needed": None if needed is None else str(needed),
-            "supported": None if version is None or needed is None else needed.contains(version, prereleases=True),
+            "needed": str(ranges[name]) if name in ranges else None,
+            "newest_tried": NEWEST_TRIED.get(name),
+            "supported": None if version is None or name not in ranges else not is_too_old(name, version),
+            "tried": None if version is None or name not in NEWEST_TRIED else not is_untried(name, version),
             "purpose": purpose,
         }
     return found
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _devices() -> dict[str, tuple[torch.device, str]]:
@@ -139,6 +126,9 @@ def _print_findings(findings: dict[str, Any]) -> None:
         f"fastpack {findings['fastpack']}, python {findings['python']}, {findings['system']}", highlight=False
     )
     console.print(_package_table(findings["packages"]))
+    old = [name for name, package in findings["packages"].items() if package["supported"] is False]
+    if old:
+        console.print(f"[red]too old:[/red] {install_command(*old)}", highlight=False, markup=True, soft_wrap=True)
     console.print(
         f"Attention with {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green]: what attention='auto' takes",
         highlight=False,
@@ -152,16 +142,16 @@ def _package_table(packages: dict[str, dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(title="Packages", title_justify="left", box=box.ROUNDED)
-    for heading in ("package", "version", "range", "what for"):
+    for heading in ("package", "version", "range", "newest tried", "what for"):
         table.add_column(heading, no_wrap=heading != "what for")
     for name, package in packages.items():
-        needed = package["needed"] or "any"
-        if package["version"] is None:
-            table.add_row(name, "not installed", needed, package["purpose"], style="dim")
-        elif package["supported"] is False:
-            table.add_row(name, f"[red]{package['version']}: too old[/red]", needed, package["purpose"])
-        else:
-            table.add_row(name, package["version"], needed, package["purpose"])
+        version, style = package["version"] or "not installed", "dim" if package["version"] is None else ""
+        if package["supported"] is False:
+            version = f"[red]{version}: too old[/red]"
+        elif package["tried"] is False:
+            version = f"[yellow]{version}: not tried[/yellow]"
+        ranges = package["needed"] or "any", package["newest_tried"] or ""
+        table.add_row(name, version, *ranges, package["purpose"], style=style)
     return table
 
 

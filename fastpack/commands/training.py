@@ -62,7 +62,7 @@ def run(command: Command, arguments: Sequence[str]) -> int:
     Raises:
         UsageError: the arguments ask for what can't be done; the message says why.
     """
-    require(command.name, "trl", "datasets", extra="trl")
+    require(command.name, "trl", "datasets")
     quiet()
     from fastpack.commands.arguments import parse
     from fastpack.metrics import attach

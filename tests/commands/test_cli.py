@@ -19,6 +19,7 @@ from fastpack.cli import main
 from fastpack.commands.families import family_rows
 from fastpack.commands.meter import Feeding, Summary, count_slots, hint
 from fastpack.families import FAMILIES
+from fastpack.installation import NEWEST_TRIED
 
 
 @trains_on_cpu
@@ -271,20 +272,36 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     findings = json.loads(capsys.readouterr().out)
     assert findings["packages"]["torch"]["supported"] is True
     assert findings["packages"]["torch"]["needed"].startswith(">=")
+    assert findings["packages"]["torch"]["newest_tried"] == NEWEST_TRIED["torch"]
     on_cpu = findings["attention"]["devices"]["cpu"]
     assert on_cpu["segments"] == {"float32": None, "bfloat16": None, "float16": None}
     assert "CUDA" in on_cpu["torch_varlen"]["bfloat16"]
 
 
-def test_doctor_names_what_is_too_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("versions", "said", "code"),
+    [
+        ({"transformers": "5.16.9", "torch": "2.11.0+cu128"}, ["5.16.9: too old", "pip install 'transformers"], 1),
+        ({"transformers": "5.25.0", "torch": "2.11.0+cu128"}, ["5.25.0: not tried"], 0),
+        ({"transformers": "5.17.0", "torch": "2.11.0+cu128"}, [], 0),
+    ],
+)
+def test_doctor_names_what_is_too_old_or_was_not_tried(
+    versions: dict[str, str],
+    said: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from fastpack.commands import doctor
 
-    versions = {"transformers": "5.16.9", "torch": "2.11.0+cu128"}
-    monkeypatch.setattr(doctor, "_version", versions.get)
-    assert main(["doctor"]) == 1
+    monkeypatch.setattr(doctor, "version_of", versions.get)
+    assert main(["doctor"]) == code
     printed = capsys.readouterr().out
-    assert "5.16.9: too old" in printed
-    assert "2.11.0+cu128: too old" not in printed
+    assert [text for text in ("too old", "not tried") if text in printed] == [
+        text for text in ("too old", "not tried") if any(text in one for one in said)
+    ]
+    assert all(text in printed for text in said)
     assert "not installed" in printed
 
 

@@ -108,7 +108,8 @@ def test_what_is_not_installed_is_named_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
-    assert_one_line(["sft"], "needs trl and datasets, not installed here: pip install 'fastpack[trl]'", capsys)
+    command = "pip install 'trl>=1.15' 'datasets>=4.0'"
+    assert_one_line(["sft"], f"needs trl and datasets, not installed here: {command}", capsys)
 
 
 def test_a_trl_that_needs_a_gpu_is_named(

@@ -37,8 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the demo; the exit code is 1 where the losses disagree."""
     given = _parse(arguments)
     require_one_process("demo")
-    require("demo", "trl", "datasets", extra="trl")
-    require("demo", "matplotlib", extra="plot")
+    require("demo", "trl", "datasets")
+    require("demo", "matplotlib")
     require_trl_on_cpu("demo")
     from fastpack.commands.demo.plot import save_plot
     from fastpack.commands.demo.tables import print_figures
@@ -163,6 +163,8 @@ def _machine(threads: int) -> dict[str, str]:
     import platform
     from importlib.metadata import version
 
-    packages = {name: version(name) for name in ("fastpack", "torch", "transformers", "trl")}
+    import fastpack
+
+    packages = {"fastpack": fastpack.__version__} | {name: version(name) for name in ("torch", "transformers", "trl")}
     system = f"{platform.system()} {platform.machine()}, CPU, {threads} thread{'s' if threads > 1 else ''}"
     return {"system": system, "python": platform.python_version(), **packages}

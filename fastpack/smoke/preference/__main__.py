@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """1 where a patched run is not equal to the stock one, 2 where something is missing or nothing was compared."""
     given = _parser().parse_args(arguments)
     try:
-        require("smoke", "trl", "datasets", extra="trl")
+        require("smoke", "trl", "datasets")
         require_file("--json", given.json)
         _quiet()
         cases, work = chosen_cases(given), make_work(given)

@@ -1,0 +1,121 @@
+"""Which versions of other packages fastpack needs, which it was tried with, and the command that installs them.
+
+The ranges are written in ``pyproject.toml`` alone: read from there in a checkout, also one that is only on
+``PYTHONPATH``, and elsewhere from the metadata of the installed distribution.
+"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.version import Version
+
+from fastpack.errors import PatchError, UntriedVersionWarning
+
+if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
+DISTRIBUTION = "fastpack-train"
+"""How pip calls fastpack, as ``[project].name`` says; Python imports ``fastpack``."""
+
+NEWEST_TRIED = {"torch": "2.14", "transformers": "5.24", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
+"""The newest minor release of each package with which the test suite passes, which fails with a newer one until it is
+entered here (a warning of fastpack's is an error there)."""
+
+
+def check_versions(packages: Iterable[str]) -> None:
+    """Raise where one of these packages is older than fastpack needs; warn where one is newer than was tried.
+
+    A pre-release counts as the release that it precedes, and a patch release as its minor release.
+
+    Args:
+        packages: their names, imported and installed under the same one. Those of which nothing is known are skipped.
+
+    Raises:
+        PatchError: it names the version, what is allowed, and the command that mends it.
+
+    Warns:
+        UntriedVersionWarning: all that are too new; or that nothing can be told, since fastpack was copied here
+            without its metadata.
+    """
+    needed, newer = version_ranges(), []
+    for name in sorted(packages):
+        version = version_of(name) if name in needed or name in NEWEST_TRIED else None
+        if version is None:
+            continue
+        if is_too_old(name, version):
+            raise PatchError(
+                f"{name} {version} is too old: fastpack needs {name}{needed[name]}. Run `{install_command(name)}` and "
+                "start Python anew. Nothing was changed."
+            )
+        if is_untried(name, version):
+            newer.append(f"{name} {version} (tried up to {NEWEST_TRIED[name]})")
+    if newer:
+        message = f"newer than what fastpack was tried with: {', '.join(newer)}. fastpack.verify(model) tries yours."
+        warnings.warn(message, UntriedVersionWarning, stacklevel=3)
+    if not needed:
+        message = f"it is unknown which versions fastpack needs: it was copied here without {DISTRIBUTION}'s metadata."
+        warnings.warn(message, UntriedVersionWarning, stacklevel=3)
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package as it was imported, else as it is installed; None where it is neither."""
+    from importlib import metadata
+
+    imported = getattr(sys.modules.get(package), "__version__", None)
+    if imported is not None:
+        return str(imported)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_too_old(package: str, version: str) -> bool:
+    """Return whether a version is below the floor; one above the ceiling is not too old."""
+    floors = (limit for limit in version_ranges().get(package, ()) if limit.operator == ">=")
+    return not all(floor.contains(Version(version).base_version) for floor in floors)
+
+
+def is_untried(package: str, version: str) -> bool:
+    """Return whether a version is of a newer minor release than any that was tried."""
+    return package in NEWEST_TRIED and Version(version).release[:2] > Version(NEWEST_TRIED[package]).release
+
+
+@functools.cache
+def version_ranges() -> dict[str, SpecifierSet]:
+    """Return the range of each package that has one, by its name; none at all where nothing tells them."""
+    from packaging.requirements import Requirement
+
+    required = [Requirement(line) for line in _requirements()]
+    return {each.name: each.specifier for each in required if str(each.specifier)}
+
+
+def install_command(*packages: str) -> str:
+    """Return the shell command that brings these packages, in the ranges that fastpack needs.
+
+    It names them, not an extra of fastpack, and so works however fastpack itself was installed.
+    """
+    ranges = version_ranges()
+    return " ".join(["pip install", *(shlex.quote(f"{name}{ranges.get(name, '')}") for name in packages)])
+
+
+def _requirements() -> list[str]:
+    """Return the requirements, also of extras, as the checkout's pyproject.toml or the installed metadata has them."""
+    import tomllib
+    from importlib import metadata
+
+    pyproject = Path(__file__).parent.parent / "pyproject.toml"
+    project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {}) if pyproject.is_file() else {}
+    if project.get("name") == DISTRIBUTION:
+        return sum(project["optional-dependencies"].values(), project["dependencies"])
+    try:
+        return metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        return []
