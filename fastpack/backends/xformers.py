@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ from torch import Tensor
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import needs_cuda
 from fastpack.compiling import known_once
+from fastpack.installation import install_command
+
+RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
+"""The library that xformers' wheel is linked with, and the package that brings it: torch for CUDA 13 has another."""
 
 
 def rejects(shape: AttentionShape) -> str | None:
@@ -61,12 +67,52 @@ def _bias(call: AttentionCall, window: int | None) -> Any:
 @known_once
 def _unusable() -> str | None:
     if importlib.util.find_spec("xformers") is None:
-        return "xformers is not installed (pip install xformers)"
+        return f"xformers is not installed ({install_command('xformers', RUNTIME_PACKAGE)})"
     try:
+        _load_runtime()
         from xformers.ops.fmha import common
     except (ImportError, OSError) as error:
         return f"xformers does not import with torch {torch.__version__}: {error}"
     # Its wheels hold kernels for one torch and CUDA only; elsewhere every call says "wasn't build with CUDA support".
-    if not getattr(common, "_built_with_cuda", True):
+    if getattr(common, "_built_with_cuda", True):
+        return None
+    if not _lacks_runtime():
         return f"this xformers wheel holds no CUDA kernels for torch {torch.__version__}"
-    return None
+    path = _runtime_path()
+    if path is None:
+        return f"xformers is there and {RUNTIME} is not ({install_command(RUNTIME_PACKAGE)}, and start Python anew)"
+    return (
+        f"xformers was imported before fastpack could load {RUNTIME} for it: start Python with "
+        f"LD_LIBRARY_PATH={path.parent}"
+    )
+
+
+def _load_runtime() -> None:
+    """Load what xformers is linked with, where the linker does not find it: before xformers is imported, and tries."""
+    try:
+        ctypes.CDLL(RUNTIME)
+    except OSError:
+        path = _runtime_path()
+        if path is not None:
+            ctypes.CDLL(str(path))
+
+
+def _runtime_path() -> Path | None:
+    """Return where the package has it; None where that is not installed."""
+    from importlib import metadata
+
+    try:
+        files = metadata.files(RUNTIME_PACKAGE) or ()
+    except metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())) for file in files if file.name == RUNTIME), None)
+
+
+def _lacks_runtime() -> bool:
+    """Return whether xformers, when it was imported, failed for that library."""
+    from xformers import _cpp_lib
+
+    error: BaseException | None = getattr(_cpp_lib, "_cpp_library_load_exception", None)
+    while error is not None and RUNTIME not in str(error):
+        error = error.__cause__  # xformers' own error, torch's, and the linker's
+    return error is not None

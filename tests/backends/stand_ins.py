@@ -272,8 +272,10 @@ class BlockDiagonalCausalMask:
         return local
 
 
-def install_xformers(monkeypatch: pytest.MonkeyPatch, *, built_with_cuda: bool = True) -> list[dict[str, Any]]:
-    """xformers, as if it were installed; the calls that it gets."""
+def install_xformers(
+    monkeypatch: pytest.MonkeyPatch, *, built_with_cuda: bool = True, failed: Exception | None = None
+) -> list[dict[str, Any]]:
+    """xformers, as if it were installed, or had failed so when it loaded its kernels; the calls that it gets."""
     calls: list[dict[str, Any]] = []
 
     def memory_efficient_attention(
@@ -305,7 +307,8 @@ def install_xformers(monkeypatch: pytest.MonkeyPatch, *, built_with_cuda: bool =
     module(monkeypatch, "xformers.ops", memory_efficient_attention=memory_efficient_attention)
     module(monkeypatch, "xformers.ops.fmha")
     module(monkeypatch, "xformers.ops.fmha.attn_bias", BlockDiagonalCausalMask=BlockDiagonalCausalMask)
-    module(monkeypatch, "xformers.ops.fmha.common", _built_with_cuda=built_with_cuda)
+    module(monkeypatch, "xformers._cpp_lib", _cpp_library_load_exception=failed)
+    module(monkeypatch, "xformers.ops.fmha.common", _built_with_cuda=built_with_cuda and failed is None)
     return calls
 
 

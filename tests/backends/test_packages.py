@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -169,6 +171,115 @@ def test_xformers_that_does_not_import(machine: Machine, monkeypatch: pytest.Mon
     assert "does not import with torch" in str(xformers.rejects(shape()))
 
 
+class Linker:
+    """What stands for ``ctypes.CDLL``, without the libraries that it is not to find; what was asked of it."""
+
+    def __init__(self, *missing: str) -> None:
+        self.missing = missing
+        self.asked: list[str] = []
+
+    def __call__(self, name: str, *args: Any) -> None:
+        self.asked.append(name)
+        if name in self.missing:
+            raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+
+@pytest.fixture
+def linker(monkeypatch: pytest.MonkeyPatch) -> Linker:
+    """One that does not find the library that xformers needs."""
+    linker = Linker(xformers.RUNTIME)
+    monkeypatch.setattr(ctypes, "CDLL", linker)
+    return linker
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library, as its package installs it."""
+    info = tmp_path / "nvidia_cuda_runtime_cu12-12.9.79.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: {xformers.RUNTIME_PACKAGE}\nVersion: 12.9.79\n")
+    (info / "RECORD").write_text(f"nvidia/__init__.py,,\nnvidia/cuda_runtime/lib/{xformers.RUNTIME},,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path / "nvidia" / "cuda_runtime" / "lib" / xformers.RUNTIME
+
+
+def of_the_linker(library: str) -> Exception:
+    """As xformers reports it: its own error, over torch's, over the linker's."""
+    error, of_torch = RuntimeError("can't load C++/CUDA extensions"), OSError("Could not load this library: _C.so")
+    of_torch.__cause__ = OSError(f"{library}: cannot open shared object file: No such file or directory")
+    error.__cause__ = of_torch
+    return error
+
+
+def test_what_xformers_is_linked_with_is_loaded_before_it_and_only_when_it_is_asked_for(
+    linker: Linker, runtime: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    package = tmp_path / "xformers"
+    (package / "ops" / "fmha").mkdir(parents=True)
+    (package / "__init__.py").write_text("import ctypes; already = list(ctypes.CDLL.asked)")
+    (package / "ops" / "fmha" / "common.py").write_text("_built_with_cuda = True")
+    monkeypatch.delitem(sys.modules, "xformers")
+    machine(*H100)
+    try:
+        assert choose(shape()) == "triton_packed"
+        assert xformers.rejects(shape("cpu")) == "needs a CUDA device, not cpu"
+        assert (linker.asked, "xformers" in sys.modules) == ([], False)
+        for _ in range(2):
+            assert xformers.rejects(shape()) is None
+        assert sys.modules["xformers"].already == linker.asked == [xformers.RUNTIME, str(runtime)]
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "xformers"]:
+            del sys.modules[name]
+
+
+def test_what_the_linker_finds_is_left_to_it(
+    linker: Linker, runtime: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linker.missing = ()
+    stand_ins.install_xformers(monkeypatch)
+    machine(*H100)
+    assert xformers.rejects(shape()) is None
+    assert linker.asked == [xformers.RUNTIME]
+
+
+def test_importing_fastpack_loads_nothing() -> None:
+    code = f"""if True:
+        import ctypes, sys, torch
+        asked, stock = [], ctypes.CDLL
+        ctypes.CDLL = lambda name, *args, **kwargs: (asked.append(str(name)), stock(name, *args, **kwargs))[1]
+        import fastpack, fastpack.attention_dispatch
+        sys.exit(any({xformers.RUNTIME!r} in name for name in asked) or "xformers" in sys.modules)"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_library_that_xformers_lacks_is_named_with_its_package(
+    linker: Linker, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
+    machine(*H100)
+    reason = str(xformers.rejects(shape()))
+    assert reason.startswith("xformers is there and libcudart.so.12 is not (pip install nvidia-cuda-runtime-cu12")
+    from fastpack.commands import doctor
+
+    assert doctor._backends(torch.device("cuda"))["xformers"]["bfloat16"] == reason
+
+
+def test_another_library_that_xformers_lacks_is_not_this_one(
+    linker: Linker, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.install_xformers(monkeypatch, failed=of_the_linker("libtorch_cuda.so"))
+    machine(*H100)
+    assert "holds no CUDA kernels" in str(xformers.rejects(shape()))
+
+
+def test_an_xformers_imported_too_early_is_told_where_the_library_is(
+    linker: Linker, runtime: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
+    machine(*H100)
+    assert f"start Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
+
+
 def test_triton_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(*H100)
     assert triton_packed.rejects(shape()) is None
@@ -178,5 +289,5 @@ def test_triton_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPa
 
 
 def test_packages_that_are_not_there() -> None:
-    assert "pip install xformers" in str(xformers.rejects(shape()))
+    assert "pip install 'xformers>=0.0.35' nvidia-cuda-runtime-cu12" in str(xformers.rejects(shape()))
     assert "pip install flash-attn" in str(flash_attn.rejects(shape()))
