@@ -41,8 +41,10 @@ def models_of(target: Any) -> list[nn.Module]:
 
 
 def packages_of(target: Any) -> set[str]:
-    """Return the packages (their import names) that classes of a target come from: of a trainer and its accelerator, of
-    the modules of its models, and of what all these inherit from."""
+    """Return the import names of the packages that a target builds on.
+
+    They define the classes of the trainer, of its accelerator and of its models' modules, or a base of one of these.
+    """
     held = [target, getattr(target, "accelerator", None), *(m for model in models_of(target) for m in model.modules())]
     bases = {base for kind in set(map(type, held)) for base in kind.__mro__}
     return {base.__module__.partition(".")[0] for base in bases}
