@@ -29,6 +29,7 @@ from fastpack.installation import check_versions
 from fastpack.layers.causal_lm import head_forward
 from fastpack.layers.interface import private_config, register_interface
 from fastpack.layers.stock import HELD, Held, binds
+from fastpack.layers.stock_attention import say_parallelism, sequence_parallelism
 from fastpack.mixing import Mixing
 from fastpack.ops.implementation import Implementation
 from fastpack.options import (
@@ -156,6 +157,7 @@ def patch(
     models = models_of(target)
     check_versions(packages_of(target))
     _refuse_model_init(target, options)
+    _refuse_spread_sequences(target)
     set_up = _plan_trainer(target, loss, max_tokens)
     for plan in _plan_all(models, options):
         _apply(plan, options)
@@ -180,6 +182,14 @@ def _refuse_model_init(target: Any, options: PatchOptions) -> None:
             f"this {type(target).__name__} calls its model_init for a new model whenever train() begins, and a patch "
             "of the present one is lost then. Patch inside: model_init=lambda: fastpack.patch(...), with these options."
         )
+
+
+def _refuse_spread_sequences(target: Any) -> None:
+    """Raise where a trainer's accelerator spreads each sequence over processes."""
+    spread = sequence_parallelism(getattr(getattr(target, "accelerator", None), "parallelism_config", None))
+    if spread is not None:
+        whose = f"the accelerator of this {type(target).__name__}"
+        raise PatchError(f"{say_parallelism(spread, whose)} Nothing was changed.")
 
 
 def options_of(model: nn.Module) -> PatchOptions | None:

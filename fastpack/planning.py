@@ -54,7 +54,7 @@ from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.serving import attention_shape, serving_backend
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
-from fastpack.trust import own_class, refuse_look_alikes, refuse_own_attention, trusted_specs
+from fastpack.trust import own_class, refuse_look_alikes, stock_attention, trusted_specs
 from fastpack.watch import Watch
 from fastpack.windows import LayerOrder, misplaced
 
@@ -103,7 +103,8 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     notes: list[str] = []
 
     refuse_look_alikes(backbone, family)
-    refuse_own_attention(backbone, family)
+    attends_by = stock_attention(backbone, family)
+    attends_by.check(" Nothing was changed.")
     specs = trusted_specs(backbone, family, skipped)
     family = _keeping_windows(family, specs)
     fast = family.rung == "fast" and all(name in specs for name in family.attention)
@@ -122,6 +123,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         )
 
     plan = Plan(backbone, PatchReport.stock(backbone), scope=PackingScope() if family.needs_scope else None)
+    plan.watch.attention = attends_by
     _plan_backbone(plan, parts, options, family, skipped, notes)
     for wrapper in filter(learns_prompts, way_in(model)):
         plan.pre_hooks.append((wrapper, prompts_pre_hook))

@@ -73,14 +73,15 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(inner, backbone)
 
 
-def refuse_strange_backbone(head: Any) -> None:
-    """Raise where a patched head holds another backbone than the one that was patched with it, which is stock."""
+def refuse_strange_backbone(head: Any) -> Any:
+    """Return the backbone of a patched head; raise where it is another than the one patched with it, which is stock."""
     backbone = find_parts(head).backbone
     if STATE not in backbone.__dict__:
         raise PatchError(
             f"the {type(backbone).__name__} inside this {type(head).__name__} is not patched: it took the place of the "
             "one that was, and would see packed sequences as one. Call fastpack.patch(model) again."
         )
+    return backbone
 
 
 _PATCH_FIRST = (

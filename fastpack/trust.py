@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
 
-from fastpack.classes import changes_of, defined_in, stock_class
+from fastpack.classes import changes_of, mentions, stock_class
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
 from fastpack.families.spec import AnyAttentionSpec, Family, Spec
-from fastpack.layers.interface import eager_attention
 from fastpack.layers.rotary import gives_known_tables, is_rotary
+from fastpack.layers.stock_attention import StockAttention
 
 
 def own_class(module: nn.Module, family: Family) -> str | None:
@@ -69,27 +68,18 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
             )
 
 
-def refuse_own_attention(backbone: nn.Module, family: Family) -> None:
-    """Raise where the model attends by a function of somebody's own, which a patch would silently replace.
-
-    Registered under a name of its own, put in the place of one of transformers', or of a family's eager one.
-    """
-    from transformers import AttentionInterface
-
-    attentions = (m for m in backbone.modules() if own_class(m, family) in family.attention and hasattr(m, "config"))
-    module: Any = next(attentions, None)
-    if module is None:
-        return
-    name = module.config._attn_implementation
-    found: Any = eager_attention(module) if name in (None, "eager") else AttentionInterface().get(name, None)
-    function = found.func if isinstance(found, functools.partial) else found
-    if function is None or defined_in(function).split(".")[0] in ("transformers", "torch", "fastpack"):
-        return
-    raise PatchError(
-        f"this {type(backbone).__name__} attends by {defined_in(function)}.{function.__name__} "
-        f"(attn_implementation={name!r}), which is not transformers': fastpack's attention would compute something "
-        "else. If it computes the same, call model.set_attn_implementation('sdpa') first. Nothing was changed."
-    )
+def stock_attention(backbone: Any, family: Family) -> StockAttention:
+    """What this backbone attends by without a patch: every module that reads transformers' table of functions."""
+    found: dict[tuple[int, type], tuple[nn.Module, str]] = {}
+    bypassed = False
+    for module in backbone.modules():
+        attends = own_class(module, family) in family.attention
+        bypassed = bypassed or attends
+        if hasattr(module, "config") and (attends or mentions(module, "ALL_ATTENTION_FUNCTIONS")):
+            cls = stock_class(module)
+            found.setdefault((id(module.config), cls), (module, cls.__module__))
+    usable = ("sdpa", "eager") if getattr(backbone, "_supports_sdpa", False) else ("eager",)
+    return StockAttention(tuple(found.values()), bypassed, usable)
 
 
 def _place(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a user may change on a model after the patch, looked at before each forward, but not in a compiled one."""
+"""What a user may change on a model after the patch, looked at before each forward; compiled, by what it attends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from fastpack.classes import Classes
 from fastpack.layers.interface import follow_stock_config
+from fastpack.layers.stock_attention import StockAttention
 from fastpack.windows import LayerOrder
 
 
@@ -20,11 +21,13 @@ class Watch:
         classes: of the modules whose forward was replaced.
         order: the layers in their places; None where the stock model masks by no place.
         configs: private ones of modules that attend through our interface.
+        attention: what the stock model attends by.
     """
 
     classes: Classes = field(default_factory=Classes)
     order: LayerOrder | None = None
     configs: list[Any] = field(default_factory=list)
+    attention: StockAttention = field(default_factory=StockAttention)
 
     def follow(self) -> None:
         """Take over what was changed in the config, on the stock path too."""

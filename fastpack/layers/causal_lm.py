@@ -57,7 +57,7 @@ from fastpack.layers.refusals import (
 )
 from fastpack.layers.repadded import repadded_forward
 from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, binds, call_stock, mask_stand_in, without_itself
+from fastpack.layers.stock import Forward, binds, bound_with, call_stock, mask_stand_in, without_itself
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import pack_inputs, take_packing
 from fastpack.targets import find_parts, refuse_strange_backbone
@@ -104,7 +104,8 @@ def backbone_forward(
     Raises:
         PackingError: see :func:`fastpack.packing_inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.watch.Watch.check`.
+        PatchError: see :meth:`fastpack.watch.Watch.check` and
+            :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
@@ -115,6 +116,7 @@ def backbone_forward(
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
         return call_stock(backbone, stock, **arguments, **packing)  # continuous batching's, which its attention reads
+    watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
     _refuse_adapters(backbone, (), arguments)
     arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
@@ -331,7 +333,10 @@ def prepare_head(
         refuse_packed_stock(arguments, take_packing(dict(arguments)))  # which the head may not hand on
         return args, kwargs
     if not torch.compiler.is_compiling():
-        refuse_strange_backbone(head)
+        backbone = refuse_strange_backbone(head)
+        watch = bound_with(backbone, Watch)
+        if watch is not None:  # before positions are read, which context parallelism puts in another order
+            watch.attention.check()
     packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments), prefixes=prefixes)
     if _balances(head):
         arguments["attention_mask"] = _balanced_by(arguments.get("attention_mask"), packed)

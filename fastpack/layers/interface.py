@@ -14,13 +14,11 @@ from fastpack.classes import stock_class
 from fastpack.errors import PatchError
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, require_packing
+from fastpack.layers.stock_attention import STOCK_CONFIG, attention_table, eager_function
 from fastpack.packing import PackedSeqLens
 
 INTERFACE_PREFIX = "fastpack_"
 """Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
-STOCK_CONFIG = "_fastpack_stock_config"
-"""What the private config of a module that attends through our interface holds: the one that it stands for."""
-
 _IMPLEMENTATION = "_attn_implementation_internal"
 """Where a config keeps the name of its attention."""
 _SEEN = "_fastpack_seen"
@@ -119,19 +117,13 @@ def follow_stock_config(private: Any) -> None:
 
 def stock_interface(module: Any) -> Forward:
     """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
-    from transformers import AttentionInterface
-
     name = stock_config(module)._attn_implementation
-    eager = eager_attention(module)
+    file = sys.modules[stock_class(module).__module__]
+    eager = eager_function(file)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
-    found: Forward = AttentionInterface().get_interface(name, eager)  # type: ignore[arg-type]  # None for no eager
+    found: Forward = attention_table(file).get_interface(name, eager)
     return found
-
-
-def eager_attention(module: nn.Module) -> Forward | None:
-    """The eager implementation in the file of a module's class; None where it has none."""
-    return getattr(sys.modules[stock_class(module).__module__], "eager_attention_forward", None)
 
 
 def interface_name(attention: str) -> str:

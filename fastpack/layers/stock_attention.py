@@ -1,0 +1,209 @@
+"""What the stock model would attend by now: transformers' own attention, or what somebody else brought.
+
+A patched model computes its attention itself: past transformers' table of attention functions, past torch's
+``scaled_dot_product_attention``, and past the modes that reroute it. Context and sequence parallelism (Ulysses, ring
+attention) come in by these. Whatever stands there is refused by name, when a model is patched and each time it runs.
+Under ``torch.compile`` all of it is read while the model is traced, and guarded from then on.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fastpack.classes import names_in
+from fastpack.compiling import constant, known_once
+from fastpack.errors import PatchError
+from fastpack.reached import concerns_attention, package_of, place_of, spreads_sequences
+
+STOCK_CONFIG = "_fastpack_stock_config"
+"""What the private config of a module that attends through our interface holds: the one that it stands for."""
+
+_OWN = ("transformers", "torch", "fastpack")
+"""Packages whose attention functions are what a patch stands for, or ours."""
+_SDPA = torch._C._nn.scaled_dot_product_attention
+_TABLE = "ALL_ATTENTION_FUNCTIONS"
+_TRAIN_UNPATCHED = "train this model unpatched (fastpack.unpatch(model))"
+
+
+def attention_table(file: Any) -> Any:
+    """Transformers' table of attention functions, as a modelling file reads it.
+
+    One that was registered is in every table, one that was assigned (``ALL_ATTENTION_FUNCTIONS[name] = ...``) in that
+    one alone, which nearly all files share.
+    """
+    from transformers import modeling_utils
+
+    return getattr(file, _TABLE, getattr(modeling_utils, _TABLE))
+
+
+def eager_function(file: Any) -> Any:
+    """The eager attention of a modelling file; None where it has none."""
+    return getattr(file, "eager_attention_forward", None)
+
+
+@dataclass(eq=False)
+class StockAttention:
+    """The attention that one patched backbone stands for.
+
+    Attributes:
+        modules: that call transformers' table, one for each config and class, with the name of the modelling file.
+        bypassed: whether a patch computes attention itself. Where False the stock functions run, on one row a
+            sequence; somebody's own are honoured then, except among several processes, which may share sequences.
+        usable: names of implementations of transformers' own that the model can be set to.
+    """
+
+    modules: tuple[tuple[Any, str], ...] = ()
+    bypassed: bool = False
+    usable: tuple[str, ...] = ("eager",)
+
+    def check(self, afterwards: str = "") -> None:
+        """Raise where the stock model would attend by anything but what transformers brings.
+
+        Args:
+            afterwards: what to say at the end.
+
+        Raises:
+            PatchError: it names context or sequence parallelism where it is that; else the function, or the mode.
+        """
+        found = self._found()
+        if found is not None:
+            raise PatchError(f"{found}{afterwards}")
+
+    def _found(self) -> str | None:
+        found = accelerates_parallelism()
+        if found is not None or not (self.bypassed or _several_processes()):
+            return found
+        sdpa = F.scaled_dot_product_attention
+        if sdpa is not _SDPA:
+            return _say_sdpa(sdpa)
+        for mode in _get_current_function_mode_stack():
+            found = found or _say_mode(mode)
+        if not torch.compiler.is_compiling():  # a mode of this kind keeps the compiler away
+            for mode in _get_current_dispatch_mode_stack():
+                found = found or _say_mode(mode)
+        for module, file_name in self.modules:
+            file = sys.modules[file_name]
+            for config in (module.config, getattr(module.config, STOCK_CONFIG, None)):
+                if config is not None:
+                    found = found or self._in_table(config._attn_implementation, file)
+        return found
+
+    def _in_table(self, name: str | None, file: Any) -> str | None:
+        table, eager = attention_table(file), eager_function(file)
+        function = table.get(name, eager)
+        stranger = function if not _is_own(function) else None
+        for helper in _helpers(function):
+            used = function.__globals__[helper]
+            if stranger is None and not _is_own(used):
+                stranger = used
+        if stranger is None:
+            return None
+        others = tuple((other, table.get(other, eager)) for other in self.usable)
+        return _say_function(stranger, name, others, name in table._local_mapping)
+
+
+def sequence_parallelism(config: Any) -> str | None:
+    """``cp_size=2`` for accelerate's ``ParallelismConfig`` of that; None where no sequence is spread, and for None."""
+    sizes = {name: getattr(config, name, None) or 1 for name in ("cp_size", "sp_size")}
+    return next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
+
+
+def say_parallelism(spread: str, whose: str) -> str:
+    """Why a model can't run where ``spread`` is what :func:`sequence_parallelism` found."""
+    kind = "context" if spread.startswith("cp") else "sequence"
+    return (
+        f"{whose} has {spread}: {kind} parallelism spreads each sequence over processes, and a patched model would "
+        f"attend to this process's part alone. Leave {spread.partition('=')[0]} at 1, or {_TRAIN_UNPATCHED}."
+    )
+
+
+@constant
+def accelerates_parallelism() -> str | None:
+    """What keeps a patched model from running in a process whose accelerator spreads sequences over several."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    if state is None:
+        return None
+    spread = sequence_parallelism(state._shared_state.get("parallelism_config"))
+    return None if spread is None else say_parallelism(spread, "accelerate's ParallelismConfig of this process")
+
+
+@constant
+def _several_processes() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@constant
+def _is_own(function: Any) -> bool:
+    return function is None or package_of(function) in _OWN
+
+
+@known_once
+def _helpers(function: Any) -> tuple[str, ...]:
+    """The functions of its file that one of transformers' calls: flash attention's does all of its work in another."""
+    if package_of(function) != "transformers" or not hasattr(function, "__globals__"):
+        return ()
+    found = function.__globals__
+    return tuple(name for name in names_in(function) if hasattr(found.get(name), "__globals__"))
+
+
+@constant
+def _say_sdpa(function: Any) -> str:
+    what = f"torch.nn.functional.scaled_dot_product_attention is {place_of(function)} now, not torch's"
+    if spreads_sequences(function):
+        return _say_spread(what)
+    return (
+        f"{what}, and a patched model would not attend by it. Put torch's back "
+        "(torch.nn.functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention), or "
+        f"{_TRAIN_UNPATCHED}."
+    )
+
+
+@constant
+def _say_mode(mode: Any) -> str | None:
+    """Why a model can't run under a mode; None for one that leaves attention alone."""
+    handlers = (getattr(type(mode), name, None) for name in ("__torch_function__", "__torch_dispatch__"))
+    written = [place_of(handler) for handler in handlers if handler is not None]
+    of_torch = all(place.startswith("torch.") for place in written)
+    if of_torch and not any(place.startswith("torch.distributed.tensor.experimental") for place in written):
+        return None  # of devices, of checkpointing, that count operations, ...
+    if not of_torch and not concerns_attention(mode):
+        return None
+    what = f"the mode {place_of(type(mode))} is active, and concerns attention"
+    if spreads_sequences(mode) or of_torch:
+        return _say_spread(what)
+    return f"{what}, which a patched model computes past it. Leave it while the model runs, or {_TRAIN_UNPATCHED}."
+
+
+@constant
+def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any], ...], assigned: bool) -> str:
+    what = f"the model attends by {place_of(function)} (attn_implementation={name!r}), which is not transformers' own"
+    if spreads_sequences(function):
+        return _say_spread(what)
+    other = next((other for other, its in others if other != name and _is_own(its)), None)
+    mend = f"call model.set_attn_implementation({other!r}) first" if other is not None else _take_out(name, assigned)
+    return (
+        f"{what}: fastpack's attention would compute something else. If it computes the same, {mend}; if not, "
+        f"{_TRAIN_UNPATCHED}."
+    )
+
+
+def _take_out(name: str | None, assigned: bool) -> str:
+    if assigned:
+        return f"take it out first (del transformers.modeling_utils.{_TABLE}[{name!r}])"
+    return "put transformers' own back first, which it stands for"
+
+
+def _say_spread(what: str) -> str:
+    return (
+        f"{what}: it is context or sequence parallelism (Ulysses, ring attention), or exchanges tensors among "
+        "processes as these do, and a patched model would attend to this process's tokens alone. Leave it out, or "
+        f"{_TRAIN_UNPATCHED}."
+    )

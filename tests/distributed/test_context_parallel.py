@@ -1,0 +1,32 @@
+"""Sequences spread over two ranks: a patched model says that it attends to one rank's part alone, and runs no step."""
+
+from __future__ import annotations
+
+import pytest
+from context_parallel_work import torchs, ulysses
+from ranks import Ranks
+
+NAMED = "context or sequence parallelism"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("how", ["assigned", "registered"])
+def test_an_all_to_all_attention_in_the_table(how: str, when: str, ranks: Ranks) -> None:
+    for found in ranks.run(ulysses, how, when, {"attention": "reference"}):
+        assert NAMED in found["said"]
+        assert "context_parallel_work.hidden_exchange" in found["said"]
+        assert ("Nothing was changed" in found["said"]) == (when == "before")
+        assert found["calls"] == 0
+        assert found["calls of stock"] == 2, "one a layer"
+        assert found["stock"] == pytest.approx(found["whole"], abs=1e-4)
+        assert found["afterwards"] == pytest.approx(found["whole"], abs=1e-4)
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize(("balanced", "mask"), [(False, False), (True, False), (True, True)])
+def test_torchs_own(balanced: bool, mask: bool, labels: bool, ranks: Ranks) -> None:
+    """Before positions are read, which load balancing puts in an order that is none of a sequence's."""
+    for found in ranks.run(torchs, balanced, mask, labels):
+        for said in (found["said"], found["patching"]):
+            assert NAMED in said
+            assert "torch.nn.functional.scaled_dot_product_attention is torch.distributed.tensor.experimental" in said
