@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from fastpack.classes import unwrapped
+
 _KNOWN = ("torch", "transformers", "accelerate", "builtins", "fastpack")
 """Packages whose code is named, and not looked into."""
 _ENOUGH = 2000
@@ -26,10 +28,12 @@ _NAME = re.compile(r"[\w.:]+")
 def place_of(code: Any) -> str:
     """The dotted name of a function or a class, or of an object's class, under the module in which it was written.
 
-    Of a function that is the module whose globals it reads, whatever its ``__module__`` says.
+    Of a function that is the module whose globals it reads, whatever its ``__module__`` says, beneath decorators of
+    torch and transformers.
     """
     while isinstance(code, functools.partial | MethodType):
         code = code.func if isinstance(code, functools.partial) else code.__func__
+    code = unwrapped(code) if isinstance(code, FunctionType) else code
     named = code if hasattr(code, "__qualname__") else type(code)
     module = getattr(code, "__globals__", {}).get("__name__", getattr(named, "__module__", None))
     return f"{module}.{named.__qualname__.rpartition('<locals>.')[2]}"
@@ -82,6 +86,7 @@ def _parts(thing: Any) -> list[Any]:
         return [thing.func, thing.args, thing.keywords]
     if isinstance(thing, MethodType):
         return [thing.__func__, thing.__self__]
+    thing = unwrapped(thing) if isinstance(thing, FunctionType) else thing
     if package_of(thing) in _KNOWN:
         return [getattr(thing, "__name__", "")]
     if isinstance(thing, FunctionType):

@@ -30,6 +30,7 @@ _OWN = ("transformers", "torch", "fastpack")
 """Packages whose attention functions are what a patch stands for, or ours."""
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
+_TRANSFORMERS_SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
 _TRAIN_UNPATCHED = "train this model unpatched (fastpack.unpatch(model))"
 
 
@@ -187,18 +188,19 @@ def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any]
     what = f"the model attends by {place_of(function)} (attn_implementation={name!r}), which is not transformers' own"
     if spreads_sequences(function):
         return _say_spread(what)
-    other = next((other for other, its in others if other != name and _is_own(its)), None)
-    mend = f"call model.set_attn_implementation({other!r}) first" if other is not None else _take_out(name, assigned)
+    own = [other for other, its in others if other != name and _is_own(its)]
+    if own:
+        mend = f"call model.set_attn_implementation({own[0]!r})"
+    elif assigned:
+        mend = f"take it out (del transformers.modeling_utils.{_TABLE}[{name!r}])"
+    elif name == "sdpa":
+        mend = f"put transformers' own back (transformers.AttentionInterface.register('sdpa', {_TRANSFORMERS_SDPA}))"
+    else:
+        mend = "put transformers' own back in its place"
     return (
-        f"{what}: fastpack's attention would compute something else. If it computes the same, {mend}; if not, "
+        f"{what}: fastpack's attention would compute something else. If it computes the same, {mend} first; if not, "
         f"{_TRAIN_UNPATCHED}."
     )
-
-
-def _take_out(name: str | None, assigned: bool) -> str:
-    if assigned:
-        return f"take it out first (del transformers.modeling_utils.{_TABLE}[{name!r}])"
-    return "put transformers' own back first, which it stands for"
 
 
 def _say_spread(what: str) -> str:

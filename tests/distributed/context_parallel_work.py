@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rank_work import device
-from tiny import VOCAB, tiny_model
+from tiny import VOCAB
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_to_all_single
@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fastpack
+from fastpack.smoke.tiny import build_tiny
 
 S = 16
 CALLS: list[str] = []
@@ -84,8 +85,8 @@ def in_the_table(how: str, name: str = "sdpa") -> Iterator[None]:
             AttentionInterface.register(name, before)
 
 
-def build(attention: str = "sdpa", family: str = "llama") -> Any:
-    return tiny_model(family, attn_implementation=attention).to(device()).train()
+def build(family: str = "llama") -> Any:
+    return build_tiny(family, attn_implementation="sdpa").to(device()).train()
 
 
 def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
@@ -97,9 +98,9 @@ def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
     return f"nothing, and returned {found}"
 
 
-def ulysses(how: str, when: str, options: dict[str, Any]) -> dict[str, Any]:
+def ulysses(how: str, when: str, family: str, options: dict[str, Any]) -> dict[str, Any]:
     """All-to-all attention in the table before a patch, or after it."""
-    model = build()
+    model = build(family)
     found: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
     if when == "after":
         fastpack.patch(model, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from context_parallel_work import torchs, ulysses
 from ranks import Ranks
@@ -12,7 +14,17 @@ NAMED = "context or sequence parallelism"
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["assigned", "registered"])
 def test_an_all_to_all_attention_in_the_table(how: str, when: str, ranks: Ranks) -> None:
-    for found in ranks.run(ulysses, how, when, {"attention": "reference"}):
+    check(ranks.run(ulysses, how, when, "llama", {"attention": "reference"}), when)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_on_rows_too(when: str, ranks: Ranks) -> None:
+    """Where the stock function runs on one row a sequence: of which each rank would have a part."""
+    check(ranks.run(ulysses, "assigned", when, "gptj", {}), when)
+
+
+def check(on_each_rank: list[dict[str, Any]], when: str) -> None:
+    for found in on_each_rank:
         assert NAMED in found["said"]
         assert "context_parallel_work.hidden_exchange" in found["said"]
         assert ("Nothing was changed" in found["said"]) == (when == "before")
