@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from fastpack.compiling import known_once
+from fastpack.compiling import constant, known_once
 from fastpack.errors import PatchError
 
 _SAYING = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
@@ -107,26 +109,78 @@ def defined_in(forward: Any) -> str:
     return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
 
 
+def place_of(code: Any) -> str:
+    """The dotted name of a function or a class, or of an object's class, under the module in which it was written.
+
+    Of a function that is the module whose globals it reads, whatever its ``__module__`` says, beneath decorators of
+    torch and transformers.
+    """
+    while isinstance(code, functools.partial | MethodType):
+        code = code.func if isinstance(code, functools.partial) else code.__func__
+    code = unwrapped(code) if isinstance(code, FunctionType) else code
+    named = code if hasattr(code, "__qualname__") else type(code)
+    module = getattr(code, "__globals__", {}).get("__name__", getattr(named, "__module__", None))
+    return f"{module}.{named.__qualname__.rpartition('<locals>.')[2]}"
+
+
+def package_of(code: Any) -> str:
+    """The top-level package of :func:`place_of`."""
+    return place_of(code).partition(".")[0]
+
+
+@constant
+def is_upstreams(function: Any) -> bool:
+    """True for a function of transformers or torch, decorated by these alone."""
+    return package_of(function) in ("transformers", "torch")
+
+
+def replaced_forward(module: nn.Module) -> str | None:
+    """Where the forward was written that somebody has put on a module's class; None for the class's own.
+
+    A class of somebody's own counts as what it is: see :func:`stock_class`.
+    """
+    cls = stock_class(module)
+    own = cls.__module__.split(".")[0] not in ("transformers", "torch") or is_upstreams(cls.forward)
+    return None if own else place_of(cls.forward)
+
+
 class Classes:
     """The classes of modules whose forward a patch replaced, as they were when they were last looked at.
 
-    A forward of ours computes what the class did that the module had; one that comes over it later is seen at the next
-    forward of the model.
+    A forward of ours computes what the class did that the module had; one that comes over it later, or is put on that
+    class, is seen at the next forward of the model.
     """
 
     def __init__(self) -> None:
         self._seen: list[tuple[nn.Module, type]] = []
+        self._forwards: dict[Any, Any] = {}
 
-    def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Look at these from now on."""
+    def __getstate__(self) -> dict[str, Any]:
+        # somebody's forward can't always be pickled
+        return {"seen": self._seen, "places": {cls: place_of(forward) for cls, forward in self._forwards.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._seen, places = state["seen"], state["places"]
+        self._forwards = {cls: cls.forward if place_of(cls.forward) == place else None for cls, place in places.items()}
+
+    def watch(self, modules: Iterable[nn.Module], *, forwards: Iterable[nn.Module] = ()) -> None:
+        """Look at the classes of these from now on, and at what forward is on the classes of ``forwards``."""
         self._seen += [(module, type(module)) for module in modules]
+        self._forwards |= {cls: cls.forward for cls in map(stock_class, forwards)}
 
     def check(self) -> None:
         """Raise where a module computes something else now; costs a look at each class while none was changed.
 
         Raises:
-            PatchError: it names both classes.
+            PatchError: it names both classes, or the forward that was put on one.
         """
+        for cls, forward in self._forwards.items():
+            if cls.forward is not forward:
+                raise PatchError(
+                    f"the forward of {cls.__name__} became {place_of(cls.forward)} after the patch, which is another "
+                    "than the one that fastpack computes, or calls. Put the class's own back, or call unpatch(model) "
+                    "and patch it again."
+                )
         for at, (module, before) in enumerate(self._seen):
             now = type(module)
             if now is before:

@@ -54,7 +54,15 @@ from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.serving import attention_shape, serving_backend
 from fastpack.targets import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
-from fastpack.trust import own_class, refuse_look_alikes, stock_attention, trusted_specs
+from fastpack.trust import (
+    layers_replaced,
+    own_class,
+    refuse_look_alikes,
+    refuse_replaced_attention,
+    stock_attention,
+    trusted_specs,
+    with_known_backbone,
+)
 from fastpack.watch import Watch
 from fastpack.windows import LayerOrder, misplaced
 
@@ -103,8 +111,11 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     notes: list[str] = []
 
     refuse_look_alikes(backbone, family)
+    refuse_replaced_attention(backbone, family)
     attends_by = stock_attention(backbone, family)
     attends_by.check(" Nothing was changed.")
+    family = with_known_backbone(backbone, family)
+    strange_layers = layers_replaced(backbone, family)
     specs = trusted_specs(backbone, family, skipped)
     family = _keeping_windows(family, specs)
     fast = family.rung == "fast" and all(name in specs for name in family.attention)
@@ -122,7 +133,9 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
             "Leave the option out. Nothing was changed."
         )
 
-    plan = Plan(backbone, PatchReport.stock(backbone), scope=PackingScope() if family.needs_scope else None)
+    # a layer's forward that nobody has read may drop the keyword, and the mask with it
+    scope = PackingScope() if family.needs_scope or strange_layers else None
+    plan = Plan(backbone, PatchReport.stock(backbone), scope=scope)
     plan.watch.attention = attends_by
     _plan_backbone(plan, parts, options, family, skipped, notes)
     for wrapper in filter(learns_prompts, way_in(model)):
@@ -139,9 +152,9 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
         bind = functools.partial(_bind_alibi, backbone, family.alibi, plan.scope)
         plan.forwards.append(ForwardSwap(backbone, bind, "alibi", method=family.alibi))
     _plan_rotary(plan, backbone, notes)
-    plan.watch.classes.watch(swap.module for swap in plan.forwards)
+    plan.watch.classes.watch((swap.module for swap in plan.forwards), forwards=_computed_here(plan, family))
 
-    plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family)))
+    plan.mixing = Mixing(backbone, tuple(_mixing_modules(plan, family, strange_layers)))
     shapes = list(
         dict.fromkeys(attention_shape(backbone, m, specs.get(own_class(m, family) or "")) for m in attentions)
     )
@@ -173,13 +186,24 @@ PROJECTING = {"attention", "mlp", "layer"}
 """Kinds of swapped modules that read their projections' weights."""
 
 
-def _mixing_modules(plan: Plan, family: Family) -> list[tuple[nn.Module, Rung | MixerSpec]]:
+def _computed_here(plan: Plan, family: Family) -> list[nn.Module]:
+    """The modules of a class's own forward that would be bypassed, or is called with packed tokens, if another were put
+    there; what runs on rows, and a head, may have any."""
+    kinds = ("attention", "layer", "norm", "mlp", *(() if family.repadded else ("backbone",)))
+    return [*(swap.module for swap in plan.forwards if swap.kind in kinds), *plan.interface_modules]
+
+
+def _mixing_modules(
+    plan: Plan, family: Family, strange_layers: list[nn.Module]
+) -> list[tuple[nn.Module, Rung | MixerSpec]]:
     """The modules that mix tokens; the whole backbone where nobody knows which they are."""
     if family.repadded:
         return [(plan.backbone, "re-padded model")]
     found: dict[int, Rung | MixerSpec] = {id(swap.module): "fast" for swap in plan.forwards if swap.kind == "attention"}
     found |= {id(s.module): family.mixers[own_class(s.module, family) or ""] for s in plan.forwards if s.kind == MIXER}
+    inside = {id(module) for layer in strange_layers for module in layer.modules()}
     found |= {id(module): "varlen" for module in plan.interface_modules}
+    found |= {at: "varlen" for at, rung in found.items() if rung == "fast" and at in inside}
     return [(module, found[id(module)]) for module in plan.backbone.modules() if id(module) in found]
 
 

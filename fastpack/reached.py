@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from fastpack.classes import unwrapped
+from fastpack.classes import package_of, place_of, unwrapped
 
 _KNOWN = ("torch", "transformers", "accelerate", "builtins", "fastpack")
 """Packages whose code is named, and not looked into."""
@@ -23,25 +23,6 @@ _SPREADS = re.compile(
 )
 _ATTENTION = re.compile(r"scaled_dot|sdpa|attention|attn", re.IGNORECASE)
 _NAME = re.compile(r"[\w.:]+")
-
-
-def place_of(code: Any) -> str:
-    """The dotted name of a function or a class, or of an object's class, under the module in which it was written.
-
-    Of a function that is the module whose globals it reads, whatever its ``__module__`` says, beneath decorators of
-    torch and transformers.
-    """
-    while isinstance(code, functools.partial | MethodType):
-        code = code.func if isinstance(code, functools.partial) else code.__func__
-    code = unwrapped(code) if isinstance(code, FunctionType) else code
-    named = code if hasattr(code, "__qualname__") else type(code)
-    module = getattr(code, "__globals__", {}).get("__name__", getattr(named, "__module__", None))
-    return f"{module}.{named.__qualname__.rpartition('<locals>.')[2]}"
-
-
-def package_of(code: Any) -> str:
-    """The top-level package of :func:`place_of`."""
-    return place_of(code).partition(".")[0]
 
 
 def spreads_sequences(code: Any) -> bool:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastpack.adapters import count_opaque, count_projections, not_isolated
 from fastpack.changes import count_drop_ins, unfused
+from fastpack.classes import replaced_forward
 from fastpack.graphs import runner_of
 from fastpack.layers.drop_ins import count_unknown
 from fastpack.layers.loss import fused_loss_fails
@@ -52,6 +53,9 @@ def report(target: Any) -> PatchReport:
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)
+    replaced = None if head is None else replaced_forward(head)
+    if replaced is not None:
+        skipped += ((type(head).__name__, f"its class's forward is {replaced}: that runs, around a patched backbone"),)
     asked = state.options.loss is not None or fused is not None
     if asked and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state, target)

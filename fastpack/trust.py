@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from fastpack.classes import changes_of, mentions, stock_class
+from fastpack.classes import changes_of, mentions, replaced_forward, stock_class
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
 from fastpack.families.spec import AnyAttentionSpec, Family, Spec
@@ -23,10 +24,13 @@ def own_class(module: nn.Module, family: Family) -> str | None:
 def trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
     """What the classes compute that get fast forwards, those whose source is known."""
     trusted: dict[str, Spec] = {}
-    classes: set[Any] = {stock_class(m) for m in backbone.modules()}
-    for cls in sorted(classes, key=lambda cls: cls.__name__):
+    classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
+    for cls, replaced in sorted(classes.items(), key=lambda pair: pair[0].__name__):
         if cls.__module__ != family.module:
             _look_at_stranger(cls, family, skipped)
+            continue
+        if replaced is not None:
+            skipped.append((cls.__name__, f"its class's forward is {replaced} now, not transformers': that runs"))
             continue
         if cls.__name__ not in family.fast:
             continue
@@ -66,6 +70,40 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
                 "mixes tokens is not known, and its sequences would see each other. Give it a class of that module. "
                 "Nothing was changed."
             )
+
+
+def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
+    """Raise where somebody has put a forward on a class that mixes tokens by attention.
+
+    Raises:
+        PatchError: how it mixes them is not known, and nothing says that it would be told of the packing.
+    """
+    for module in backbone.modules():
+        replaced = replaced_forward(module) if own_class(module, family) in family.attention else None
+        if replaced is not None:
+            name = stock_class(module).__name__
+            raise PatchError(
+                f"the forward of {name} is {replaced} now, not transformers': how it mixes tokens is not known, and "
+                f"sequences might see each other. Put the class's own back ({name}.forward), or train this model "
+                "unpatched. Nothing was changed."
+            )
+
+
+def layers_replaced(backbone: nn.Module, family: Family) -> list[nn.Module]:
+    """Modules of the family around attention, the backbone apart, on whose class somebody has put a forward.
+
+    What reaches their attention is for that forward to say.
+    """
+    replaced = (module for module in backbone.modules() if replaced_forward(module) and module is not backbone)
+    return [m for m in replaced if any(own_class(inner, family) in family.attention for inner in m.modules())]
+
+
+def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
+    """The family; where somebody has put a forward on the backbone's class, of which it may make anything, its last
+    rung: the backbone runs on rows of equal length, as it would on each sequence alone."""
+    if replaced_forward(backbone) is None:
+        return family
+    return replace(family, attention=(), mixers={}, fast=(), repadded=True)
 
 
 def stock_attention(backbone: Any, family: Family) -> StockAttention:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from patch_checks import written_in
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.phimoe.modeling_phimoe import PhimoeAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
@@ -82,6 +83,6 @@ def test_a_window_in_the_mask_alone_outlives_its_form(
         """Upstream has changed."""
         return stock(self, hidden_states * 1.0, *args, **kwargs)
 
-    monkeypatch.setattr(cls, "forward", forward)
+    monkeypatch.setattr(cls, "forward", written_in(cls.__module__, forward))
     found = sweep(model_type, oracle_of(model_type, Setting()))
     assert (found.problem, found.rung) == (None, "re-padded mixer")

@@ -29,6 +29,7 @@ from trainer_cases import plain
 from transformers import AttentionInterface
 from transformers.integrations import flash_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 
@@ -120,6 +121,18 @@ def test_the_eager_function_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MINE in said_by(eager, **BATCH)
     sdpa(**BATCH)
     assert MINE in said_by(sdpa.set_attn_implementation("eager") or sdpa, **BATCH)
+
+
+@pytest.mark.parametrize("where", ["_local_mapping", "_global_mapping"])
+def test_masks_of_ones_own(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They say who sees whom, and nobody asks for them in a patched model."""
+    sdpa, eager = (fastpack.patch(tiny_model("llama", attn_implementation=name)) for name in ("sdpa", "eager"))
+    monkeypatch.setitem(getattr(ALL_MASK_ATTENTION_FUNCTIONS, where), "sdpa", mine)
+    for said in (said_by(sdpa, **BATCH), said_by(fastpack.patch, tiny_model("llama", attn_implementation="sdpa"))):
+        assert "the masks of attn_implementation='sdpa' are made by test_others_attention.mine" in said
+    eager(**BATCH)
+    monkeypatch.undo()
+    sdpa(**BATCH)
 
 
 def ring(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, compare, flat, make_sequences, padded, relative, run_alone
-from patch_checks import check_exact, fingerprint
+from patch_checks import check_exact, fingerprint, written_in
 from tiny import FAST, VOCAB, tiny_config, tiny_model
 from torch import nn
 from transformers import AttentionInterface, AutoModel, AutoModelForSequenceClassification
@@ -341,7 +341,7 @@ def test_an_unknown_upstream_source_drops_to_the_varlen_rung(monkeypatch: pytest
         """Upstream has changed."""
         return stock(self, hidden_states * 1.0, *args, **kwargs)
 
-    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    monkeypatch.setattr(LlamaAttention, "forward", written_in(LlamaAttention.__module__, forward))
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
     with pytest.raises(fastpack.PatchError, match="strict"):

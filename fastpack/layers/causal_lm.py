@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.adapters import refuse_rows_at_the_door
-from fastpack.classes import defined_in, mentions, stock_class
+from fastpack.classes import defined_in, is_upstreams, mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
 from fastpack.graphs import GraphRunner, runner_of
@@ -270,7 +270,8 @@ def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[st
         return False
     if packed.indices is None or arguments.get("shift_labels") is not None or keeps_some_logits(arguments):
         return False
-    own_head = stock_class(head).__module__.startswith("transformers.models.")
+    cls = stock_class(head)
+    own_head = cls.__module__.startswith("transformers.models.") and is_upstreams(cls.forward)
     takes_targets = not shifts_labels(head) or (hands_on(head) and has_stock_loss(head))
     return own_head and takes_targets and not _adds_noise(find_parts(head).backbone, packed)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.classes import stock_class
+from fastpack.classes import replaced_forward, stock_class
 from fastpack.hooks import carries_hooks
 from fastpack.layers.stock import FORWARDS, Forward, binds, call_stock
 
@@ -40,7 +40,7 @@ def gives_known_tables(module: nn.Module) -> bool:
 
     What was put over it, by a class, a forward or a hook, may give any.
     """
-    if stock_class(module).__module__.split(".")[0] != "transformers":
+    if stock_class(module).__module__.split(".")[0] != "transformers" or replaced_forward(module) is not None:
         return False
     return "_hf_hook" in module.__dict__ or not carries_hooks(module)
 

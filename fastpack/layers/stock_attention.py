@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fastpack.classes import names_in
+from fastpack.classes import names_in, package_of, place_of
 from fastpack.compiling import constant, known_once
 from fastpack.errors import PatchError
-from fastpack.reached import concerns_attention, package_of, place_of, spreads_sequences
+from fastpack.reached import concerns_attention, spreads_sequences
 
 STOCK_CONFIG = "_fastpack_stock_config"
 """What the private config of a module that attends through our interface holds: the one that it stands for."""
@@ -43,6 +43,12 @@ def attention_table(file: Any) -> Any:
     from transformers import modeling_utils
 
     return getattr(file, _TABLE, getattr(modeling_utils, _TABLE))
+
+
+def _mask_table() -> Any:
+    from transformers import masking_utils
+
+    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def eager_function(file: Any) -> Any:
@@ -106,7 +112,8 @@ class StockAttention:
             if stranger is None and not _is_own(used):
                 stranger = used
         if stranger is None:
-            return None
+            masks = _mask_table().get(name)
+            return None if _is_own(masks) else _say_masks(masks, name)
         others = tuple((other, table.get(other, eager)) for other in self.usable)
         return _say_function(stranger, name, others, name in table._local_mapping)
 
@@ -199,6 +206,15 @@ def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any]
         mend = "put transformers' own back in its place"
     return (
         f"{what}: fastpack's attention would compute something else. If it computes the same, {mend} first; if not, "
+        f"{_TRAIN_UNPATCHED}."
+    )
+
+
+@constant
+def _say_masks(function: Any, name: str | None) -> str:
+    return (
+        f"the masks of attn_implementation={name!r} are made by {place_of(function)}, which is not transformers' own, "
+        "and a patched model builds no masks. Take it out of transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, or "
         f"{_TRAIN_UNPATCHED}."
     )
 
