@@ -115,7 +115,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     attends_by = stock_attention(backbone, family)
     attends_by.check(" Nothing was changed.")
     family = with_known_backbone(backbone, family)
-    strange_layers = layers_replaced(backbone, family)
+    strange_layers = layers_replaced(backbone, family, skipped)
     specs = trusted_specs(backbone, family, skipped)
     family = _keeping_windows(family, specs)
     fast = family.rung == "fast" and all(name in specs for name in family.attention)

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.classes import changes_of, mentions, replaced_forward, stock_class
+from fastpack.classes import changes_of, mentions, place_of, replaced_forward, stock_class
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
 from fastpack.families.spec import AnyAttentionSpec, Family, Spec
+from fastpack.hooks import own_forward
 from fastpack.layers.rotary import gives_known_tables, is_rotary
 from fastpack.layers.stock_attention import StockAttention
 
@@ -73,13 +74,20 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
 
 
 def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
-    """Raise where somebody has put a forward on a class that mixes tokens by attention.
+    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class.
 
     Raises:
         PatchError: how it mixes them is not known, and nothing says that it would be told of the packing.
     """
     for module in backbone.modules():
-        replaced = replaced_forward(module) if own_class(module, family) in family.attention else None
+        if own_class(module, family) not in family.attention:
+            continue
+        own, replaced = _put_on(module), replaced_forward(module)
+        if own is not None:
+            raise PatchError(
+                f"the forward of a {stock_class(module).__name__} was already replaced ({own!r}); undo that first: its "
+                "attention would not be packed. Nothing was changed."
+            )
         if replaced is not None:
             name = stock_class(module).__name__
             raise PatchError(
@@ -89,13 +97,27 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
             )
 
 
-def layers_replaced(backbone: nn.Module, family: Family) -> list[nn.Module]:
-    """Modules of the family around attention, the backbone apart, on whose class somebody has put a forward.
+def _put_on(module: nn.Module) -> Any:
+    """The forward that somebody has put on an instance; None for none, and for accelerate's hooks."""
+    return None if hasattr(module, "_hf_hook") else own_forward(module)
+
+
+def layers_replaced(backbone: nn.Module, family: Family, skipped: list[tuple[str, str]]) -> list[nn.Module]:
+    """Modules around attention, the backbone apart, with a forward that somebody put on them or on their class.
 
     What reaches their attention is for that forward to say.
     """
-    replaced = (module for module in backbone.modules() if replaced_forward(module) and module is not backbone)
-    return [m for m in replaced if any(own_class(inner, family) in family.attention for inner in m.modules())]
+    attentions = {id(module) for module in backbone.modules() if own_class(module, family) in family.attention}
+    found = []
+    for module in backbone.modules():
+        if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
+            continue
+        own = _put_on(module)
+        if own is not None:
+            skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
+        if own is not None or replaced_forward(module) is not None:
+            found.append(module)
+    return found
 
 
 def with_known_backbone(backbone: nn.Module, family: Family) -> Family:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -105,6 +106,29 @@ def test_it_runs_and_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     check_exact(model, alone)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         check_exact(copied, alone)
+
+
+def test_on_instances() -> None:
+    model: Any = tiny_model("llama", attn_implementation="sdpa").train()
+    for each in model.model.layers:
+        each.forward = types.MethodType(layer, each)
+    alone = run_alone(model, make_sequences(VOCAB))
+    fastpack.patch(model)
+    report = fastpack.report(model)
+    assert report.rung == "varlen"
+    assert report.skipped[0] == ("LlamaDecoderLayer", f"its forward is {HERE}layer, somebody's own: that runs")
+    check_exact(model, alone)
+
+
+@pytest.mark.parametrize("family", ["llama", "stablelm"])
+def test_attention_on_an_instance_is_refused(family: str) -> None:
+    model: Any = build_tiny(family)
+    module = model.model.layers[1].self_attn
+    module.forward = types.MethodType(attention, module)
+    with pytest.raises(PatchError, match=f"the forward of a {type(module).__name__} was already replaced"):
+        fastpack.patch(model)
+    del module.forward
+    fastpack.patch(model)
 
 
 def test_nothing_is_named_where_nothing_was_replaced() -> None:

@@ -214,8 +214,8 @@ def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any]
 def _say_masks(function: Any, name: str | None) -> str:
     return (
         f"the masks of attn_implementation={name!r} are made by {place_of(function)}, which is not transformers' own, "
-        "and a patched model builds no masks. Take it out of transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, or "
-        f"{_TRAIN_UNPATCHED}."
+        "and a patched model builds no masks. Take it out of transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "
+        f"or {_TRAIN_UNPATCHED}."
     )
 
 
