@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fastpack.classes import names_in, package_of, place_of
 from fastpack.compiling import constant, known_once
 from fastpack.errors import PatchError
-from fastpack.reached import concerns_attention, spreads_sequences
 
 STOCK_CONFIG = "_fastpack_stock_config"
 """What the private config of a module that attends through our interface holds: the one that it stands for."""
@@ -164,37 +163,29 @@ def _helpers(function: Any) -> tuple[str, ...]:
 
 @constant
 def _say_sdpa(function: Any) -> str:
-    what = f"torch.nn.functional.scaled_dot_product_attention is {place_of(function)} now, not torch's"
-    if spreads_sequences(function):
-        return _say_spread(what)
     return (
-        f"{what}, and a patched model would not attend by it. Put torch's back "
-        "(torch.nn.functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention), or "
+        f"torch.nn.functional.scaled_dot_product_attention is {place_of(function)} now, not torch's, and a patched "
+        f"model would not attend by it. {_IF_SPREAD} If it computes the same, put torch's back "
+        "(torch.nn.functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention); if not, "
         f"{_TRAIN_UNPATCHED}."
     )
 
 
 @constant
 def _say_mode(mode: Any) -> str | None:
-    """Why a model can't run under a mode; None for one that leaves attention alone."""
+    """Why a model can't run under a mode; None for one of torch's that leaves attention alone, and for ours."""
     handlers = (getattr(type(mode), name, None) for name in ("__torch_function__", "__torch_dispatch__"))
     written = [place_of(handler) for handler in handlers if handler is not None]
-    of_torch = all(place.startswith("torch.") for place in written)
-    if of_torch and not any(place.startswith("torch.distributed.tensor.experimental") for place in written):
+    if all(place.split(".")[0] in _OWN and not place.startswith(_SPREADS) for place in written):
         return None  # of devices, of checkpointing, that count operations, ...
-    if not of_torch and not concerns_attention(mode):
-        return None
-    what = f"the mode {place_of(type(mode))} is active, and concerns attention"
-    if spreads_sequences(mode) or of_torch:
-        return _say_spread(what)
-    return f"{what}, which a patched model computes past it. Leave it while the model runs, or {_TRAIN_UNPATCHED}."
+    return (
+        f"the mode {place_of(type(mode))} is active, and may reroute attention, which a patched model computes past "
+        f"it. {_IF_SPREAD} Leave the mode while the model runs, or {_TRAIN_UNPATCHED}."
+    )
 
 
 @constant
 def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any], ...], assigned: bool) -> str:
-    what = f"the model attends by {place_of(function)} (attn_implementation={name!r}), which is not transformers' own"
-    if spreads_sequences(function):
-        return _say_spread(what)
     own = [other for other, its in others if other != name and _is_own(its)]
     if own:
         mend = f"call model.set_attn_implementation({own[0]!r})"
@@ -205,8 +196,9 @@ def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any]
     else:
         mend = "put transformers' own back in its place"
     return (
-        f"{what}: fastpack's attention would compute something else. If it computes the same, {mend} first; if not, "
-        f"{_TRAIN_UNPATCHED}."
+        f"the model attends by {place_of(function)} (attn_implementation={name!r}), which is not transformers' own: "
+        f"fastpack's attention would compute something else. {_IF_SPREAD} If it computes the same, {mend} first; if "
+        f"not, {_TRAIN_UNPATCHED}."
     )
 
 
@@ -219,9 +211,9 @@ def _say_masks(function: Any, name: str | None) -> str:
     )
 
 
-def _say_spread(what: str) -> str:
-    return (
-        f"{what}: it is context or sequence parallelism (Ulysses, ring attention), or exchanges tensors among "
-        "processes as these do, and a patched model would attend to this process's tokens alone. Leave it out, or "
-        f"{_TRAIN_UNPATCHED}."
-    )
+_IF_SPREAD = (
+    "Where it is context or sequence parallelism (Ulysses, ring attention), each process would attend to its own part "
+    "of a sequence alone."
+)
+_SPREADS = "torch.distributed.tensor.experimental"
+"""Where torch keeps its own context parallelism."""
