@@ -116,6 +116,8 @@ class PackedSeqLens:
         filler_start: 0-d int32 on the batch's device, where they begin, for who may read no number that changes; None
             where nothing was rounded up.
         starts_rows: True where the host knows that every sequence begins in column 0 of its row.
+        is_unwindowed: True where a 4-D mask lets each token see all of its sequence before it, whatever the model's
+            window.
         prefixes: what the sequences have in common at their beginnings, where whoever read the batch found it.
         row_count: how many tokens are real, on the device, where only it knows: in a recording, whose lengths are those
             of whatever batch is replayed. The others are zeros at first, and products may leave them out.
@@ -136,6 +138,7 @@ class PackedSeqLens:
     filler: int = 0
     filler_start: Tensor | None = None
     starts_rows: bool = False
+    is_unwindowed: bool = False
     prefixes: Prefixes | None = None
     shared: SharedTokens | None = None
     row_count: RowCount | None = None
@@ -307,6 +310,14 @@ class PackedSeqLens:
             return None
         slots = torch.arange(self.batch_shape[1], device=self.filler_start.device)
         return (slots < self.filler_start).long()[None]
+
+    def padding_mask(self) -> Tensor | None:
+        """int64 ``[B, S]``, 1 for real tokens and 0 for padding; None where every slot holds a real token."""
+        if self.batch_shape is None or self.indices is None:
+            return None
+        real = 0 if self.is_empty else 1
+        slots = self.indices.new_zeros(self.batch_shape[0] * self.batch_shape[1])
+        return slots.index_fill(0, self.indices[: self.real_tokens], real).view(self.batch_shape)
 
     def unpad(self, x_BS: Tensor) -> Tensor:
         """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order, then the tail."""

@@ -1,9 +1,9 @@
 """Reading where sequences begin and end from whatever a batch carries.
 
 This is the one place that knows how other libraries spell packing: ``cu_seq_lens_q``, ``max_length_q``, ``seq_idx``,
-restarting ``position_ids``, integer segment masks. It costs at most one synchronisation with the host a batch, and
-nothing contradictory passes. Lengths that a collator read from a batch are believed: what changes the batch behind it
-has to leave sequences where they are, or drop them.
+restarting ``position_ids``, integer segment masks, 4-D masks of blocks. It costs at most one synchronisation with the
+host a batch, and nothing contradictory passes. Lengths that a collator read from a batch are believed: what changes
+the batch behind it has to leave sequences where they are, or drop them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.block_masks import check_blocks, read_blocks
 from fastpack.errors import PackingError
 from fastpack.packing import PackedSeqLens, build_lengths, check_lengths, check_vector
 from fastpack.prefixes import find_prefixes
@@ -44,8 +45,9 @@ def pack_inputs(
     Args:
         shape: ``(B, S)`` of ``input_ids`` or ``inputs_embeds``.
         device: where the batch is.
-        attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; or ``[B, S]`` of segment numbers, 0 for
-            padding (1, 1, 2, 2, 0).
+        attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; ``[B, S]`` of segment numbers, 0 for
+            padding (1, 1, 2, 2, 0); or ``[B, 1, S, S]``, bool or additive, of one causal block a sequence
+            (:mod:`fastpack.block_masks`), which is read where it is.
         position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``; a value that does not grow begins a new sequence.
             Values under padding are ignored.
         packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
@@ -81,10 +83,13 @@ def pack_inputs(
     host = _to_host(shape, attention_mask, position_ids, given, ids)
     # index of every real token in the flattened batch, and the sequence number its mask gives it
     mask = host.get("attention_mask")
+    blocks = mask is not None and attention_mask.ndim == 4
     if mask is None:
         index = torch.arange(slots)
         segment = torch.zeros(slots, dtype=torch.long)
     else:
+        if blocks:
+            check_blocks(mask, columns)
         if bool((mask < 0).any()):
             raise PackingError(
                 "attention_mask holds negative, fractional or infinite values, or NaN: an additive mask does not say "
@@ -93,7 +98,7 @@ def pack_inputs(
         index = mask.nonzero()[:, 0]
         segment = mask[index]
     if index.numel() == 0:
-        if attention_mask.is_floating_point():
+        if attention_mask.is_floating_point() and not blocks:
             raise PackingError(
                 "attention_mask is of a floating-point dtype and holds zeros only: padding everywhere, or an additive "
                 "mask that hides nothing? Pass it as integers or bools, 1 for a real token."
@@ -116,7 +121,8 @@ def pack_inputs(
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 
     # who says outright where sequences begin: offsets, lengths, or a mask that numbers them
-    author = "attention_mask (its segments)" if bool((new_segment & ~new_row).any()) else None
+    numbered = blocks or bool((new_segment & ~new_row).any())
+    author = "attention_mask (its segments)" if numbered else None
     explicit = _explicit_boundary(given, host, index, row=row, found=boundary, slots=slots)
     if explicit is not None:
         if author is not None and not torch.equal(explicit[1], boundary):
@@ -153,7 +159,8 @@ def pack_inputs(
         batch_shape=shape,
     )
     prefixes = None if ids is None else find_prefixes(lengths, host["input_ids"][index], real_positions)
-    return replace(packed, prefixes=prefixes, starts_rows=not bool((index[starts] % columns).any()))
+    starts_rows = not bool((index[starts] % columns).any())
+    return replace(packed, prefixes=prefixes, starts_rows=starts_rows, is_unwindowed=blocks)
 
 
 def numbers_segments(mask_BS: Tensor) -> bool:
@@ -188,12 +195,15 @@ def _to_host(
                 f"attention_mask is a {type(attention_mask).__name__}; a patched model takes None or a [B, S] tensor "
                 "of 0 and 1 (or segment numbers), and builds what the backend needs itself."
             )
-        if tuple(attention_mask.shape) != shape:
+        if attention_mask.ndim == 4:
+            parts["attention_mask"] = read_blocks(attention_mask, shape)
+        elif tuple(attention_mask.shape) == shape:
+            parts["attention_mask"] = _whole(attention_mask)
+        else:
             raise PackingError(
                 f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
-                "takes a [B, S] mask (4-D masks do not say where sequences end)."
+                "takes [B, S], or causal blocks of sequences as [B, 1, S, S]."
             )
-        parts["attention_mask"] = _whole(attention_mask)
     if position_ids is not None:
         if position_ids.ndim > 2:
             raise PackingError(

@@ -64,7 +64,7 @@ from fastpack.trust import (
     with_known_backbone,
 )
 from fastpack.watch import Watch
-from fastpack.windows import LayerOrder, misplaced
+from fastpack.windows import LayerOrder, misplaced, narrowest_window
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,7 +144,9 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     wanted = (*family.attention, *family.mixers)
     if not any(own_class(m, family) in wanted for m in backbone.modules()) and not family.repadded:
         raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
-    _refuse_misplaced(backbone, specs, family)
+    forms = _forms(backbone, specs, family)
+    _refuse_misplaced(backbone, forms)
+    plan.watch.window = narrowest_window(backbone, forms)
     for module in backbone.modules():
         _plan_module(plan, module, specs, family, options, skipped)
     plan.interface_modules = [m for m in attentions if own_class(m, family) not in specs]
@@ -333,14 +335,19 @@ def _plan_module(
         )
 
 
-def _refuse_misplaced(backbone: nn.Module, specs: dict[str, Spec], family: Family) -> None:
-    """Raise where layers' windows are not those by which the stock model masks."""
+def _forms(backbone: nn.Module, specs: dict[str, Spec], family: Family) -> dict[int, Any]:
+    """The form of each module that mixes tokens, by the module's ``id``."""
     forms: dict[int, Any] = {}
     for module in backbone.modules():
         own = own_class(module, family) or ""
         if own in family.mixers or own in family.attention:
             spec = family.mixers.get(own, specs.get(own))
             forms[id(module)] = _with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec
+    return forms
+
+
+def _refuse_misplaced(backbone: nn.Module, forms: dict[int, Any]) -> None:
+    """Raise where layers' windows are not those by which the stock model masks."""
     found = list(misplaced(backbone, forms))
     if found:
         more = f" (and {len(found) - 1} more)" if found[1:] else ""

@@ -22,12 +22,14 @@ class Watch:
         order: the layers in their places; None where the stock model masks by no place.
         configs: private ones of modules that attend through our interface.
         attention: what the stock model attends by.
+        window: how many tokens a query sees at most in the layer with the narrowest window or chunk; None for none.
     """
 
     classes: Classes = field(default_factory=Classes)
     order: LayerOrder | None = None
     configs: list[Any] = field(default_factory=list)
     attention: StockAttention = field(default_factory=StockAttention)
+    window: int | None = None
 
     def follow(self) -> None:
         """Take over what was changed in the config, on the stock path too."""

@@ -24,7 +24,7 @@ from fastpack.layers.stock import bound_with
 Form = Any
 """What is known of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or nothing (None)."""
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _RECURRENT = ("linear_attention", "conv")
 """The types of layers whose mask says what is padding, and hides no later tokens."""
 
@@ -36,6 +36,37 @@ def window_of(module: Any, form: Form) -> int | None:
         return None
     window = attrgetter(spec.window)(module) if hasattr(module, spec.window.split(".")[0]) else None
     return window if isinstance(window, int) else None
+
+
+def masked_size(module: Any, spec: MixerSpec, name: str | None, kind: str) -> int | None:
+    """The size of a mixer's window or chunk that its mask alone holds, in layers that have one.
+
+    Args:
+        name: of the attribute that holds it, or None; ``spec.window`` or ``spec.chunk``.
+        kind: what ``layer_types`` calls such layers.
+    """
+    if name is None:
+        return None
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    size: int | None = attrgetter(name)(module)
+    return size if kinds is None or spec.in_every_layer or kinds[module.layer_idx] == kind else None
+
+
+def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
+    """How many tokens a query sees at most in the layer with the narrowest window or chunk; None where all see all.
+
+    Args:
+        forms: the form of each module that mixes tokens, by the module's ``id``; empty where nobody knows which do.
+    """
+    sizes = [] if forms else [getattr(backbone.config.get_text_config(decoder=True), "sliding_window", None)]
+    for module in backbone.modules():
+        form = forms.get(id(module))
+        if isinstance(form, MixerSpec):
+            sizes += [masked_size(module, form, form.window, SLIDING), masked_size(module, form, form.chunk, CHUNKED)]
+        elif id(module) in forms:
+            sizes.append(window_of(module, form))
+    return min((size for size in sizes if size is not None), default=None)
 
 
 @dataclass(frozen=True)

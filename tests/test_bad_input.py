@@ -164,7 +164,7 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "cu_seq_lens that end too early": ({"cu_seq_lens_q": torch.tensor([0, 7, 70])}, "ends at 70.*79"),
     "a mask with holes": ({"attention_mask": torch.tensor([[1] * 40 + [0] + [1] * 38])}, "hole"),
-    "a 4-D mask": ({"attention_mask": torch.ones(1, 1, 79, 79)}, "shape"),
+    "a 4-D mask of integers": ({"attention_mask": torch.ones(1, 1, 79, 79).long()}, "shape"),
     "a dict of masks": ({"attention_mask": {"full_attention": None}}, "dict"),
     "a packed batch with a cache": ({"packed_seq_lens": LENGTHS, "use_cache": True}, "use_cache"),
     "restarting positions with a cache": ({"position_ids": positions(SEQUENCES), "use_cache": True}, "restart"),

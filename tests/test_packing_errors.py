@@ -190,7 +190,7 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
     "an integer mask with a negative": (FIVE, {"mask": T([[1, 1, -1, 1, 1]])}, ("attention_mask", "negative")),
     "a fractional mask": (FIVE, {"mask": T([[1, 1, 0.5, 1, 1]])}, ("attention_mask", "fractional")),
     "a mask with NaN": (FIVE, {"mask": T([[1, 1, float("nan"), 1, 1]])}, ("attention_mask", "fractional")),
-    "a 4-D mask": (FIVE, {"mask": torch.ones(1, 1, 5, 5).tril().bool()}, ("(1, 1, 5, 5)", "(1, 5)", "4-D")),
+    "a 4-D mask of integers": (FIVE, {"mask": torch.ones(1, 1, 5, 5).long()}, ("(1, 1, 5, 5)", "int64", "(1, 5)")),
     "a 3-D mask": (FIVE, {"mask": torch.ones(1, 5, 5)}, ("(1, 5, 5)", "(1, 5)", "[B, S]")),
     "a 1-D mask": (FIVE, {"mask": torch.ones(5)}, ("(5,)", "(1, 5)")),
     "a mask of another width": ((2, 3), {"mask": torch.ones(2, 4)}, ("(2, 4)", "(2, 3)")),

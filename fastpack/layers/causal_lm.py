@@ -53,6 +53,7 @@ from fastpack.layers.refusals import (
     refuse_positions,
     refuse_replica,
     refuse_uncovered,
+    refuse_windows,
     takes_stock_path,
 )
 from fastpack.layers.repadded import repadded_forward
@@ -127,6 +128,7 @@ def backbone_forward(
         watch.check(backbone)
     packed = _pack(arguments, packing, prefixes=sharing is not None)
     refuse_positions(backbone, family, arguments, packed)
+    refuse_windows(watch.window, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
     shared = run.shared
     ids, embeddings = _embedded(backbone, arguments, packed)
@@ -371,6 +373,8 @@ def _balances(head: Any) -> bool:
 def _balanced_by(mask_BS: Tensor | None, packed: PackedSeqLens) -> Tensor | None:
     """A mask by which tokens weigh the same, whatever their segment's number, and filler nothing."""
     real_1S = packed.without_filler()
+    if mask_BS is not None and mask_BS.ndim == 4:
+        mask_BS = packed.padding_mask()
     if mask_BS is None:
         return real_1S
     mask = (mask_BS > 0).to(mask_BS.dtype)

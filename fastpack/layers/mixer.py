@@ -9,7 +9,6 @@ Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, binds, call_stock, is_stand_in
 from fastpack.packing import PackedSeqLens
 from fastpack.sharding import exchange_inside
+from fastpack.windows import CHUNKED, SLIDING, masked_size
 
 
 def mixer_forward(
@@ -176,19 +176,10 @@ class _Mask:
         at = torch.arange(self.rows.length, device=device)
         distance = at[:, None] - at
         seen = distance >= 0
-        window = self._size(self.spec.window, "sliding_attention")
+        window = masked_size(self.module, self.spec, self.spec.window, SLIDING)
         if window is not None:
             seen &= distance < window
-        chunk = self._size(self.spec.chunk, "chunked_attention")
+        chunk = masked_size(self.module, self.spec, self.spec.chunk, CHUNKED)
         if chunk is not None:
             seen &= at[:, None] // chunk == at // chunk
         return seen
-
-    def _size(self, name: str | None, kind: str) -> int | None:
-        """Of a window or a chunk, in layers that have one."""
-        if name is None:
-            return None
-        config = self.module.config
-        kinds = getattr(config, "layer_types", None)
-        size: int | None = attrgetter(name)(self.module)
-        return size if kinds is None or self.spec.in_every_layer or kinds[self.module.layer_idx] == kind else None

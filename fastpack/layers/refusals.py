@@ -214,6 +214,20 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
         )
 
 
+def refuse_windows(window: int | None, packed: PackedSeqLens) -> None:
+    """Raise where a 4-D mask lets tokens see more of their sequence than this model's narrowest window or chunk.
+
+    Raises:
+        PackingError: stock would follow the mask, and leave its window out.
+    """
+    if window is not None and packed.is_unwindowed and packed.max_seqlen > window:
+        raise PackingError(
+            f"attention_mask (4-D) lets tokens see all of a sequence of {packed.max_seqlen} before them, and this "
+            f"model has layers that see {window} tokens. Pass the [B, S] mask of segment numbers (1, 1, 2, 2, 0), "
+            "which leaves that to the model, or shorter sequences."
+        )
+
+
 def refuse_pooled_padding(head: Any, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
     """Raise where a sequence classifier would pool a slot of padding, which holds zeros; it waits for the device.
 
@@ -223,10 +237,8 @@ def refuse_pooled_padding(head: Any, arguments: Mapping[str, Any], packed: Packe
     Raises:
         PackingError: that slot is padding, of which stock makes what the model says of padding.
     """
-    mask = arguments.get("attention_mask")
-    if packed.indices is None or torch.compiler.is_compiling() or not mentions(head, "pad_token_id"):
-        return
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    mask = packed.padding_mask()
+    if mask is None or torch.compiler.is_compiling() or not mentions(head, "pad_token_id"):
         return
     ids, pad = arguments.get("input_ids"), head.config.get_text_config().pad_token_id
     real = mask > 0

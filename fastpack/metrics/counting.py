@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.block_masks import may_be_blocks, read_blocks
 from fastpack.flops import Span
 from fastpack.layers.labels import targets_of
 from fastpack.packing import IGNORE_INDEX, PackedSeqLens, sent
@@ -54,7 +55,7 @@ def count_slots(batch: Mapping[str, Any]) -> tuple[Count, int]:
     packed = batch.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
         return sum(_real_lengths(packed, batch)), rows * columns
-    real_BS = _real(batch)
+    real_BS = _real(_with_numbers(batch))
     return rows * columns if real_BS is None else real_BS.sum(), rows * columns
 
 
@@ -74,6 +75,7 @@ def count_batch(batch: Mapping[str, Any], spans: Sequence[Span] = ()) -> BatchCo
     packed = batch.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
         return _of_packed(packed, batch, spans)
+    batch = _with_numbers(batch)
     real_BS, starts_BS = _real(batch), _starts(batch)
     # of each real token, how many there are of its sequence up to it; of padding 0
     at_S = torch.arange(columns, device=starts_BS.device)
@@ -124,6 +126,16 @@ def resident_bytes() -> int | None:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _with_numbers(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The batch, with segment numbers in the place of a 4-D mask of one causal block a sequence."""
+    mask, shape = batch.get("attention_mask"), batch_shape(batch)
+    if not may_be_blocks(mask, shape):
+        return batch
+    numbers = read_blocks(batch["attention_mask"], shape)
+    # of another 4-D mask nothing is known: each row is one sequence then
+    return {**batch, "attention_mask": torch.where((numbers < 0).any(), 1, numbers)}
 
 
 def _real(batch: Mapping[str, Any]) -> Tensor | None:

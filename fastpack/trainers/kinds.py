@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.block_masks import real_slots
 from fastpack.layers.labels import hands_on, shifts_labels
 from fastpack.packing import PackedSeqLens, check_lengths
 from fastpack.targets import find_parts
@@ -83,7 +84,7 @@ def labels(inputs: Inputs) -> Tensor:
 def labels_of_tokens(inputs: Inputs) -> Tensor:
     """Labels in the places of real tokens, but for those that are ignored. 0-d int64."""
     counted = inputs["labels"].ne(-100)
-    return (counted & inputs["attention_mask"].ne(0) if "attention_mask" in inputs else counted).sum()
+    return (counted & _real(inputs) if "attention_mask" in inputs else counted).sum()
 
 
 def chosen_tokens(inputs: Inputs) -> Tensor:
@@ -233,11 +234,16 @@ def lengths(inputs: Inputs, kind: Kind) -> list[int]:
     return found
 
 
+def _real(inputs: Inputs) -> Tensor:
+    """Bool ``[B, S]``: which slots hold real tokens, by the mask."""
+    mask: Tensor = inputs["attention_mask"]
+    return real_slots(mask, (rows(inputs), mask.shape[-1]))
+
+
 def _row_tokens(inputs: Inputs) -> Tensor:
     """Real tokens of each row, int64 ``[B]``."""
     if "attention_mask" in inputs:
-        mask: Tensor = inputs["attention_mask"]
-        return mask.ne(0).sum(-1)
+        return _real(inputs).sum(-1)
     if "prompt_mask" in inputs:
         prompts: Tensor = inputs["prompt_mask"].sum(-1)
         return prompts + inputs["completion_mask"].sum(-1)
