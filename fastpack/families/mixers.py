@@ -12,8 +12,8 @@ from fastpack.families.spec import Family, MixerSpec, names
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
-_POSITIONS = MixerSpec(left_out=("position_ids",))
-"""An embedding that counts positions itself, from 0 or from the padding id on."""
+_POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
+"""An embedding that counts positions itself, from the padding id on."""
 
 # those that kernels run on packed tokens, with the forwards of transformers 5.17 and 5.23, 5.24
 _CONV = MixerSpec(scan="conv", proved=("ebd1bbf414fa", "33e615ce2156"))

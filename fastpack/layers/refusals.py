@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from fastpack.adapters import method_of
 from fastpack.classes import mentions
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
-from fastpack.families.spec import Family
+from fastpack.families.spec import Family, MixerSpec
 from fastpack.layers.arguments import shape_of
 from fastpack.layers.rotary import is_served
+from fastpack.layers.stock import bound_with
 from fastpack.packing import PackedSeqLens
 from fastpack.packing_inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 
@@ -186,8 +187,9 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     Where it is asked, it waits for the device.
 
     Raises:
-        PackingError: any but each sequence's 0, 1, 2, ... where they are counted anew; or a sequence that goes on above
-            the one before it, where frequencies depend on each sequence's length, which is read where positions fall.
+        PackingError: any but each sequence's 0, 1, 2, ..., or those that the family makes itself, where they are
+            counted anew; or a sequence that goes on above the one before it, where frequencies depend on each
+            sequence's length, which is read where positions fall.
     """
     if arguments.get("position_ids") is None or packed.is_empty or torch.compiler.is_compiling():
         return
@@ -200,9 +202,19 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     if recounted:
         begun = torch.zeros_like(positions).index_fill(0, starts, 1).cumsum(0) - 1
         counted = torch.arange(len(positions), device=positions.device) - starts[begun]
-        if bool((positions != counted).any()):
+        padding_id = _padding_id(backbone)
+        wrong, allowed = (positions != counted).any(), "0, 1, 2, ..."
+        if padding_id is not None:
+            own = counted + (padding_id + 1)
+            if arguments.get("input_ids") is not None:
+                real = packed.unpad(arguments["input_ids"])[0] != padding_id
+                before = real.cumsum(0) - real.long()
+                own = torch.where(real, before + 1 - before[starts][begun], 0) + padding_id
+            wrong &= (positions != own).any()
+            allowed += f" (or {padding_id + 1}, {padding_id + 2}, ..., past ids of padding)"
+        if bool(wrong):
             raise PackingError(
-                f"position_ids that do not count 0, 1, 2, ... in each sequence came to {type(backbone).__name__}, "
+                f"position_ids that do not count {allowed} in each sequence came to {type(backbone).__name__}, "
                 f"whose family ({family.model_type}) counts anew by itself. Leave them out, and pass packed_seq_lens "
                 "or a mask; or train this model unpatched (fastpack.unpatch(model))."
             )
@@ -212,6 +224,16 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
             "depend on each sequence's length, which is read from where positions fall. Let each begin at 0, or leave "
             "position_ids out."
         )
+
+
+def _padding_id(backbone: nn.Module) -> int | None:
+    """The id from which a module of a patched backbone counts positions; None where none does so."""
+    for module in backbone.modules():
+        spec = bound_with(module, MixerSpec)
+        if spec is not None and spec.counts_from is not None:
+            found: int = getattr(module, spec.counts_from)
+            return found
+    return None
 
 
 def refuse_windows(window: int | None, packed: PackedSeqLens) -> None:
