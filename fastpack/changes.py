@@ -238,6 +238,8 @@ def scopes_of(module: nn.Module) -> tuple[PackingScope | None, PackingScope | No
 def take_off_head(head: nn.Module) -> None:
     """Take off what is ours on a head whose backbone, and with it all that was known of the patch, was replaced."""
     _take_off_forwards(head)
+    if _is_ours(head.__dict__.get("generate")):
+        _take_off(head, "generate")
     for key in [key for key, hook in head._forward_pre_hooks.items() if _is_ours(hook)]:
         del head._forward_pre_hooks[key]
         head._forward_pre_hooks_with_kwargs.pop(key, None)

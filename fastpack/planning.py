@@ -40,6 +40,7 @@ from fastpack.layers.causal_lm import (
 )
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.drop_ins import spec_of, stands_for
+from fastpack.layers.generation import generate
 from fastpack.layers.loss import FusedLoss, fused_loss_rejects
 from fastpack.layers.mixer import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
@@ -163,7 +164,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     backend = ", ".join(dict.fromkeys(serving_backend(shape, attention, notes) for shape in shapes))
     if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         notes.append("reentrant checkpointing loses gradients of the keys and values that layers share, stock too")
-    swapped = Counter(swap.kind for swap in plan.forwards if swap.kind != MIXER)
+    swapped = Counter(swap.kind for swap in plan.forwards if swap.kind not in (MIXER, GENERATE))
     swapped.update(plan.mixing.kinds())
     if plan.interface_modules:
         swapped["attention (interface)"] = len(plan.interface_modules)
@@ -183,7 +184,7 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     return plan
 
 
-MIXER = "mixer"
+MIXER, GENERATE = "mixer", "generate"
 PROJECTING = {"attention", "mlp", "layer"}
 """Kinds of swapped modules that read their projections' weights."""
 
@@ -246,6 +247,8 @@ def _plan_backbone(
     bind = functools.partial(_bind, head_forward, head, (kind, loss, plan.scope, sharing is not None))
     plan.forwards.append(ForwardSwap(head, bind, "head"))
     plan.pre_hooks.append((head, functools.partial(head_pre_hook, kind, plan.scope, sharing is not None)))
+    if hasattr(type(head), GENERATE):
+        plan.forwards.append(ForwardSwap(head, functools.partial(_bind_generate, head), GENERATE, method=GENERATE))
 
 
 def _head_loss(
@@ -396,6 +399,12 @@ def _bind(function: Callable[..., Any], module: nn.Module, settings: tuple[Any, 
 
 def _bind_plain(function: Callable[..., Any], module: nn.Module, spec: Spec, options: PatchOptions, stock: Any) -> Any:
     return functools.partial(function, module, spec, options)
+
+
+def _bind_generate(head: Any, stock: Any) -> Any:
+    bound = functools.partial(generate, head, stock)
+    bound.__wrapped__ = type(head).generate  # type: ignore[attr-defined]  # for inspect.signature
+    return bound
 
 
 def _bind_alibi(backbone: nn.Module, name: str, scope: PackingScope, stock: Any) -> Any:
