@@ -29,12 +29,21 @@ def models_of(target: Any) -> list[nn.Module]:
 
     Raises:
         TypeError: neither a module nor a trainer.
+        PatchError: a trainer that holds no model yet, as in the ``__init__`` of a callback that is handed it.
     """
     if isinstance(target, nn.Module):
         return [target]
     if isinstance(getattr(target, "model", None), nn.Module) and hasattr(target, "train"):
         reference = getattr(target, "ref_model", None)
         return [target.model, *([reference] if isinstance(reference, nn.Module) else [])]
+    trains = not isinstance(target, type) and callable(getattr(target, "train", None))
+    if trains and getattr(target, "model", None) is None:
+        raise PatchError(
+            f"this {type(target).__name__} holds no model yet: its own __init__ is not done, as where a callback is "
+            "handed the trainer in its __init__. Patch in the callback's on_init_end, which is passed the model (def "
+            "on_init_end(self, args, state, control, model=None, **kwargs): fastpack.patch(model)), or patch the "
+            "trainer once it is built, before trainer.train()."
+        )
     raise TypeError(
         f"fastpack takes a model (torch.nn.Module) or a trainer that holds one, not {type(target).__name__}."
     )
