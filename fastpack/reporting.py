@@ -22,6 +22,7 @@ from fastpack.patching import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, 
 from fastpack.planning import PROJECTING
 from fastpack.report import PatchReport
 from fastpack.targets import find_parts, models_of, way_in
+from fastpack.trainers.padded_metrics import note_on_padding
 
 
 def report(target: Any) -> PatchReport:
@@ -50,6 +51,8 @@ def report(target: Any) -> PatchReport:
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
+    if not isinstance(target, nn.Module) and (padding := note_on_padding(target)) is not None:
+        notes += (padding,)
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)

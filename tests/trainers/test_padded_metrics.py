@@ -1,0 +1,84 @@
+"""Metrics that average logits over padding (CPO's, SimPO's, ORPO's): said in the report, and all else is stock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from preferences import logged, pairs, settings, word_tokenizer
+from test_preference_trainers import dpo
+from tiny import tiny_model
+from trainer_cases import kto, sft
+from transformers import TrainerCallback
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.tpo import TPOTrainer
+
+import fastpack
+from fastpack.trainers.padded_metrics import note_on_padding
+
+LOGITS = ("logits/chosen", "logits/rejected")
+TIMES = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def build(name: str, folder: Path) -> Any:
+    made: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "CPO": (CPOTrainer, CPOConfig, {}),
+        "SimPO": (CPOTrainer, CPOConfig, {"loss_type": "simpo", "cpo_alpha": 0.0}),
+        "ORPO": (ORPOTrainer, ORPOConfig, {}),
+    }
+    trainer, config, further = made[name]
+    return trainer(
+        tiny_model("llama", attn_implementation="sdpa"),
+        args=config(**settings(folder, max_length=None, **further)),
+        train_dataset=pairs(),
+        processing_class=word_tokenizer(),
+    )
+
+
+def notes(trainer: Any) -> list[str]:
+    return [note for note in fastpack.report(trainer).notes if note.startswith("logits/chosen")]
+
+
+@pytest.mark.parametrize("name", ["CPO", "SimPO", "ORPO"])
+def test_said_in_one_line_and_all_else_is_equal(name: str, tmp_path: Path) -> None:
+    stock, trainer = logged(build(name, tmp_path)), fastpack.patch(build(name, tmp_path))
+    [note] = notes(trainer)
+    assert note.startswith(f"logits/chosen and logits/rejected of {type(trainer).__name__} are means over every slot")
+    assert "logits/chosen" in str(fastpack.report(trainer))
+    assert not notes(trainer.model), "a model knows no trainer"
+    differ = set()
+    for mine, theirs in zip(logged(trainer), stock, strict=True):
+        assert mine.keys() == theirs.keys()
+        for what, value in theirs.items():
+            if what in LOGITS:
+                differ.add(abs(mine[what] - value) > 1e-3 * abs(value))
+            elif what not in TIMES:
+                assert mine[what] == pytest.approx(value, rel=1e-4, abs=2e-6), what
+    assert differ == {True}, "what the line says is so"
+
+
+def test_of_others_nothing_is_said(tmp_path: Path) -> None:
+    """Which select completions by a mask, or log no logits at all."""
+    for trainer in (dpo(tmp_path, patch="trainer"), fastpack.patch(sft(tmp_path)), fastpack.patch(kto(tmp_path))):
+        assert not notes(trainer)
+    assert note_on_padding(TPOTrainer.__new__(TPOTrainer)) is None
+    assert note_on_padding(TrainerCallback()) is None
+
+
+def test_a_trainer_of_ones_own() -> None:
+    """As LLaMA-Factory's and others' are written; and one that takes its means from somewhere else."""
+
+    class Whole:
+        def get_batch_loss_metrics(self, model: Any, batch: Any) -> Any:
+            chosen_logits, rejected_logits = model(**batch)
+            return {"logits/chosen": chosen_logits.mean().item(), "logits/rejected": rejected_logits.mean().item()}
+
+    class Masked:
+        def get_batch_loss_metrics(self, model: Any, batch: Any) -> Any:
+            chosen_logits = model(**batch)[batch["completion_mask"]]
+            return {"logits/chosen": chosen_logits.mean().item()}
+
+    assert note_on_padding(Whole()) is not None
+    assert note_on_padding(Masked()) is None
