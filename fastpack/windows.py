@@ -7,6 +7,7 @@ PEFT's ``layer_replication`` does), or changes the config of a model that is bui
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.classes import mentions
+from fastpack.classes import mentions, stock_class
 from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
 from fastpack.layers.interface import stock_config
@@ -31,6 +32,11 @@ _RECURRENT = ("linear_attention", "conv")
 
 def window_of(module: Any, form: Form) -> int | None:
     """The window that an attention module has of its own."""
+    if not isinstance(form, AttentionSpec) and not hasattr(module, "sliding_window"):
+        forward = inspect.unwrap(stock_class(module).forward)
+        reads_config = "sliding_window" in forward.__code__.co_consts  # by getattr
+        window = getattr(module.config, "sliding_window", None) if reads_config else None
+        return window if isinstance(window, int) else None
     spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window")
     if spec.window is None or (spec.window_if is not None and not getattr(module, spec.window_if)):
         return None

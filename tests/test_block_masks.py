@@ -248,7 +248,7 @@ def test_a_window() -> None:
     assert relative(found, alone.logits[0]) <= FLOAT32_BOUND, "no sequence is longer than the window"
 
 
-@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v4", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v4", "gpt_oss", "gemma3_text", "ministral3"])
 def test_windows_and_chunks_of_others(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type))
     with pytest.raises(PackingError, match="has layers that see"):

@@ -59,9 +59,10 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
 
     A patched model then waits for the device nowhere, where it would wait once a step to read lengths from it, and the
     prefixes that its sequences may share (``share_prefixes=``). Padded and packed batches alike, of TRL's,
-    transformers' or your own collator; nothing in them is changed. They are not read again in the model: who masks or
-    permutes a batch behind the collator takes ``packed_seq_lens`` out of it. KTO's batches with mismatched completions,
-    for its KL, stay as they are: they hold two packings, and the model reads each where it runs.
+    transformers' or your own collator; nothing in them is changed, and padded ones go to ``generate`` as they are.
+    They are not read again in the model: who masks or permutes a batch behind the collator takes ``packed_seq_lens``
+    out of it. KTO's batches with mismatched completions, for its KL, stay as they are: they hold two packings, and the
+    model reads each where it runs.
 
     Args:
         collator: from examples to a dict of CPU tensors with ``input_ids`` or ``inputs_embeds``.
