@@ -2,19 +2,21 @@
 # Sets everything up, then runs the whole test suite.
 #
 #   bash gists/test.sh            lint, types, and the pairwise cover
-#   bash gists/test.sh --all      the full product
+#   bash gists/test.sh --all      the full product, and frameworks that install beside fastpack
 #   bash gists/test.sh -k packing -x    any flag of pytest
 set -euo pipefail
 # shellcheck source=gists/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-prepare test
+extras=test
 workers=(-n 2)
 for flag in "$@"; do
     case "$flag" in
+    --all) extras=test,frameworks ;;
     -n* | --numprocesses* | --pdb) workers=() ;;
     esac
 done
+prepare "$extras"
 
 ruff check --quiet
 ruff format --check --quiet
