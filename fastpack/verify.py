@@ -5,15 +5,15 @@ the gradient of everything that trains, by the rule of :mod:`fastpack.exactness.
 apart is measured on the stock model itself (:mod:`fastpack.exactness.rounding`), and both are held to the same experts
 (:mod:`fastpack.exactness.choices`), since a choice that flips with rounding says nothing.
 
-In half precision the same tokens are run several times, each time a rounding apart, and means are compared: rounding,
-which is another each time, falls away from them, and an error, which is the same, stays.
+In half precision the same tokens are run several times, each time with embeddings a few roundings away, and means are
+compared: rounding, which is another each time, falls away from them, and an error, which is the same, stays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from fastpack.adapters import not_isolated
 from fastpack.errors import ContaminationError, InconclusiveError, PatchError
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.probe import Distance, Pass, Probe
-from fastpack.exactness.rounding import attending_by, coarsest_dtype, other_attention_of
+from fastpack.exactness.rounding import LIKE_ONE, NEARLY_ALL, Nudge, attending_by, coarsest_dtype, other_attention_of
 from fastpack.exactness.rule import CONTROL, bound_of, is_half
 from fastpack.families import family_of
 from fastpack.layers.arguments import accepted
@@ -32,8 +32,10 @@ from fastpack.targets import find_parts, models_of, refuse_wrapped
 from fastpack.verification import Check, Verification
 
 LENGTHS = (13, 1, 20, 8, 17)
-DRAWS, REPEATS = 5, 2
+DRAWS, REPEATS = 3, 4
 """In half precision: of so many draws of tokens, how often each is run."""
+SPREAD = 8
+"""By how many roundings embeddings differ from run to run: by one alone, much would be rounded as before."""
 
 _VERIFY_FIRST = (
     "verify runs a plain patched model, in this process alone: call it before the model is wrapped (of a trainer, "
@@ -47,7 +49,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     Packed, and padded on the right, each sequence must give what it gives alone: logits, and the gradients of its
     tokens' embeddings and of all that trains. Where the tokens of one sequence are others, no other sequence may move;
     and taken for one long sequence the same tokens must give something else, or the check could not have seen a leak.
-    Takes some twenty forwards and backwards of so many tokens, a hundred in half precision, and memory for the
+    Takes some thirty forwards and backwards of so many tokens, 160 in half precision, and memory for the
     gradients of all that trains. The model is in evaluation mode meanwhile, and without what others have put over its
     forwards (TRL's loss, accelerate's autocast); it is left as it was found.
 
@@ -94,9 +96,6 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     return result
 
 
-Roundings = tuple[int, torch.dtype] | None
-
-
 Passes = dict[str, Pass]
 
 
@@ -119,8 +118,9 @@ class _Runs:
         """Run everything; return the dtype that sets the bounds, and the checks."""
         dtype, mixed = self._precision()
         half = is_half(dtype)
+        other = self._other_attention(dtype)
         draws = self.probes if half else self.probes[:1]
-        means = [self._mean(probe, dtype, mixed=mixed) for probe in draws]
+        means = [self._mean(probe, dtype, other, mixed=mixed) for probe in draws]
         passes = {name: [mean[name] for mean in means] for name in means[0]}
         apart = {name: Distance.between(each, passes["alone"], half=half) for name, each in passes.items()}
         own = [distance for name, distance in apart.items() if name not in ("alone", "packed", "padded")]
@@ -139,25 +139,40 @@ class _Runs:
         dtype = coarsest_dtype(probe.model, stream, autocast)
         return dtype, dtype not in (stream, autocast)
 
-    def _mean(self, probe: Probe, dtype: torch.dtype, *, mixed: bool) -> Passes:
+    def _other_attention(self, dtype: torch.dtype) -> str | None:
+        """Return the stock model's other attention, where that computes the same: sdpa drops softcaps, for one."""
+        probe = self.probes[0]
+        other = other_attention_of(probe.model)
+        if other is None:
+            return None
+        alone, choices = self._alone(probe, None)
+        with asleep(self.state), held(self.choosers, choices):
+            rounded = self._one_by_one(probe, Nudge(0, dtype, share=NEARLY_ALL))
+        with asleep(self.state), attending_by(probe.model, other), held(self.choosers, choices):
+            found = self._one_by_one(probe, None)
+        by_other, by_rounding = (Distance.between([each], [alone], half=True).logits for each in (found, rounded))
+        return other if by_other <= CONTROL * by_rounding else None
+
+    def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> Passes:
         """Return each kind of pass over one draw, the mean of several in half precision."""
         half = is_half(dtype)
         every: list[Passes] = []
         for repeat in range(REPEATS if half else 1):
-            roundings = (2 * repeat, dtype) if half else None
-            alone, choices = self._alone(probe, roundings)
+            near = Nudge(repeat, dtype, spread=SPREAD) if half else None
+            alone, choices = self._alone(probe, near)
             passes = {"alone": alone}
             with asleep(self.state):
-                other = other_attention_of(probe.model)
                 if other is not None:
+                    nudge = replace(near, share=LIKE_ONE) if near else None
                     with attending_by(probe.model, other), held(self.choosers, choices):
-                        passes[other] = self._one_by_one(probe, roundings)
+                        passes[other] = self._one_by_one(probe, nudge)
                 if other is None or mixed or not half:
+                    nudge = replace(near or Nudge(repeat, dtype), share=NEARLY_ALL)
                     with held(self.choosers, choices):
-                        passes["a rounding off"] = self._one_by_one(probe, (2 * repeat + 1, dtype))
+                        passes["a rounding off"] = self._one_by_one(probe, nudge)
             for name, batch in (("packed", _packed), ("padded", _padded)):
                 with held(self.choosers, choices):
-                    passes[name] = probe.run(batch(probe.sequences()), roundings=roundings)
+                    passes[name] = probe.run(batch(probe.sequences()), nudge=near)
             every.append(passes)
         return {name: Pass.mean([passes[name] for passes in every]) for name in every[0]}
 
@@ -177,18 +192,18 @@ class _Runs:
             "control": Distance.between([control], [alone], half=half),
         }
 
-    def _alone(self, probe: Probe, roundings: Roundings) -> tuple[Pass, Choices]:
+    def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Pass, Choices]:
         """Return what the stock model gives for each sequence alone, and chooses."""
         with asleep(self.state), recorded(self.choosers) as choices:
-            found = self._one_by_one(probe, roundings)
+            found = self._one_by_one(probe, nudge)
         return found, choices()
 
-    def _one_by_one(self, probe: Probe, roundings: Roundings) -> Pass:
-        return Pass.joined([self._stock(probe, ids, at, roundings) for ids, at in probe.places(probe.sequences())])
+    def _one_by_one(self, probe: Probe, nudge: Nudge | None) -> Pass:
+        return Pass.joined([self._stock(probe, ids, at, nudge) for ids, at in probe.places(probe.sequences())])
 
-    def _stock(self, probe: Probe, ids: Tensor, at: int, roundings: Roundings) -> Pass:
+    def _stock(self, probe: Probe, ids: Tensor, at: int, nudge: Nudge | None) -> Pass:
         batch = {"input_ids": ids[None], **accepted(type(self.head).forward, {"use_cache": False})}
-        return probe.run(batch, at, roundings)
+        return probe.run(batch, at, nudge)
 
 
 def _packed(sequences: Sequence[Tensor]) -> dict[str, Any]:

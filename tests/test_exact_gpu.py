@@ -30,6 +30,10 @@ FLOOR = 2e-3
 def build(model_type: str, dtype: torch.dtype) -> nn.Module:
     head_dim = None if model_type in ("cohere", "phi3", "qwen2", "smollm3") else 64
     sizes = {**REAL_HEADS, "head_dim": head_dim, **(REAL_LATENTS if model_type == "deepseek_v3" else {})}
+    if model_type.startswith("granite"):
+        sizes["attention_multiplier"] = (
+            1 / 64
+        )  # as checkpoints have it; by the config's own 1, rounding is all there is
     return tiny_model(model_type, **sizes).to("cuda", dtype)
 
 

@@ -155,12 +155,13 @@ def test_half_precision_does_not_hide_a_leak(monkeypatch: pytest.MonkeyPatch) ->
 
 def wrong(call: AttentionCall, how: str) -> AttentionCall:
     """The call with one thing in it that is not right."""
-    if how == "a scale 2 % off":
-        return replace(call, scale=1.02 * call.scale)
+    if how.startswith("a scale"):
+        return replace(call, scale=(1.02 if "2 %" in how else 1.05) * call.scale)
     if how == "a window off by one":
         return replace(call, window=None if call.window is None else call.window + 1)
     lengths = list(call.packed.lengths)
-    return replace(call, packed=PackedSeqLens.from_lengths([sum(lengths[:2]), *lengths[2:]]))
+    joined = PackedSeqLens.from_lengths([sum(lengths[:2]), *lengths[2:]], device=call.q.device)
+    return replace(call, packed=joined)
 
 
 @pytest.mark.parametrize("how", ["a scale 2 % off", "a window off by one", "one boundary missed"])

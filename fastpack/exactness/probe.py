@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
-from fastpack.exactness.rounding import a_rounding_off, moved_by
+from fastpack.exactness.rounding import Nudge, moved_by
 from fastpack.exactness.rule import largest, middle, relative, worst
 
 SKETCH = 1 << 16
 """A weight's gradient of more elements is kept as so many sums of its elements under random signs: norms of it, and of
 differences, stay what they are to within a percent."""
+
+
+ENTERING = 4096
+"""Of how many logits of each token the sum is: a head's own sums over a large vocabulary round by more than 1e-5."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,14 +153,13 @@ class Probe:
             yield ids, at
             at += len(ids)
 
-    def run(self, batch: dict[str, Any], at: int = 0, roundings: tuple[int, torch.dtype] | None = None) -> Pass:
+    def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Pass:
         """Run forward and backward of a fixed sum of the logits.
 
         Args:
             batch: ``input_ids``, with a mask where there is padding.
             at: how many tokens come before these.
-            roundings: a seed and a dtype: each token's embedding is moved by roundings of this dtype, the same ones
-                wherever it stands.
+            nudge: by which each token's embedding is moved, the same wherever it stands, and each gradient of a logit.
         """
         seen: list[tuple[Tensor, Tensor]] = []
 
@@ -168,9 +171,7 @@ class Probe:
             leaf = output if output.requires_grad else output.detach().requires_grad_()
             ids = args[0] if args else kwargs["input"]
             seen.append((ids, leaf))
-            if roundings is not None:
-                return self._moved(leaf, ids, *roundings)
-            return leaf.clone()  # which the model may scale in place
+            return leaf.clone() if nudge is None else self._moved(leaf, ids, nudge)  # which a model may scale in place
 
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
         try:
@@ -181,9 +182,9 @@ class Probe:
         mask = batch.get("attention_mask")
         with torch.enable_grad():
             real = logits.flatten(0, -2) if mask is None else logits.flatten(0, -2)[mask.flatten() != 0]
-            weights = torch.randn(at + len(real), 64, generator=torch.Generator().manual_seed(self.seed + 1))[at:]
-            spread = weights.to(real.device).repeat(1, -(-real.shape[-1] // 64))[:, : real.shape[-1]]
-            total = (real.float() * spread).sum()
+            first = real[:, :ENTERING].float()
+            entering = self._entering(nudge)[at : at + len(real), : first.shape[1]]
+            total = (first * entering.to(real.device)).sum()
         wanted = [*self.trained.values(), *(out for _, out in seen)]
         gradients = torch.autograd.grad(total, wanted, allow_unused=True)
         of_weights = zip(self.trained.items(), gradients, strict=False)
@@ -191,11 +192,17 @@ class Probe:
         by_token = self._by_token(batch, seen, gradients[len(self.trained) :])
         return Pass(real.detach().float(), by_token, sketched)
 
-    def _moved(self, embedded: Tensor, ids: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
+    def _entering(self, nudge: Nudge | None) -> Tensor:
+        """Return the gradients of the first logits of each token."""
+        shape = (len(self.ids), ENTERING)
+        found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
+        return found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
+
+    def _moved(self, embedded: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
         place = self._place(self.ids)[ids]
-        table = a_rounding_off((len(self.ids) + 1, embedded.shape[-1]), seed)
+        table = nudge.steps((len(self.ids) + 1, embedded.shape[-1]))
         table[-1] = 0  # of padding, whose place is -1
-        return moved_by(embedded, table[place.cpu()], dtype)
+        return moved_by(embedded, table[place.cpu()], nudge.dtype)
 
     def _sketch(self, weight: Tensor, gradient: Tensor | None) -> Tensor:
         """Return a gradient flat in float32, or sums of its elements under signs that are the same in each pass."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,12 +73,35 @@ def _is_quantised(module: nn.Module) -> bool:
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def a_rounding_off(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return a float32 tensor of -1, 0 and 1, a third each: by how many roundings each element is off."""
-    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).float()
+@dataclass(frozen=True)
+class Nudge:
+    """By how many roundings each element of some values is moved.
+
+    Attributes:
+        seed: of the numbers, which are the same for each pass that is compared with another.
+        dtype: whose roundings.
+        spread: up to so many, either way: far enough that everything computed from the values is rounded anew.
+        share: of the elements that are moved by one more, either way.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    spread: int = 0
+    share: float = 0.0
+
+    def steps(self, shape: tuple[int, ...]) -> Tensor:
+        """Return by how many roundings each is moved, float32."""
+        generator = torch.Generator().manual_seed(self.seed)
+        found = torch.randint(-self.spread, self.spread + 1, shape, generator=generator).float()
+        chosen = torch.rand(shape, generator=generator)
+        return found + (chosen < self.share / 2).float() - (chosen > 1 - self.share / 2).float()
 
 
-def moved_by(values: Tensor, roundings: Tensor, dtype: torch.dtype) -> Tensor:
+LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
+"""Shares: so many of which move as much as one rounding does (a variance of a twelfth), and some three roundings."""
+
+
+def moved_by(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     """Return values, each off by so many roundings of a dtype; gradients pass through."""
     step = 0.75 * torch.finfo(dtype).eps * values.detach().abs().float()  # reaches the neighbour from anywhere
-    return values + (roundings.to(values.device) * step).to(values.dtype)
+    return values + (steps.to(values.device) * step).to(values.dtype)

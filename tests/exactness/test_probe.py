@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 from fastpack.exactness.probe import SKETCH, Probe
 from fastpack.exactness.rounding import (
-    a_rounding_off,
+    LIKE_ONE,
+    NEARLY_ALL,
+    Nudge,
     attending_by,
     coarsest_dtype,
     moved_by,
@@ -43,14 +46,26 @@ def test_a_sketch_keeps_norms_of_differences(rank: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_rounding_off_is_the_next_number(dtype: torch.dtype) -> None:
     values = torch.randn(40, 30).to(dtype)
-    roundings = a_rounding_off((40, 30), seed=1)
-    moved = moved_by(values, roundings, dtype)
+    steps = Nudge(1, dtype, share=NEARLY_ALL).steps((40, 30))
+    moved = moved_by(values, steps, dtype)
     off = (moved.double() - values.double()).abs() / values.double().abs()
-    assert torch.equal(moved[roundings == 0], values[roundings == 0])
-    assert (off[roundings != 0] > 0).all()
+    assert torch.equal(moved[steps == 0], values[steps == 0])
+    assert (off[steps != 0] > 0).all()
     assert (off <= torch.finfo(dtype).eps).all()
-    wide = moved_by(values.float(), roundings, torch.bfloat16)
-    assert (wide != values.float()).eq(roundings != 0).all(), "coarser roundings of a finer stream"
+    wide = moved_by(values.float(), steps, torch.bfloat16)
+    assert (wide != values.float()).eq(steps != 0).all(), "coarser roundings of a finer stream"
+
+
+def test_how_far_a_nudge_goes() -> None:
+    """A share goes one further than the same nudge without it, and varies as much as a rounding does."""
+    far = Nudge(3, torch.bfloat16, spread=8)
+    base, further = far.steps((300, 400)), replace(far, share=LIKE_ONE).steps((300, 400))
+    assert base.unique().tolist() == list(range(-8, 9))
+    assert (further - base).unique().tolist() == [-1, 0, 1]
+    assert float((further - base).var()) == pytest.approx(1 / 12, rel=0.05)
+    assert torch.equal(far.steps((300, 400)), base)
+    assert not torch.equal(replace(far, seed=4).steps((300, 400)), base)
+    assert not Nudge(3, torch.bfloat16).steps((300, 400)).any()
 
 
 def test_the_other_attention() -> None:
