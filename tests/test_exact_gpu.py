@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from oracle import GPU_FLOAT32_BOUND, INPUT_KINDS, Error, Result, compare, make_sequences, run_alone, run_batch
@@ -27,13 +29,9 @@ FLOOR = 2e-3
 """Below this relative error, bf16's own rounding of one value decides: no ratio is taken."""
 
 
-def build(model_type: str, dtype: torch.dtype) -> nn.Module:
+def build(model_type: str, dtype: torch.dtype, **more: Any) -> nn.Module:
     head_dim = None if model_type in ("cohere", "phi3", "qwen2", "smollm3") else 64
-    sizes = {**REAL_HEADS, "head_dim": head_dim, **(REAL_LATENTS if model_type == "deepseek_v3" else {})}
-    if model_type.startswith("granite"):
-        sizes["attention_multiplier"] = (
-            1 / 64
-        )  # as checkpoints have it; by the config's own 1, rounding is all there is
+    sizes = {**REAL_HEADS, "head_dim": head_dim, **(REAL_LATENTS if model_type == "deepseek_v3" else {}), **more}
     return tiny_model(model_type, **sizes).to("cuda", dtype)
 
 

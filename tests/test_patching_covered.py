@@ -269,12 +269,13 @@ def test_verify_knows_autocast_from_float32() -> None:
 
     prepared = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(tiny_model("llama"))
     found = fastpack.verify(fastpack.patch(prepared), lengths=SHORT)
-    assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("bfloat16", {5e-2})
+    assert found.dtype == "bfloat16"
+    assert min(check.bound for check in found.checks) >= torch.finfo(torch.bfloat16).eps / 2
     model = fastpack.patch(tiny_model("llama"))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert fastpack.verify(model, lengths=SHORT).dtype == "bfloat16"
     found = fastpack.verify(model, lengths=SHORT)
-    assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("float32", {1e-4})
+    assert (found.dtype, {check.bound for check in found.checks if not check.at_least}) == ("float32", {1e-5})
 
 
 def test_verify_refuses_what_gives_one_result_a_row() -> None:

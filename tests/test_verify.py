@@ -287,7 +287,8 @@ def test_patch_that_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fastpack.is_patched(model)
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     found = fastpack.verify(fastpack.patch(tiny_model("llama")))
     text = str(found)
     for words in ("exact", "packed, as each sequence alone: gradients of what trains", "control", "<= 1.0e-05", "ok"):

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("model_type", FAST)
 def test_every_fast_family(model_type: str, dtype: torch.dtype) -> None:
     """Experts too, whose routers choose otherwise after any rounding: they are held."""
-    found = fastpack.verify(fastpack.patch(build(model_type, dtype), strict=True))
+    # by the config's own 1, granite's scores of 64 dimensions are so large that rounding is all there is
+    scale: dict[str, Any] = {"attention_multiplier": 1 / 8} if model_type.startswith("granite") else {}
+    found = fastpack.verify(fastpack.patch(build(model_type, dtype, **scale), strict=True))
     assert found.verdict == "exact"
     assert found.dtype == str(dtype).removeprefix("torch.")
 

@@ -12,7 +12,6 @@ would not be seen, and the answer is that nobody can tell.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -61,7 +60,8 @@ def worst(values: Sequence[float]) -> float:
 
 def middle(errors: Iterable[float]) -> float:
     """Return the median of one tensor's errors over several draws: rounding that one draw blows up says nothing."""
-    return statistics.median(float("inf") if error != error else error for error in errors)
+    ordered = sorted(float("inf") if error != error else error for error in errors)
+    return ordered[len(ordered) // 2]
 
 
 @dataclass

@@ -110,8 +110,14 @@ def _may_be_packed(arguments: Mapping[str, Any]) -> bool:
     if torch.is_grad_enabled() or arguments.get("labels") is not None:
         return True
     caches = [arguments[name] for name in CACHES if hasattr(arguments.get(name), "get_seq_length")]
-    lengths = [cache.get_seq_length() for cache in caches]
+    lengths = [cache.get_seq_length() for cache in caches if _counts_tokens(cache)]
     return any(isinstance(length, int) and length > 0 for length in lengths)  # a tensor's is of generation alone
+
+
+def _counts_tokens(cache: Any) -> bool:
+    """Return False for a cache of recurrent states alone, which has no length."""
+    layers = getattr(cache, "layers", ())
+    return not layers or any(hasattr(layer, "get_seq_length") for layer in layers)
 
 
 def _refuse_restarts_behind_a_cache(positions: Tensor, mask: Tensor | None, error: str) -> None:

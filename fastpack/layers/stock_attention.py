@@ -39,15 +39,11 @@ def attention_table(file: Any) -> Any:
     One that was registered is in every table, one that was assigned (``ALL_ATTENTION_FUNCTIONS[name] = ...``) in that
     one alone, which nearly all files share.
     """
-    from transformers import modeling_utils
-
-    return getattr(file, _TABLE, getattr(modeling_utils, _TABLE))
+    return getattr(file, _TABLE, getattr(sys.modules["transformers.modeling_utils"], _TABLE))
 
 
 def _mask_table() -> Any:
-    from transformers import masking_utils
-
-    return masking_utils.ALL_MASK_ATTENTION_FUNCTIONS
+    return sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
 
 
 def eager_function(file: Any) -> Any:

@@ -44,7 +44,7 @@ def test_exact(model_type: str) -> None:
     """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""
     found = sweep(model_type, oracle_of(model_type, TINY))
     assert found.problem is None, found.errors
-    assert found.bound <= 5 * FULL_BOUND, "stock is nearly as exact as float32 allows"
+    assert found.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
     assert found.rung != "stock"
     checkpointing = TINY.build(model_type).supports_gradient_checkpointing * (2 - (model_type in SHARED_STATES))
     assert len(found.errors) == len(INPUT_KINDS) + checkpointing
