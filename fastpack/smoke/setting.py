@@ -53,6 +53,8 @@ class Setting:
         with torch.no_grad():
             for parameter, given in zip(fine.parameters(), self.build(model_type).parameters(), strict=True):
                 parameter.copy_(given)
+        if fine._can_set_experts_implementation():
+            fine.set_experts_implementation("eager")  # products over groups of rows know no float64
         return fine
 
     def named(self) -> str:
