@@ -87,10 +87,10 @@ class StockAttention:
         if sdpa is not _SDPA:
             return _say_sdpa(sdpa)
         for mode in _get_current_function_mode_stack():
-            found = found or _say_mode(mode)
+            found = found or _say_mode(type(mode))
         if not torch.compiler.is_compiling():  # a mode of this kind keeps the compiler away
             for mode in _get_current_dispatch_mode_stack():
-                found = found or _say_mode(mode)
+                found = found or _say_mode(type(mode))
         for module, file_name in self.modules:
             file = sys.modules[file_name]
             for config in (module.config, getattr(module.config, STOCK_CONFIG, None)):
@@ -168,14 +168,14 @@ def _say_sdpa(function: Any) -> str:
 
 
 @constant
-def _say_mode(mode: Any) -> str | None:
+def _say_mode(mode: type) -> str | None:
     """Why a model can't run under a mode; None for one of torch's that leaves attention alone, and for ours."""
-    handlers = (getattr(type(mode), name, None) for name in ("__torch_function__", "__torch_dispatch__"))
+    handlers = (getattr(mode, name, None) for name in ("__torch_function__", "__torch_dispatch__"))
     written = [place_of(handler) for handler in handlers if handler is not None]
     if all(place.split(".")[0] in _OWN and not place.startswith(_SPREADS) for place in written):
         return None  # of devices, of checkpointing, that count operations, ...
     return (
-        f"the mode {place_of(type(mode))} is active, and may reroute attention, which a patched model computes past "
+        f"the mode {place_of(mode)} is active, and may reroute attention, which a patched model computes past "
         f"it. {_IF_SPREAD} Leave the mode while the model runs, or {_TRAIN_UNPATCHED}."
     )
 
