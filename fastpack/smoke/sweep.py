@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
-from fastpack.exactness.rule import CONTROL, Result, bound_of, compare, compare_norms, middle
+from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, middle, verdict_of
 from fastpack.families import FAMILIES
 from fastpack.layers.arguments import accepted
 from fastpack.smoke.inputs import INPUT_KINDS
@@ -82,9 +82,11 @@ class Swept:
     @property
     def problem(self) -> str | None:
         """Why this is no proof, or None."""
-        if not self.errors[self.worst] <= self.bound:
-            return f"not exact: {self.worst}, {self.errors[self.worst]:.1e} where {self.bound:.0e} is allowed"
-        if not self.control > max(LEAKS, CONTROL * self.bound):
+        error = self.errors[self.worst]
+        verdict = verdict_of(error, self.bound, self.control if self.control > LEAKS else 0.0)
+        if verdict == "not exact":
+            return f"not exact: {self.worst}, {error:.1e} where {self.bound:.0e} is allowed"
+        if verdict == "can't tell":
             return f"the control is off by {self.control:.1e} only: a leak would not be seen"
         return None
 
