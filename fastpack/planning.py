@@ -29,7 +29,6 @@ from fastpack.families import (
     Spec,
     source_hash,
 )
-from fastpack.graphs import GraphRunner
 from fastpack.hooks import own_forward
 from fastpack.layers.attention import attention_forward
 from fastpack.layers.causal_lm import (
@@ -50,7 +49,6 @@ from fastpack.layers.refusals import learns_prompts, prompts_pre_hook, replica_p
 from fastpack.layers.rotary import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.scope import PackingScope
 from fastpack.mixing import Mixing
-from fastpack.offload import CheckpointOffload
 from fastpack.options import PatchOptions
 from fastpack.report import PatchReport
 from fastpack.serving import attention_shape, serving_backend
@@ -227,12 +225,20 @@ def _plan_backbone(
     notes: list[str],
 ) -> None:
     backbone, head = parts.backbone, parts.head
-    graphs = GraphRunner() if options.graphs == "auto" and plan.scope is None else None
+    graphs = None
+    if options.graphs == "auto" and plan.scope is None:
+        from fastpack.graphs.runner import GraphRunner  # late, since heavy
+
+        graphs = GraphRunner()
     if options.graphs == "auto" and graphs is None:
         notes.append("graphs: off, some of its layers look each batch up on the host, which a recording can't")
     if graphs is not None:
         notes.append(graphs.describe(next(backbone.parameters()).device))
-    offload = None if options.offload is None else CheckpointOffload(products=options.offload == "activations")
+    offload = None
+    if options.offload is not None:
+        from fastpack.offload.checkpoints import CheckpointOffload  # late, since heavy
+
+        offload = CheckpointOffload(products=options.offload == "activations")
     sharing = PrefixSharing() if options.share_prefixes == "auto" else None
     plan.watch.order = LayerOrder.of(backbone)
     bind = functools.partial(

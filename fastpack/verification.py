@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastpack.exactness.rule import Verdict
 from fastpack.text import as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from fastpack.exactness.rule import Verdict
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.offload import CheckpointOffload, offload_of
+from fastpack.offload import offload_of
+from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.transfer import Lane, Rates
 
 LAYERS = 7

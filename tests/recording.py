@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.graphs import GraphRunner, GraphSettings, runner_of
+from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import Tape
+from fastpack.graphs.recordings import GraphSettings
+from fastpack.graphs.runner import GraphRunner
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import RecordedStep
 from fastpack.layers import causal_lm

@@ -11,9 +11,8 @@ from tiny import tiny_model
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastpack
-from fastpack.graphs import GraphSettings
 from fastpack.graphs.recorder import CaptureRefusedError, SpoiltError
-from fastpack.graphs.recordings import NO_ROOM
+from fastpack.graphs.recordings import NO_ROOM, GraphSettings
 from fastpack.packing import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")

@@ -19,8 +19,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
-from fastpack.graphs import GraphSettings
 from fastpack.graphs.recorder import CaptureRefusedError, capture_problem
+from fastpack.graphs.recordings import GraphSettings
 from fastpack.graphs.runner import ENOUGH_WORK
 from fastpack.graphs.stack import Stack
 from fastpack.packing import Bucket

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import no_synchronisation
-from fastpack.offload import CheckpointOffload
+from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.saved import KEEP
 from fastpack.offload.transfer import CudaLink, Rates
 from fastpack.smoke.tiny import build_tiny, plain_tokens

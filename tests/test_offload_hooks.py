@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.offload import CheckpointOffload
+from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.saved import IN_FLIGHT, KEEP, Kept, Offloaded, Pass
 from fastpack.offload.transfer import HostPool, Lane
 

@@ -33,8 +33,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
 from fastpack.graphs.recorder import Tape
-from fastpack.offload import saved
-from fastpack.offload.products import CHECKPOINTING, KEEP, KEPT, Journey, Parcel, is_sent, pace
+from fastpack.offload import KEPT, saved
+from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
 from fastpack.offload.transfer import HostPool, Lane, Rates
 from fastpack.ops import gated_mlp
 from fastpack.smoke.tiny import build_tiny

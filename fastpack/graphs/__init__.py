@@ -20,7 +20,18 @@ waits for the device, where memory is too small for another recording, and for m
 hide their launches. Dropout without checkpointing is drawn anew in each replay.
 """
 
-from fastpack.graphs.recordings import GraphSettings
-from fastpack.graphs.runner import GraphRunner, GraphStats, runner_of
+from __future__ import annotations
 
-__all__ = ["GraphRunner", "GraphSettings", "GraphStats", "runner_of"]
+import sys
+from typing import TYPE_CHECKING, Any
+
+from fastpack.layers.stock import bound_with
+
+if TYPE_CHECKING:
+    from fastpack.graphs.runner import GraphRunner
+
+
+def runner_of(backbone: Any) -> GraphRunner | None:
+    """Return the runner of a patched backbone, None where it was patched without ``graphs``."""
+    runner = sys.modules.get("fastpack.graphs.runner")  # heavy, and not imported before a model is patched with graphs
+    return None if runner is None else bound_with(backbone, runner.GraphRunner)

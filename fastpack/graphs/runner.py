@@ -17,7 +17,7 @@ from fastpack.graphs.recordings import Circumstances, GraphSettings, Recordings
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import RecordedStep, Request, Ticket
 from fastpack.hooks import has_hooks
-from fastpack.layers.stock import Forward, bound_with, call_stock, mask_stand_in
+from fastpack.layers.stock import Forward, call_stock, mask_stand_in
 from fastpack.packing import Bucket, PackedSeqLens
 from fastpack.text import counted
 
@@ -227,11 +227,6 @@ class GraphRunner:
         parts = [f"{self.stats.recordings} recorded, {replays} replayed"] if self.stats.replays else []
         parts += [f"{count} run as they are: {why}" for why, count in self.stats.eager.most_common()]
         return "; ".join(["graphs: on", *parts])
-
-
-def runner_of(backbone: Any) -> GraphRunner | None:
-    """The runner of a patched backbone, None where it was patched without ``graphs``."""
-    return bound_with(backbone, GraphRunner)
 
 
 def why_not_this_call(backbone: Any, arguments: Mapping[str, Any]) -> str | None:

@@ -17,7 +17,7 @@ from fastpack.adapters import refuse_rows_at_the_door
 from fastpack.classes import defined_in, is_upstreams, mentions, stock_class
 from fastpack.errors import PackingError
 from fastpack.families.spec import Family
-from fastpack.graphs import GraphRunner, runner_of
+from fastpack.graphs import runner_of
 from fastpack.layers.arguments import (
     accepted,
     bind,
@@ -65,7 +65,8 @@ from fastpack.targets import find_parts, refuse_strange_backbone
 from fastpack.watch import Watch
 
 if TYPE_CHECKING:
-    from fastpack.offload import CheckpointOffload
+    from fastpack.graphs.runner import GraphRunner
+    from fastpack.offload.checkpoints import CheckpointOffload
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 

@@ -19,7 +19,7 @@ from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import Forward, call_stock, require_packing
-from fastpack.offload.products import KEPT
+from fastpack.offload import KEPT
 from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
 from fastpack.options import PatchOptions

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from fastpack.layers.find import decoder_layers
-from fastpack.layers.stock import bound_with
 from fastpack.offload.products import Journey, with_slots
 from fastpack.offload.saved import Kept, Offloaded, Pass
 from fastpack.offload.transfer import Lane, Link, connect_cuda
@@ -158,11 +157,6 @@ class CheckpointOffload:
 
     def _what(self, tensors: int, products: int) -> str:
         return f"{tensors} layer inputs" + (f", and gate and up of {products} layers," if self.products else "")
-
-
-def offload_of(backbone: nn.Module) -> CheckpointOffload | None:
-    """The offloading of a patched backbone, None where it was patched without."""
-    return bound_with(backbone, CheckpointOffload)
 
 
 def _checkpointing(layer: nn.Module) -> bool | None:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.offload import KEPT
 from fastpack.offload.saved import Contents, Departures
 from fastpack.offload.transfer import Lane, Rates
 
-KEPT = "_fastpack_kept"
-"""The attribute under which a layer that runs finds its slot."""
 CHECKPOINTING = "_gradient_checkpointing_func"
 
 LAYER = 2.25
