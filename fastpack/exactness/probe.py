@@ -22,7 +22,8 @@ differences, stay what they are to within a percent."""
 
 
 ENTERING = 4096
-"""Of how many logits of each token the sum is: a head's own sums over a large vocabulary round by more than 1e-5."""
+"""The number of logits of each token that are summed: a head's own sums over a large vocabulary round by more than
+1e-5."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,7 @@ class Probe:
         ids: ``[2 T]``: the first half is run, the second takes its place where tokens are to be others.
         trained: names and weights of all that gets a gradient.
         stream: dtypes of the embeddings that were seen; casts: those of autocasts that a pass ran under.
+        entering: gradients of the first logits of each token, by the nudge that moved them.
     """
 
     model: nn.Module
@@ -112,6 +114,7 @@ class Probe:
     trained: dict[str, nn.Parameter]
     stream: set[torch.dtype] = field(default_factory=set)
     casts: set[torch.dtype] = field(default_factory=set)
+    entering: dict[Nudge | None, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, backbone: Any, lengths: Sequence[int], seed: int) -> Probe:
@@ -193,10 +196,12 @@ class Probe:
         return Pass(real.detach().float(), by_token, sketched)
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
-        """Return the gradients of the first logits of each token."""
-        shape = (len(self.ids), ENTERING)
-        found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
-        return found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
+        """Return the gradients of the first logits of each token, the same for each pass of a nudge."""
+        if nudge not in self.entering:
+            shape = (len(self.ids), ENTERING)
+            found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
+            self.entering[nudge] = found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
+        return self.entering[nudge]
 
     def _moved(self, embedded: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
         place = self._place(self.ids)[ids]

@@ -47,9 +47,10 @@ class Runs:
 
     def compare(self) -> tuple[torch.dtype, list[Check]]:
         """Run everything; return the dtype that sets the bounds, and the checks."""
+        alone = self._alone(self.probes[0], None)
         dtype, mixed = self._precision()
         half = is_half(dtype)
-        other = self._other_attention(dtype)
+        other = self._other_attention(dtype, *alone)
         draws = self.probes if half else self.probes[:1]
         means = [self._mean(probe, dtype, other, mixed=mixed) for probe in draws]
         passes = {name: [mean[name] for mean in means] for name in means[0]}
@@ -57,29 +58,26 @@ class Runs:
         own = [distance for name, distance in apart.items() if name not in ("alone", "packed", "padded")]
         kinds = [kind for kind in NAMES if kind != "weights" or self.probes[0].trained]
         bounds = {kind: bound_of(max(getattr(each, kind) for each in own), dtype) for kind in kinds}
-        apart |= self._moved_and_control(half=half)
+        apart |= self._moved_and_control(*alone, half=half)
         moved = {kind: bound_of(getattr(apart["again"], kind), dtype) for kind in bounds}
         if self.choosers:  # experts get other tokens beside the same ones, and may round otherwise
             moved = bounds
         return dtype, list(_checks(apart, bounds, moved))
 
     def _precision(self) -> tuple[torch.dtype, bool]:
-        """Return the least precise dtype computed in, and whether the stream of hidden states is a finer one."""
+        """Return the least precise dtype of the passes so far, and whether the hidden states are of a finer one."""
         probe = self.probes[0]
-        with self.stock():
-            self._run_stock(probe, probe.sequences()[0], 0, None)
         (stream,) = probe.stream
         autocast = next(iter(probe.casts), None)
         dtype = coarsest_dtype(probe.model, stream, autocast)
         return dtype, dtype not in (stream, autocast)
 
-    def _other_attention(self, dtype: torch.dtype) -> str | None:
+    def _other_attention(self, dtype: torch.dtype, alone: Pass, choices: Choices) -> str | None:
         """Return the stock model's other attention, where that computes the same: sdpa drops softcaps, for one."""
         probe = self.probes[0]
         other = other_attention_of(probe.model)
         if other is None:
             return None
-        alone, choices = self._alone(probe, None)
         with self.stock(), held(self.choosers, choices):
             rounded = self._one_by_one(probe, Nudge(0, dtype, share=NEARLY_ALL))
         with self.stock(), attending_by(probe.model, other), held(self.choosers, choices):
@@ -110,12 +108,11 @@ class Runs:
             every.append(passes)
         return {name: Pass.mean([passes[name] for passes in every]) for name in every[0]}
 
-    def _moved_and_control(self, *, half: bool) -> dict[str, Distance]:
+    def _moved_and_control(self, alone: Pass, choices: Choices, *, half: bool) -> dict[str, Distance]:
         """Return how far others move with the tokens of one sequence, how far with nothing at all, and how far all do
         that are taken for one."""
         probe, which = self.probes[0], len(self.probes[0].lengths) // 2
         ids, at = list(probe.places(probe.sequences()))[which]
-        alone, choices = self._alone(probe, None)
         with held(self.choosers, choices):
             packed = probe.run(_packed(probe.sequences()))
         with held(self.choosers, choices):
