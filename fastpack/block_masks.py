@@ -11,7 +11,7 @@ from torch import Tensor
 from fastpack.errors import PackingError
 
 HIDDEN = torch.finfo(torch.float16).min
-"""What an additive mask holds, at most, for a key that is hidden: less leaves weight on it in no dtype."""
+"""The largest number that hides a key in an additive mask: it leaves no weight on the key in any dtype."""
 
 _FAULTS = {
     -1: "adds something other than 0 (seen) or {hidden:.0f} and less (hidden) to a score: a bias, or NaN",

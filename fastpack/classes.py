@@ -74,7 +74,7 @@ def _adds_nothing(cls: type) -> bool:
 
 
 def changes_of(cls: Any) -> list[str]:
-    """What a class has of its own, or from a mixin that is no module, in place of what it inherits.
+    """Return the names that a class, or a mixin of it that is no module, has in place of what it inherits.
 
     Names don't count (a config class, as remote code sets it). An ``__init__`` counts together with a config class: it
     may build something else of settings that are nobody's but its own.
@@ -110,7 +110,7 @@ def defined_in(forward: Any) -> str:
 
 
 def place_of(code: Any) -> str:
-    """The dotted name of a function or a class, or of an object's class, under the module in which it was written.
+    """Return the dotted name of a function, a class or an object's class, under the module in which it was written.
 
     Of a function that is the module whose globals it reads, whatever its ``__module__`` says, beneath decorators of
     torch and transformers.
@@ -135,7 +135,7 @@ def is_upstreams(function: Any) -> bool:
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """Where the forward was written that somebody has put on a module's class; None for the class's own.
+    """Return the place of a forward that somebody has put on a module's class; None for the class's own.
 
     A class of somebody's own counts as what it is: see :func:`stock_class`.
     """

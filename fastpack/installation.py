@@ -1,4 +1,4 @@
-"""Which versions of other packages fastpack needs, which it was tried with, and the command that installs them.
+"""The versions of other packages that fastpack needs and was tried with, and the command that installs them.
 
 The ranges are written in ``pyproject.toml`` alone: read from there in a checkout, also one that is only on
 ``PYTHONPATH``, and elsewhere from the metadata of the installed distribution.

@@ -1,8 +1,9 @@
 """Running a model again so that rounding alone differs, which tells how far apart two right results are.
 
-The other way of computing is transformers' other attention (sdpa or eager). Where there is none, and where a model
-rounds more coarsely inside than its stream of hidden states does (4-bit weights that compute in bfloat16 under a
-float32 stream), inputs that are a rounding apart tell it.
+The other way of computing is transformers' other attention (sdpa or eager), in half precision from inputs that are one
+rounding off, since fused kernels round elsewhere too. Inputs alone, nearly all of them a rounding off, tell it where
+there is no other attention, or it is another function; in full precision; and where a model rounds more coarsely inside
+than its stream of hidden states does (4-bit weights that compute in bfloat16 under a float32 stream).
 """
 
 from __future__ import annotations

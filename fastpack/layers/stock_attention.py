@@ -1,4 +1,4 @@
-"""What the stock model would attend by now: transformers' own attention, or what somebody else brought.
+"""The attention that a stock model would run now: transformers' own, or one that somebody else brought.
 
 A patched model computes its attention itself: past transformers' table of attention functions, past torch's
 ``scaled_dot_product_attention``, and past the modes that reroute it. Context and sequence parallelism (Ulysses, ring
@@ -23,7 +23,7 @@ from fastpack.compiling import constant, known_once
 from fastpack.errors import PatchError
 
 STOCK_CONFIG = "_fastpack_stock_config"
-"""What the private config of a module that attends through our interface holds: the one that it stands for."""
+"""The attribute of the private config of a module that attends through our interface: the config it stands for."""
 
 _OWN = ("transformers", "torch", "fastpack")
 """Packages whose attention functions are what a patch stands for, or ours."""
@@ -101,16 +101,16 @@ class StockAttention:
     def _in_table(self, name: str | None, file: Any) -> str | None:
         table, eager = attention_table(file), eager_function(file)
         function = table.get(name, eager)
-        stranger = function if not _is_own(function) else None
+        foreign = function if not _is_own(function) else None
         for helper in _helpers(function):
             used = function.__globals__[helper]
-            if stranger is None and not _is_own(used):
-                stranger = used
-        if stranger is None:
+            if foreign is None and not _is_own(used):
+                foreign = used
+        if foreign is None:
             masks = _mask_table().get(name)
             return None if _is_own(masks) else _say_masks(masks, name)
         others = tuple((other, table.get(other, eager)) for other in self.usable)
-        return _say_function(stranger, name, others, name in table._local_mapping)
+        return _say_function(foreign, name, others, name in table._local_mapping)
 
 
 def sequence_parallelism(config: Any) -> str | None:
@@ -130,7 +130,7 @@ def say_parallelism(spread: str, whose: str) -> str:
 
 @constant
 def accelerates_parallelism() -> str | None:
-    """What keeps a patched model from running in a process whose accelerator spreads sequences over several."""
+    """Return why no patched model can run where the accelerator spreads sequences over processes; None elsewhere."""
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     if state is None:
         return None
