@@ -25,8 +25,8 @@ from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
-from fastpack.packing import Bucket
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket
 from fastpack.smoke.tiny import build_tiny, model_types
 
 pytestmark = pytest.mark.usefixtures("varlen")

@@ -13,8 +13,8 @@ from torch import nn
 
 import fastpack
 from fastpack.graphs.pieces import CUTS, cut_between
-from fastpack.layers.find import decoder_layers
 from fastpack.smoke.tiny import build_tiny
+from fastpack.utils.modules import decoder_layers
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

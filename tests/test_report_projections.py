@@ -19,7 +19,7 @@ from transformers.integrations.eetq import EetqLinear
 from transformers.integrations.higgs import HiggsLinear
 
 import fastpack
-from fastpack.adapters import linear_sizes
+from fastpack.layers.adapters import linear_sizes
 from fastpack.smoke.tiny import build_tiny
 
 

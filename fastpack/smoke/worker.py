@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import fastpack
-from fastpack.coverage import too_old
 from fastpack.errors import BackendUnavailableError, UnsupportedModelError
 from fastpack.families import FAMILIES, REFUSED
+from fastpack.patching.support import too_old
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import NOT_BUILT

@@ -13,12 +13,12 @@ import fastpack
 from fastpack.errors import PatchError
 from fastpack.exactness.rule import compare
 from fastpack.families import FAMILIES
-from fastpack.layers.arguments import accepted
-from fastpack.layers.prefixes import PrefixSharing, sharing_of
+from fastpack.layers.prefix_sharing import PrefixSharing, sharing_of
+from fastpack.model.unwrap import find_parts
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.special import NOT_BUILT
 from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens
-from fastpack.targets import find_parts
+from fastpack.utils.signatures import accepted
 
 TINY = Setting()
 BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_BUILT]

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastpack
 from fastpack.errors import PackingError, UnsupportedModelError
 from fastpack.families import FAMILIES
-from fastpack.layers.refusals import refuse_positions
-from fastpack.packing import PackedSeqLens
+from fastpack.model.checks import refuse_positions
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.smoke.tiny import build_tiny
 
 LENGTHS = (9, 7)

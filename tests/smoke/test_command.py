@@ -26,7 +26,7 @@ from fastpack.backends.call import AttentionCall
 from fastpack.cli import main
 from fastpack.commands import families
 from fastpack.families import FAMILIES, REFUSED
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.smoke import processes, train, worker
 from fastpack.smoke.chosen import choose
 from fastpack.smoke.inputs import INPUT_KINDS
