@@ -115,7 +115,7 @@ def test_generate_takes_the_batch() -> None:
         model.generate(ids, **further, packed_seqlens=[4])
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin.generate(ids, **batch, **further), stock)
-        assert twin.generate.args[0] is twin
+        assert twin.generate.owner is twin
     twin.model = tiny_model("llama").model  # and all that was known of the patch is gone with the backbone
     for each in (model, twin):
         fastpack.unpatch(each)
