@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
@@ -88,9 +89,8 @@ class Replacement(Generic[SpecT, RuntimeT]):
             # a method is pickled as an attribute of its owner, which would be this very replacement
             function = earlier.__func__
             own = function is getattr(type(self.owner), self.method)
-            # one that was written inside a function (TRL's) can't be pickled: its class's runs in the copy
-            local = "<locals>" in getattr(function, "__qualname__", "")
-            state["earlier"] = None if own or local else _Function(function)
+            # one that goes by another's name (TRL's) can't be pickled: the class's runs in the copy
+            state["earlier"] = None if own or not _is_importable(function) else _Function(function)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -176,6 +176,14 @@ class _Function:
     """A function that a pickled replacement found bound to its owner."""
 
     function: Callable[..., Any]
+
+
+def _is_importable(function: Any) -> bool:
+    """True for a function that stands where its name says."""
+    found: Any = sys.modules.get(getattr(function, "__module__", ""))
+    for part in getattr(function, "__qualname__", "").split("."):
+        found = getattr(found, part, None)
+    return found is function
 
 
 def replaces(found: Any, function: Forward) -> TypeGuard[Replacement[Any, Any]]:
