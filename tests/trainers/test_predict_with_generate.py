@@ -99,7 +99,7 @@ def test_generate_takes_the_batch() -> None:
     bare = {key: value for key, value in batch.items() if key != "packed_seq_lens"}
     further = {**NEW, "pad_token_id": 0}
     stock, beams = model.generate(**bare, **further), model.generate(**bare, **further, num_beams=2)
-    signatures = inspect.signature(type(model).generate), inspect.signature(type(model).forward)
+    signatures = inspect.signature(model.generate), inspect.signature(model.forward)
     with pytest.raises(ValueError, match="packed_seq_lens"):
         model.generate(**batch, **further)
     fastpack.patch(model)
