@@ -104,7 +104,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     )
     around = None if offload is None else offload.around
     if graphs is not None:
-        outputs = graphs.run(backbone, patched.earlier, arguments, around)
+        outputs = graphs.run(backbone, patched.stock, arguments, around)
     else:
         if context is not None:
             arguments = accepted(type(backbone).forward, arguments)
@@ -113,7 +113,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
             nullcontext() if context is None else context.around(backbone, run),
         ):
             if family.repadded:
-                outputs = repadded_forward(backbone, patched.earlier, arguments, packed)
+                outputs = repadded_forward(backbone, patched.stock, arguments, packed)
             else:
                 outputs = patched.stock(**arguments)
     if shared is not None:

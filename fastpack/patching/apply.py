@@ -15,9 +15,7 @@ from fastpack.layers.hf_attention import private_config, register_interface
 from fastpack.model.head import head_forward
 from fastpack.model.unwrap import STATE, Parts, find_parts, refuse_wrapped, way_in
 from fastpack.patching.changes import Attribute, Change, take_off_copies, take_off_head
-from fastpack.patching.options import (
-    PatchOptions,
-)
+from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
 from fastpack.utils.replacement import KEPT_FORWARD, Restore, replaces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ from fastpack.patching.backend_choice import attention_shape, serving_backends
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
+    Skipped,
     forms_by_family,
     own_class,
     recognise,
@@ -64,9 +65,6 @@ GENERATE = "generate"
 MIXER = "mixer"
 PROJECTING = {"attention", "mlp", "layer"}
 """Kinds of replaced modules that read their projections' weights."""
-
-Skipped = tuple[tuple[str, str], ...]
-"""What is left alone, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +88,15 @@ class Findings:
     skipped: Skipped = ()
     notes: tuple[str, ...] = ()
 
-    def __add__(self, other: Findings) -> Findings:
-        return Findings(self.planned + other.planned, self.skipped + other.skipped, self.notes + other.notes)
+    @classmethod
+    def of_all(cls, passes: Iterable[Findings]) -> Findings:
+        """What several passes found, in their order."""
+        found = tuple(passes)
+        return cls(
+            tuple(planned for each in found for planned in each.planned),
+            tuple(skipped for each in found for skipped in each.skipped),
+            tuple(note for each in found for note in each.notes),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,15 +126,15 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     backbone, family, specs = found.backbone, found.family, found.specs
     forms = forms_by_family(backbone, specs, family)
     runtime = _make_runtime(found, options, forms)
-    findings = Findings(skipped=found.skipped, notes=_notes_on_graphs(backbone, runtime, options))
-    findings += _plan_model(parts, found, runtime, options)
+    known = Findings(skipped=found.skipped, notes=_notes_on_graphs(backbone, runtime, options))
+    around = _plan_model(parts, found, runtime, options)
     attentions = [m for m in backbone.modules() if own_class(m, family) in family.attention]
     _refuse_nothing_to_patch(backbone, family)
     refuse_misplaced(backbone, forms)
-    for module in backbone.modules():
-        findings += _plan_module(module, found, runtime.layers)
+    inside = [_plan_module(module, found, runtime.layers) for module in backbone.modules()]
+    alibi, rotary = _plan_alibi(found, runtime.layers), _plan_rotary(backbone, runtime.layers)
+    findings = Findings.of_all([known, around, *inside, alibi, rotary])
     through_interface = tuple(m for m in attentions if own_class(m, family) not in specs)
-    findings += _plan_alibi(found, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     computed = _computed_here(findings.planned, through_interface, family)
     runtime.watch.classes.watch((each.module for each in findings.planned), forwards=computed)
     mixing = Mixing(backbone, tuple(_mixing_modules(found, findings.planned, through_interface)))
@@ -319,7 +324,7 @@ def _plan_alibi(found: Recognised, runtime: Runtime) -> Findings:
 
 def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> Findings:
     """Tables of positions whose frequencies depend on a sequence's length."""
-    findings = Findings()
+    findings: list[Findings] = []
     for module in filter(depends_on_length, backbone.modules()):
         rope_type = module.rope_type
         if not gives_known_tables(module):
@@ -338,8 +343,8 @@ def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> Findings:
             f"rotary type {rope_type!r}: each sequence gets the frequencies of its own length; the stock padded "
             "model takes those of the longest in the batch"
         )
-        findings += Findings((_plan(module, "rotary", rotary_forward, None, runtime),), notes=(note,))
-    return findings
+        findings.append(Findings((_plan(module, "rotary", rotary_forward, None, runtime),), notes=(note,)))
+    return Findings.of_all(findings)
 
 
 def _plan(

@@ -26,7 +26,7 @@ def own_class(module: nn.Module, family: Family) -> str | None:
     return cls.__name__ if cls.__module__ == family.module else None
 
 
-Skipped = list[tuple[str, str]]
+Skipped = tuple[tuple[str, str], ...]
 """What is left alone, and why."""
 
 
@@ -47,7 +47,7 @@ class Recognised:
     specs: Mapping[str, Spec]
     replaced_layers: tuple[nn.Module, ...]
     attends_by: StockAttention
-    skipped: tuple[tuple[str, str], ...]
+    skipped: Skipped
 
 
 def recognise(parts: Parts) -> Recognised:
@@ -67,12 +67,12 @@ def recognise(parts: Parts) -> Recognised:
     layers, skipped = layers_replaced(backbone, family)
     specs, others = known_specs(backbone, family)
     family = _keeping_windows(family, specs)
-    return Recognised(backbone, family, specs, tuple(layers), attends_by, (*skipped, *others))
+    return Recognised(backbone, family, specs, tuple(layers), attends_by, skipped + others)
 
 
 def known_specs(backbone: Any, family: Family) -> tuple[dict[str, Spec], Skipped]:
     """What the classes compute that get fast forwards, those whose source is known; and those that keep their own."""
-    skipped: Skipped = []
+    skipped: list[tuple[str, str]] = []
     trusted: dict[str, Spec] = {}
     classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
     for cls, replaced in sorted(classes.items(), key=lambda pair: pair[0].__name__):
@@ -96,7 +96,7 @@ def known_specs(backbone: Any, family: Family) -> tuple[dict[str, Spec], Skipped
         fast = [name for name, spec in trusted.items() if isinstance(spec, AnyAttentionSpec)]
         trusted = {name: spec for name, spec in trusted.items() if name not in fast}
         skipped += [(name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in fast]
-    return trusted, skipped
+    return trusted, tuple(skipped)
 
 
 def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
@@ -158,7 +158,7 @@ def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module
     """
     attentions = {id(module) for module in backbone.modules() if own_class(module, family) in family.attention}
     found: list[nn.Module] = []
-    skipped: Skipped = []
+    skipped: list[tuple[str, str]] = []
     for module in backbone.modules():
         if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
             continue
@@ -167,7 +167,7 @@ def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module
             skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
         if own is not None or replaced_forward(module) is not None:
             found.append(module)
-    return found, skipped
+    return found, tuple(skipped)
 
 
 def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
@@ -200,14 +200,14 @@ def _own_class_skipped(cls: Any, family: Family) -> Skipped:
     """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
     bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
     if not bases:
-        return []
+        return ()
     what = f"a {bases[0]} with its own {', '.join(changes_of(cls))}"
     if any(name in family.attention or name in family.mixers for name in bases):
         raise PatchError(
             f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
             f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
         )
-    return [(cls.__name__, f"{what}: its own forward runs")] if bases[0] in family.fast else []
+    return ((cls.__name__, f"{what}: its own forward runs"),) if bases[0] in family.fast else ()
 
 
 def forms_by_family(backbone: nn.Module, specs: Mapping[str, Spec], family: Family) -> dict[int, Any]:

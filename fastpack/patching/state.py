@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,9 +10,7 @@ from torch import nn
 from fastpack.layers.hf_attention import register_interface
 from fastpack.model.unwrap import STATE, find_parts, models_of
 from fastpack.patching.changes import Change
-from fastpack.patching.options import (
-    PatchOptions,
-)
+from fastpack.patching.options import PatchOptions
 from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
 
@@ -32,7 +30,7 @@ class PatchState:
     options: PatchOptions
     report: PatchReport
     mixing: Mixing
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Change]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A model that comes out of a pickle in a fresh process needs our name in AttentionInterface again.

@@ -39,7 +39,7 @@ class Mixing:
         object.__setattr__(self, "others", tuple(others))
 
     def describe(self) -> dict[str, Any]:
-        """What :class:`fastpack.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
+        """What :class:`fastpack.patching.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
         rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self._now()]
         layers = layer_rungs(self.backbone, rungs)
         on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]

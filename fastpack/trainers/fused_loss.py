@@ -1,7 +1,7 @@
 """``fastpack.patch(trainer, loss="fused")`` of TRL's ``SFTTrainer``: its loss is the head's own, without logits.
 
 TRL's forward stays on the head: called without ``fused_lm_head=True`` it is the stock one, whose loss of ``labels=`` is
-what :mod:`fastpack.layers.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
+what :mod:`fastpack.model.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
 twice, forward and backward, and waits for the device four times in each micro-batch, for its metrics; these are
 computed in passing here, and read when they are logged: what TRL keeps of them lags behind until then.
 """

@@ -113,8 +113,7 @@ class Replacement(Generic[SpecT, RuntimeT]):
 
     def disable(self) -> Restore:
         """Let a call be one of :meth:`stock`, until what this returns is called."""
-        before, self.enabled = self.enabled, False
-        return functools.partial(setattr, self, "enabled", before)
+        return _disable(self)
 
     def uncover(self) -> Restore:
         """Take off what somebody put over a forward, until what this returns is called."""
@@ -163,8 +162,7 @@ class PreHook(Generic[SpecT, RuntimeT]):
 
     def disable(self) -> Restore:
         """Let it do nothing, until what this returns is called."""
-        before, self.enabled = self.enabled, False
-        return functools.partial(setattr, self, "enabled", before)
+        return _disable(self)
 
     def uncover(self) -> Restore:
         """Nobody covers a hook."""
@@ -176,6 +174,11 @@ class _Function:
     """A function that a pickled replacement found bound to its owner."""
 
     function: Callable[..., Any]
+
+
+def _disable(change: Replacement[Any, Any] | PreHook[Any, Any]) -> Restore:
+    before, change.enabled = change.enabled, False
+    return functools.partial(setattr, change, "enabled", before)
 
 
 def _is_importable(function: Any) -> bool:
@@ -202,13 +205,6 @@ def take_off(owner: Any, place: str) -> None:
         setattr(owner, place, MethodType(type(owner).forward, owner))
     else:
         delattr(owner, place)
-
-
-def call_stock(module: nn.Module, earlier: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward that was there before: an instance's own (accelerate's, TRL's), else the class's."""
-    if earlier is not None:
-        return earlier(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
 
 
 def nothing(*_: Any, **__: Any) -> None:

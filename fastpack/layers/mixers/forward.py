@@ -30,7 +30,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     it is where no batch is packed.
 
     Raises:
-        PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.rows.put_back`.
+        PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.put_back`.
     """
     module, spec, context = patched.owner, patched.spec, patched.runtime.context
     assert context is not None, "a mixer finds the packing there"
