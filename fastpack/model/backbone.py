@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +30,6 @@ from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import accepted, bind, shape_of, source_of, wants_tuple
-
-if TYPE_CHECKING:
-    pass
-
 
 PER_TOKEN = (
     "token_type_ids",

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError
-from fastpack.graphs.runner import GraphRunner
 from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
 from fastpack.model.checks import (
     refuse_packed_prompts,
@@ -52,8 +51,8 @@ from fastpack.utils.replacement import (
 )
 from fastpack.utils.signatures import accepted, bind, keeps_some_logits, parameters, shape_of, source_of, wants_tuple
 
-if TYPE_CHECKING:
-    pass
+if TYPE_CHECKING:  # heavy, and imported where a model is patched with graphs
+    from fastpack.graphs.runner import GraphRunner
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
