@@ -30,6 +30,7 @@ from fastpack.ops.projection_parts import Projection
 from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
 from fastpack.utils.classes import defined_in, stock_class
 from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import keeps_some_logits
 
 TOKEN_STATISTICS = "token_statistics"
@@ -104,7 +105,8 @@ def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
         asked_for: whoever brings a forward of TRL's calls it for the head's own loss.
     """
     forward = head.__dict__.get("forward")
-    of_trl = is_trls(forward) or any(map(is_trls, getattr(forward, "args", ())))  # over ours, or under it
+    beneath = forward.earlier if isinstance(forward, Replacement) else None
+    of_trl = is_trls(forward) or is_trls(beneath)  # over ours, or under it
     if of_trl and not asked_for:
         return "TRL's trainers bring a loss, unless patch(trainer, loss='fused') gave one this (report(trainer) tells)"
     origin = defined_in(forward)
