@@ -1,6 +1,6 @@
 """The oracle: what a model gives for each sequence alone, and how far a batch is from it.
 
-The kinds of input are those of :mod:`fastpack.smoke.inputs`, the measure is that of :mod:`fastpack.exactness.rule`. In
+The kinds of input are those of :mod:`fastpack.exactness.inputs`, the measure is that of :mod:`fastpack.exactness.rule`. In
 float32 an error is at most :data:`FLOAT32_BOUND`.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.rule import FULL_BOUND, Error, Result, compare, relative
-from fastpack.smoke.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords
+from fastpack.exactness.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords
 
 __all__ = [
     "FLOAT32_BOUND",

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 import fastpack
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 SEQUENCES = make_sequences(VOCAB)
 LENGTHS = [len(s) for s in SEQUENCES]

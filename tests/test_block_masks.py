@@ -25,7 +25,7 @@ from fastpack.block_masks import read_blocks
 from fastpack.graphs.recorder import no_synchronisation
 from fastpack.metrics.counting import count_batch
 from fastpack.packing_inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 from fastpack.trainers.kinds import KINDS, lengths
 
 T = torch.tensor

@@ -17,7 +17,7 @@ from fastpack.exactness.rule import FULL_BOUND
 from fastpack.families import UNREADABLE, source_hash
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.sweep import oracle_of, sweep
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 
 LENGTHS = [5, 1, 13]
 

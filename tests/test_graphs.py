@@ -27,7 +27,7 @@ from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny, model_types
+from fastpack.exactness.tiny import build_tiny, model_types
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

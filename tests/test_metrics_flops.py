@@ -20,7 +20,7 @@ from fastpack.flops import FULL, Attention, Layer, Load, Product, Span, forward_
 from fastpack.layers import attention as fast_attention
 from fastpack.layers import interface
 from fastpack.metrics.plan import ModelPlan, read_plan
-from fastpack.smoke.tiny import model_types
+from fastpack.exactness.tiny import model_types
 
 TOKENS = 12
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -124,7 +124,7 @@ COUNTED_OTHERWISE = {
 
 @pytest.mark.parametrize("model_type", sorted((FAMILIES.keys() & {*model_types()}) - COUNTED_OTHERWISE.keys()))
 def test_every_family_is_exact_or_says_what_it_lacks(model_type: str) -> None:
-    from fastpack.smoke.tiny import build_tiny
+    from fastpack.exactness.tiny import build_tiny
 
     model = build_tiny(model_type).requires_grad_(False)
     plan = read_plan(model)

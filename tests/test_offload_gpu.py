@@ -20,7 +20,7 @@ from fastpack.graphs.recorder import no_synchronisation
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.saved import KEEP
 from fastpack.offload.transfer import CudaLink, Rates
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 
 pytestmark = pytest.mark.gpu
 

@@ -37,7 +37,7 @@ from fastpack.offload import KEPT, saved
 from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
 from fastpack.offload.transfer import HostPool, Lane, Rates
 from fastpack.ops import gated_mlp
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 SENT = LAYERS - KEEP
 """Layers whose products leave where there is time for all."""

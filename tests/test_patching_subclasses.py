@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama as llama
 import fastpack
 from fastpack.classes import changes_of, stock_class
 from fastpack.errors import PatchError, UnsupportedModelError
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 
 class Louder(nn.Module):

@@ -18,7 +18,7 @@ import fastpack
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.reference import MissingReferenceError, ReferenceCacheError, with_reference_log_probs
 from fastpack.reference.examples import PAIR_COLUMNS, Examples
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 
 @pytest.fixture

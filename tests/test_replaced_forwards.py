@@ -22,7 +22,7 @@ import fastpack
 from fastpack.errors import PatchError
 from fastpack.layers.causal_lm import backbone_forward
 from fastpack.layers.stock import binds
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6], "use_cache": False}

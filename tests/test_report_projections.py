@@ -20,7 +20,7 @@ from transformers.integrations.higgs import HiggsLinear
 
 import fastpack
 from fastpack.adapters import linear_sizes
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 
 class HQQLinear(nn.Module):

@@ -22,8 +22,8 @@ from fastpack.cli import main
 from fastpack.exactness.rule import CONTROL, FULL_BOUND
 from fastpack.families import FAMILIES, REFUSED
 from fastpack.packing import PackedSeqLens
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.tiny import build_tiny, model_types
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.verification import Check
 
 UNTELLABLE = {

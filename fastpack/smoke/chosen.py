@@ -21,8 +21,8 @@ def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> 
     """
     from fastpack.families import FAMILIES, REFUSED
     from fastpack.smoke.most_used import MOST_USED
-    from fastpack.smoke.special import SPECIAL
-    from fastpack.smoke.tiny import model_types
+    from fastpack.exactness.special import SPECIAL
+    from fastpack.exactness.tiny import model_types
 
     here = model_types()
     known = {*FAMILIES, *REFUSED, *MOST_USED, *SPECIAL}

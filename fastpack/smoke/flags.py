@@ -16,7 +16,7 @@ from fastpack.commands import UsageError, require_file
 from fastpack.errors import BackendUnavailableError
 from fastpack.families import RUNGS
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import HEAD_DIM, HEADS, KV_HEADS
+from fastpack.exactness.special import HEAD_DIM, HEADS, KV_HEADS
 from fastpack.smoke.worker import EACH, MODES, USUAL
 
 

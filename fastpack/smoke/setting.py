@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fastpack.smoke.special import HEAD_DIM
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.special import HEAD_DIM
+from fastpack.exactness.tiny import build_tiny
 
 GPU_HEAD_DIM = 64
 
@@ -42,7 +42,7 @@ class Setting:
     def build(self, model_type: str) -> Any:
         """This family's model, in training mode, since some families write states in place otherwise.
 
-        Raises what :func:`fastpack.smoke.tiny.build_tiny` raises.
+        Raises what :func:`fastpack.exactness.tiny.build_tiny` raises.
         """
         dtype = getattr(torch, self.dtype)
         return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)

@@ -26,9 +26,9 @@ from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, middle, verdict_of
 from fastpack.families import FAMILIES
 from fastpack.layers.arguments import accepted
-from fastpack.smoke.inputs import INPUT_KINDS
+from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.tiny import plain_tokens
+from fastpack.exactness.tiny import plain_tokens
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
 """A single token, two of a length, and one that outgrows windows and chunks of 8."""

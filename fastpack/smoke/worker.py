@@ -18,7 +18,7 @@ from fastpack.errors import BackendUnavailableError, UnsupportedModelError
 from fastpack.families import FAMILIES, REFUSED
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
+from fastpack.exactness.special import NOT_BUILT
 from fastpack.smoke.sweep import Oracle, oracle_of, sweep
 from fastpack.smoke.verified import verified
 

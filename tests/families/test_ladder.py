@@ -22,12 +22,12 @@ from fastpack.families import (
     SCOPED_FAMILIES,
     Family,
 )
-from fastpack.smoke.inputs import INPUT_KINDS
+from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.smoke.most_used import MOST_USED
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
+from fastpack.exactness.special import NOT_BUILT
 from fastpack.smoke.sweep import LENGTHS, SHARED_STATES, Swept, make_sequences, oracle_of, sweep
-from fastpack.smoke.tiny import model_types
+from fastpack.exactness.tiny import model_types
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
 TINY = Setting()

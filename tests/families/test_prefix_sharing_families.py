@@ -16,8 +16,8 @@ from fastpack.families import FAMILIES
 from fastpack.layers.arguments import accepted
 from fastpack.layers.prefixes import PrefixSharing, sharing_of
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.targets import find_parts
 
 TINY = Setting()

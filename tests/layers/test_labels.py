@@ -16,7 +16,7 @@ import fastpack
 from fastpack.layers import causal_lm
 from fastpack.layers import loss as fused
 from fastpack.packing_inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 
 END = 2
 LENGTHS = (5, 9, 7, 12)

@@ -18,7 +18,7 @@ from fastpack.errors import PackingError, UnsupportedModelError
 from fastpack.families import FAMILIES
 from fastpack.layers.refusals import refuse_positions
 from fastpack.packing import PackedSeqLens
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 LENGTHS = (9, 7)
 IDS = torch.randint(4, 80, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))

@@ -23,7 +23,7 @@ from fastpack.layers.rows import RATIO, put_back, row_groups, similar, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import mask_stand_in
 from fastpack.offload import offload_of
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.targets import find_parts
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)

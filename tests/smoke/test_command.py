@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import smoke_stand_ins
 import torch
+from known_families import KNOWN
 from readme import MEND, claimed, section
-from smoke_families import KNOWN
 
 import fastpack
 import fastpack.smoke.__main__ as smoke
@@ -25,17 +25,17 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.cli import main
 from fastpack.commands import families
+from fastpack.exactness.inputs import INPUT_KINDS
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import model_types
 from fastpack.families import FAMILIES, REFUSED
 from fastpack.packing import PackedSeqLens
 from fastpack.smoke import processes, train, worker
 from fastpack.smoke.chosen import choose
-from fastpack.smoke.inputs import INPUT_KINDS
 from fastpack.smoke.most_used import MOST_USED
 from fastpack.smoke.record import Record
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.tiny import model_types
 from fastpack.smoke.worker import EACH, USUAL, Task
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
@@ -310,7 +310,7 @@ def test_who_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert 60 <= len(most) < len(everybody)
     assert set(most) <= set(MOST_USED)
     assert everybody == model_types()
-    monkeypatch.setattr("fastpack.smoke.tiny.model_types", lambda: ["llama", "gpt2"])
+    monkeypatch.setattr("fastpack.exactness.tiny.model_types", lambda: ["llama", "gpt2"])
     capsys.readouterr()
     assert smoke.main(["llama", "mamba", "no_such_family", *ON_CPU]) == 0
     assert asked[-1] == ["llama", "no_such_family"]
@@ -338,7 +338,7 @@ def test_the_readme_claims_what_a_run_proved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = made_up_run(tmp_path)
-    monkeypatch.setattr("fastpack.smoke.tiny.model_types", lambda: ["gpt2", "llama", "mamba", "qwen2", "reformer"])
+    monkeypatch.setattr("fastpack.exactness.tiny.model_types", lambda: ["gpt2", "llama", "mamba", "qwen2", "reformer"])
     assert main(["families", "--from", str(run)]) == 0
     section = capsys.readouterr().out
     assert "| **fast** (1) |" in section
@@ -369,7 +369,7 @@ def test_some_families_are_not_the_mapping(
         (["gpt2", "llama", "mamba", "opt", "qwen2", "reformer"], "of the 6 names .* 1 were not tried .opt.. Run gists"),
         (["gpt2", "mamba", "qwen2", "reformer"], "of the 4 names .* 1 are not in it .llama.. Run gists"),
     ):
-        monkeypatch.setattr("fastpack.smoke.tiny.model_types", lambda mapping=mapping: mapping)
+        monkeypatch.setattr("fastpack.exactness.tiny.model_types", lambda mapping=mapping: mapping)
         assert main(["families", "--from", str(run), "--into", str(readme)]) == 2
         assert re.search(said, capsys.readouterr().err)
         assert readme.read_text() == before

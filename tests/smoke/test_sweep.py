@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fastpack
+from fastpack.exactness import tiny
 from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_norms
-from fastpack.smoke import tiny
 from fastpack.smoke.setting import GPU_HEAD_DIM, Setting
 from fastpack.smoke.sweep import DRAWS, STEADY, oracle_of, sweep
 

@@ -11,6 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.exactness.tiny import AFTER_PLAIN, FIRST_PLAIN
+
+LENGTHS = (7, 1, 19, 19, 33)
+"""Odd, one token, two equal neighbours, and longer than every window, chunk and length of a tiny config."""
+
+
+def make_sequences(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
+    """Return random ids of these lengths, none of them special in a tiny config."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(FIRST_PLAIN, AFTER_PLAIN, (length,), generator=generator) for length in lengths]
+
 
 def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
     """``input_ids``, ``attention_mask`` and ``labels``, padded ``right``, ``left`` or on ``both`` sides; one row
