@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
 from fastpack.packing import Bucket
 from fastpack.packing_inputs import pack_inputs
-from fastpack.exactness.tiny import build_tiny, model_types
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

@@ -35,8 +35,8 @@ from transformers.models.llama import modeling_llama as llama
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.layers.stock import bound_with
 from fastpack.exactness.tiny import build_tiny
+from fastpack.layers.stock import bound_with
 from fastpack.watch import Watch
 
 IDS = torch.arange(5, 15)[None]

@@ -20,10 +20,10 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.cli import main
 from fastpack.exactness.rule import CONTROL, FULL_BOUND
-from fastpack.families import FAMILIES, REFUSED
-from fastpack.packing import PackedSeqLens
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types
+from fastpack.families import FAMILIES, REFUSED
+from fastpack.packing import PackedSeqLens
 from fastpack.verification import Check
 
 UNTELLABLE = {

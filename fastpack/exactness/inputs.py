@@ -11,16 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.exactness.tiny import AFTER_PLAIN, FIRST_PLAIN
+from fastpack.exactness.tiny import plain_tokens
 
-LENGTHS = (7, 1, 19, 19, 33)
-"""Odd, one token, two equal neighbours, and longer than every window, chunk and length of a tiny config."""
+LENGTHS = (7, 1, 12, 12, 20, 3)
+"""A single token, two of a length, and one that outgrows windows, chunks and lengths of a tiny config."""
 
 
-def make_sequences(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
-    """Return random ids of these lengths, none of them special in a tiny config."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(FIRST_PLAIN, AFTER_PLAIN, (length,), generator=generator) for length in lengths]
+def make_sequences(lengths: Sequence[int] = LENGTHS, draw: int = 0) -> list[Tensor]:
+    """Return random ids of these lengths, int64, none of them special in a tiny config."""
+    return [plain_tokens(1, length, seed=len(lengths) * draw + i)[0] for i, length in enumerate(lengths)]
 
 
 def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:

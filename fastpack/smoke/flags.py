@@ -1,4 +1,4 @@
-"""The flags of ``python -m fastpack.smoke``, and what of them is refused before anything runs."""
+"""The flags of ``python -m fastpack.smoke``, what of them is refused before anything runs, and the families meant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from fastpack.attention_dispatch import BACKENDS, AttentionShape
 from fastpack.attention_dispatch import choose as choose_backend
 from fastpack.commands import UsageError, require_file
 from fastpack.errors import BackendUnavailableError
-from fastpack.families import RUNGS
+from fastpack.exactness import tiny
+from fastpack.exactness.special import HEAD_DIM, HEADS, KV_HEADS, NOT_BUILT, TRAITS
+from fastpack.families import FAMILIES, REFUSED, RUNGS
+from fastpack.smoke.most_used import MOST_USED
 from fastpack.smoke.setting import Setting
-from fastpack.exactness.special import HEAD_DIM, HEADS, KV_HEADS
 from fastpack.smoke.worker import EACH, MODES, USUAL
 
 
@@ -89,3 +92,21 @@ def _check_backend(name: str, setting: Setting) -> None:
         choose_backend(AttentionShape(device, dtype, HEADS, KV_HEADS, size, size), name)
     except BackendUnavailableError as error:
         raise UsageError(f"--backends {name}: {error}") from error
+
+
+def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> tuple[Sequence[str], Sequence[str]]:
+    """Return those named, or everyone in transformers' causal-LM mapping (of one tier), or those that people use most;
+    and those of them that this release of transformers does not have.
+
+    A name that nobody knows is run, and fails.
+    """
+    here = tiny.model_types()
+    known = {*FAMILIES, *REFUSED, *MOST_USED, *NOT_BUILT, *TRAITS}
+    if named:
+        absent = [name for name in named if name not in here and name in known]
+        return [name for name in named if name not in absent], absent
+    if tier is not None:
+        return [name for name in here if name in FAMILIES and FAMILIES[name].rung == tier], ()
+    if everyone:
+        return here, sorted(known - {*here})
+    return [name for name in here if name in MOST_USED], [name for name in MOST_USED if name not in here]

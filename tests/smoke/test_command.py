@@ -31,10 +31,9 @@ from fastpack.exactness.tiny import model_types
 from fastpack.families import FAMILIES, REFUSED
 from fastpack.packing import PackedSeqLens
 from fastpack.smoke import processes, train, worker
-from fastpack.smoke.chosen import choose
+from fastpack.smoke.flags import choose
 from fastpack.smoke.most_used import MOST_USED
-from fastpack.smoke.record import Record
-from fastpack.smoke.row import Row
+from fastpack.smoke.record import Record, Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.worker import EACH, USUAL, Task
 
@@ -93,10 +92,10 @@ def test_a_leak_fails_what_is_verified_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_families_of_a_tier() -> None:
-    chosen = choose([], everyone=True, tier="fast").families
+    chosen, _ = choose([], everyone=True, tier="fast")
     assert "llama" in chosen
     assert {FAMILIES[name].rung for name in chosen} == {"fast"}
-    assert set(chosen) < set(choose([], everyone=True).families)
+    assert set(chosen) < set(choose([], everyone=True)[0])
 
 
 def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
