@@ -30,8 +30,8 @@ def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Se
 
     Where TRL can't train the stock model either, there is one row for the mode, which says so.
     """
-    # with LoRA or without: the stock model is given padded batches either way
     bound = LOSS_BOUND if setting.dtype == "float32" else HALF_LOSS_BOUND
+    # with LoRA or without: the stock model is given padded batches either way
     stock: dict[bool, tuple[list[float], float] | str] = {}
     for mode in modes:
         lora = mode == "lora"
@@ -49,9 +49,7 @@ def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Se
             proof = verified(model)
             losses, seconds = _train(model, packed=mode == "packed")
             loss = _off(losses, stock_losses, packed=mode == "packed")
-            if family not in NOT_AS_PADDED and not loss <= (
-                HALF_LOSS_BOUND if setting.dtype != "float32" else LOSS_BOUND
-            ):
+            if family not in NOT_AS_PADDED and not loss <= bound:
                 proof["problem"] = proof["problem"] or f"losses are off by {loss:.1e}"
             yield Row(
                 family,

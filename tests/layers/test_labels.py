@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.layers import causal_lm
 from fastpack.layers import loss as fused
 from fastpack.packing_inputs import pack_inputs
-from fastpack.exactness.tiny import build_tiny, plain_tokens
 
 END = 2
 LENGTHS = (5, 9, 7, 12)

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack import PackedSeqLens, PatchError
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixer import mixer_forward
 from fastpack.layers.rows import RATIO, put_back, row_groups, similar, take
 from fastpack.layers.scope import PackingScope
 from fastpack.layers.stock import mask_stand_in
 from fastpack.offload import offload_of
-from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.targets import find_parts
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)

@@ -14,8 +14,8 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
 import fastpack
-from fastpack.options import TokenBudget
 from fastpack.exactness.tiny import build_tiny
+from fastpack.options import TokenBudget
 from fastpack.trainers import budget
 from fastpack.trainers.kinds import averages, divides, kind_of
 
