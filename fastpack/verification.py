@@ -5,30 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastpack.exactness.rule import Check, Verdict
 from fastpack.text import as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from fastpack.exactness.rule import Verdict
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison: how far off, relative, and what is allowed.
-
-    ``at_least`` is True for the control, which must be further off than its bound.
-    """
-
-    what: str
-    error: float
-    bound: float
-    at_least: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """NaN never passes."""
-        return self.error >= self.bound if self.at_least else self.error <= self.bound
 
 
 @dataclass(frozen=True)
