@@ -30,7 +30,7 @@ def refuses(model: Any, match: str, error: type[Exception] = fastpack.Unsupporte
 
 
 def test_an_encoder() -> None:
-    refuses(tiny_model("bert", auto=AutoModel), "encoder")
+    refuses(tiny_model("bert", auto=AutoModel, is_decoder=False), "encoder")
 
 
 def test_an_encoder_decoder() -> None:

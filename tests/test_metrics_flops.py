@@ -238,7 +238,9 @@ def test_four_bit_weights_have_their_own_sizes() -> None:
 def test_windows_and_chunks() -> None:
     spans = [a.span for layer in read_plan(tiny_model("gemma2")).layers for a in layer.attentions]
     assert spans == [Span(window=WINDOW), FULL]
-    chunked = read_plan(tiny_model("llama4_text", attention_chunk_size=6, layer_types=["chunked_attention"] * 2))
+    chunked = read_plan(
+        tiny_model("llama4_text", attention_chunk_size=6, num_hidden_layers=2, layer_types=["chunked_attention"] * 2)
+    )
     assert chunked.spans == (Span(chunk=6),)
 
 

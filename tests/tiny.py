@@ -13,6 +13,7 @@ from fastpack.exactness.special import VOCAB, WINDOW
 __all__ = ["EXPERTS", "FAST", "HEAD_DIM", "VOCAB", "WINDOW", "tiny_config", "tiny_model"]
 
 HEAD_DIM = 8
+PATTERNS = ("layer_types", "no_rope_layers")
 EXPERTS = (
     "deepseek_v3",
     "glm4_moe",
@@ -52,8 +53,14 @@ FAST = (
 
 
 def tiny_config(model_type: str, head_dim: int | None = None, **overrides: Any) -> Any:
-    """A config of this family with small layers; ``head_dim`` is of its heads alone."""
+    """A config of this family with small layers, of those of :data:`FAST` two; ``head_dim`` is of its heads alone."""
+    if model_type in FAST:
+        overrides = {"intermediate_size": 48, **overrides}
     config = tiny.tiny_config(model_type, head_dim=HEAD_DIM, **overrides)
+    patterns = {name: list(dict.fromkeys(getattr(config, name, None) or ())) for name in PATTERNS}
+    patterns = {name: kinds for name, kinds in patterns.items() if len(kinds) == 2}
+    if model_type in FAST and patterns and not overrides.keys() & {"num_hidden_layers", *PATTERNS}:
+        config = tiny.tiny_config(model_type, head_dim=HEAD_DIM, num_hidden_layers=2, **patterns, **overrides)
     if head_dim is not None:
         config.head_dim = head_dim
     return config
@@ -62,7 +69,12 @@ def tiny_config(model_type: str, head_dim: int | None = None, **overrides: Any) 
 def tiny_model(
     model_type: str, *, attn_implementation: str = "eager", seed: int = 0, auto: Any = None, **overrides: Any
 ) -> nn.Module:
-    """A model of this family with random weights, in training mode with no dropout."""
+    """A model of this family with random weights, in training mode with no dropout; torch's seed is the model's."""
     config = tiny_config(model_type, attn_implementation=attn_implementation, **overrides)
     make = auto.from_config if auto else tiny.model_class(model_type)._from_config
-    return tiny.build(make, config, seed, head_dim=HEAD_DIM, dtype=torch.float32).train()
+    torch.manual_seed(seed)
+    model = tiny.build(make, config, seed, head_dim=HEAD_DIM, dtype=torch.float32)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # of a head, which no config turns off
+            module.p = 0.0
+    return model.train()

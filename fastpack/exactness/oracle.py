@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
 from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, is_half, middle, verdict_of
-from fastpack.exactness.special import POSITIONS
 from fastpack.layers.arguments import accepted
 
 DRAWS = 3
@@ -55,7 +54,7 @@ def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool =
         if own_loss:
             loss = nn.functional.cross_entropy(found[:-1].float(), ids[1:], reduction="sum") / count
         else:
-            loss = weighted_sum(found, start=sum(map(len, logits)))
+            loss = _weighted_sum(found, sum(map(len, sequences)), start=sum(map(len, logits)))
         loss.backward()
         total += loss.detach()
         logits.append(found.detach())
@@ -77,7 +76,7 @@ def run_batch(
     model.zero_grad(set_to_none=True)
     found = model(**{**given, **kwargs})
     logits = split_logits(found.logits, given, sequences)
-    loss = found.loss if own_loss else weighted_sum(torch.cat(logits))
+    loss = found.loss if own_loss else _weighted_sum(torch.cat(logits), sum(map(len, logits)))
     loss.backward()
     return Result([each.detach() for each in logits], loss.detach(), _gradients(model))
 
@@ -94,10 +93,10 @@ def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[T
     return list(real.split([len(s) for s in sequences]))
 
 
-def weighted_sum(logits: Tensor, start: int = 0) -> Tensor:
-    """Return a sum of the logits ``[L, V]``, with fixed weights for tokens ``start`` on."""
+def _weighted_sum(logits: Tensor, total: int, start: int = 0) -> Tensor:
+    """Return a sum of the logits ``[L, V]``, with fixed weights for tokens ``start`` on of so many in all."""
     generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(POSITIONS, logits.shape[-1], generator=generator) / logits.shape[-1]
+    weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
     return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
 
 

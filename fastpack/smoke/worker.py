@@ -116,7 +116,7 @@ def _exact(family: str, oracle: Oracle, setting: Setting, backends: Sequence[str
         yield Row(*names, error=errors[found.worst], bound=found.bound, kinds=errors, problem=found.problem)
 
 
-def _names(model: Any, family: str, mode: str, setting: Setting) -> tuple[str, ...]:
+def _names(model: Any, family: str, mode: str, setting: Setting) -> tuple[str, str, str, str, str]:
     """Return what a row of a patched model begins with."""
     report = fastpack.report(model)
     return family, mode, report.rung, report.backend or "", setting.dtype

@@ -123,7 +123,8 @@ def run(case: Case, work: Work, *, patch: bool, wider: bool = False) -> tuple[St
     from transformers.trainer_callback import PrinterCallback
 
     set_seed(work.given.seed)
-    config, auto = copy.deepcopy(work.config), AutoModelForCausalLM
+    config: Any = copy.deepcopy(work.config)
+    auto: Any = AutoModelForCausalLM
     if case.trainer == "reward":
         config.num_labels, auto = 1, AutoModelForSequenceClassification
     policy = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
