@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastpack.preference import PairLogProbs, PreferenceLoss, preference_loss
+from fastpack.trainers.preference_losses import PairLogProbs, PreferenceLoss, preference_loss
 
 BETA = 0.3
 

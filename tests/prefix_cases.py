@@ -9,8 +9,8 @@ import torch
 from tiny import VOCAB
 from torch import Tensor
 
-from fastpack.layers.prefixes import PrefixSharing, sharing_of
-from fastpack.targets import find_parts
+from fastpack.layers.prefix_sharing import PrefixSharing, sharing_of
+from fastpack.model.unwrap import find_parts
 
 PROMPTS = (12, 1, 19, 7)
 """One of a single token, and one longer than every window of the tiny configs."""

@@ -19,8 +19,8 @@ from fastpack.graphs.recordings import GraphSettings
 from fastpack.graphs.runner import GraphRunner
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import RecordedStep
-from fastpack.layers import causal_lm
-from fastpack.packing import TOKEN_STEPS
+from fastpack.model import backbone as causal_lm
+from fastpack.packing.seqlens import TOKEN_STEPS
 
 SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)
 """Two batches of different buckets."""

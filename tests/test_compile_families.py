@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("compile_anew")
 FAMILIES = [family.model_type for family in FAST_FAMILIES if family.model_type in model_types()]
 TRACED = {
     "attention": "attention.attend_heads",
-    "head": "causal_lm.head_forward",
+    "head": "head.head_forward",
     "layer": "decoder._run",
     "mlp": "mlp.mlp_block",
     "norm": "norm.norm_forward",

@@ -26,8 +26,8 @@ from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
-from fastpack.packing import Bucket
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

@@ -19,7 +19,7 @@ from fastpack.exactness.tiny import model_types
 from fastpack.families import FAMILIES
 from fastpack.flops import FULL, Attention, Layer, Load, Product, Span, forward_flops, training_flops
 from fastpack.layers import attention as fast_attention
-from fastpack.layers import interface
+from fastpack.layers import hf_attention as interface
 from fastpack.metrics.plan import ModelPlan, read_plan
 
 TOKENS = 12

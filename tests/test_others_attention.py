@@ -36,8 +36,8 @@ from transformers.models.llama import modeling_llama as llama
 import fastpack
 from fastpack.errors import PatchError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.layers.stock import bound_with
-from fastpack.watch import Watch
+from fastpack.layers.drift import Watch
+from fastpack.utils.forwards import bound_with
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6]}

@@ -22,8 +22,8 @@ from trl import SFTTrainer
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.options import PatchOptions
-from fastpack.patching import options_of
+from fastpack.patching.options import PatchOptions
+from fastpack.patching.state import options_of
 
 SHORT = (5, 3, 7)
 

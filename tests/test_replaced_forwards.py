@@ -21,8 +21,8 @@ from transformers.models.stablelm import modeling_stablelm as stablelm
 import fastpack
 from fastpack.errors import PatchError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.layers.causal_lm import backbone_forward
-from fastpack.layers.stock import binds
+from fastpack.model.backbone import backbone_forward
+from fastpack.utils.forwards import binds
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6], "use_cache": False}

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda
-from fastpack.compiling import known_once
+from fastpack.utils.compile import known_once
 
 
 @dataclass(frozen=True)

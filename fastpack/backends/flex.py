@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import needs_cuda
-from fastpack.compiling import compile_often
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.compile import compile_often
 
 BLOCK = 128
 

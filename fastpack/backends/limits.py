@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fastpack.backends.call import AttentionShape
-from fastpack.compiling import constant
+from fastpack.utils.compile import constant
 
 INT32_LIMIT = 2**31
 HALF_DTYPES = (torch.float16, torch.bfloat16)

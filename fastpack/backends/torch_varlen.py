@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import flash2_rejects
-from fastpack.compiling import known_once
+from fastpack.utils.compile import known_once
 
 
 def rejects(shape: AttentionShape) -> str | None:

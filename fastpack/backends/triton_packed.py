@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import cuda_capability, needs_cuda
-from fastpack.compiling import known_once
 from fastpack.ops.implementation import triton_installed
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import rows_of
+from fastpack.utils.compile import known_once
 
 if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores

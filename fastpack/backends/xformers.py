@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import needs_cuda
-from fastpack.compiling import known_once
-from fastpack.installation import install_command
+from fastpack.utils.compile import known_once
+from fastpack.utils.versions import install_command
 
 RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
 """The library that xformers' wheel is linked with, and the package that brings it: torch for CUDA 13 has another."""

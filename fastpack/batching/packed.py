@@ -5,7 +5,7 @@ What they return goes into a patched model as it is::
     batch = PackedSFTCollator()(examples)
     loss = model(**batch).loss
 
-For pairs see :mod:`fastpack.preference`. Nothing is cut: an example that does not fit raises.
+For pairs see :mod:`fastpack.trainers.preference_losses`. Nothing is cut: an example that does not fit raises.
 
 Shape suffixes: T tokens, N sequences, P pairs.
 """
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
-from fastpack.packing import IGNORE_INDEX, Bucket, PackedSeqLens
-from fastpack.prefixes import find_prefixes
+from fastpack.packing.prefixes import find_prefixes
+from fastpack.packing.seqlens import IGNORE_INDEX, Bucket, PackedSeqLens
 
 Example = Mapping[str, Any]
 
@@ -156,7 +156,7 @@ class PackedPreferenceCollator(_PackedCollator):
 
     The batch is that of :class:`PackedSFTCollator` with 2 P sequences, labels of the completions alone, and
     ``ref_chosen_logps`` and ``ref_rejected_logps`` as float64 ``[P]`` where they came (see
-    :mod:`fastpack.preference`).
+    :mod:`fastpack.trainers.preference_losses`).
 
     Attributes:
         pad_to: as there.

@@ -14,7 +14,7 @@ from fastpack.bench.models import dtype_of
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
 from fastpack.commands import UsageError, require_file, require_picture
-from fastpack.options import OFFLOADS, PatchOptions
+from fastpack.patching.options import OFFLOADS, PatchOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastpack.errors import FastpackError
-from fastpack.installation import install_command
+from fastpack.utils.versions import install_command
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.batching.budget import TOO_LONG
 from fastpack.commands import UsageError
 from fastpack.ops.implementation import IMPLEMENTATIONS
-from fastpack.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget, not_a_choice
+from fastpack.patching.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget, not_a_choice
 
 if TYPE_CHECKING:
     from fastpack.commands.training import Command

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import fastpack
-from fastpack.installation import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
+from fastpack.utils.versions import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
 
 if TYPE_CHECKING:
     import torch

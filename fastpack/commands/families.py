@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastpack.commands import UsageError, require_file
-from fastpack.rungs import WORDS
+from fastpack.patching.tiers import WORDS
 
 if TYPE_CHECKING:
     from fastpack.families import Family

@@ -10,7 +10,7 @@ from fastpack.commands.training import Command, run
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
     from fastpack.commands.meter import Summary
-    from fastpack.report import PatchReport
+    from fastpack.patching.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:

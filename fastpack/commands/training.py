@@ -20,7 +20,7 @@ from fastpack.commands import UsageError, loading_errors, quiet, require, requir
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
     from fastpack.commands.meter import Meter, Summary
-    from fastpack.report import PatchReport
+    from fastpack.patching.report import PatchReport
 
 Logs = Mapping[str, Any]
 

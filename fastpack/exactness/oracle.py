@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
 from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, is_half, middle, verdict_of
-from fastpack.layers.arguments import accepted
+from fastpack.utils.signatures import accepted
 
 DRAWS = 3
 """Of tokens, in half precision."""

@@ -53,24 +53,6 @@ def verdict_of(error: float, bound: float, control: float) -> Verdict:
     return "exact" if control > CONTROL * bound else "can't tell"
 
 
-@dataclass(frozen=True)
-class Check:
-    """One comparison: how far off, relative, and what is allowed.
-
-    ``at_least`` is True for the control, which must be further off than its bound.
-    """
-
-    what: str
-    error: float
-    bound: float
-    at_least: bool = False
-
-    @property
-    def passed(self) -> bool:
-        """NaN never passes."""
-        return self.error >= self.bound if self.at_least else self.error <= self.bound
-
-
 def worst(values: Sequence[float]) -> float:
     """Return the largest, or infinity where one is NaN."""
     return max((float("inf") if value != value else value for value in values), default=0.0)

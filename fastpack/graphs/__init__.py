@@ -1,7 +1,7 @@
 """Replaying a decoder stack's forward and backward from CUDA graphs, where a step waits for launches.
 
 ``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is a few
-launches forward and as many backward, recorded once for each :class:`~fastpack.packing.Bucket` of sizes
+launches forward and as many backward, recorded once for each :class:`~fastpack.packing.seqlens.Bucket` of sizes
 (:mod:`~fastpack.graphs.runner` decides whether to replay, :mod:`~fastpack.graphs.recordings` which,
 :mod:`~fastpack.graphs.step` does it, :mod:`~fastpack.graphs.pieces` cuts it in pieces, :mod:`~fastpack.graphs.stack`
 looks for what has changed, :mod:`~fastpack.graphs.recorder` talks to the device).
@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fastpack.layers.stock import bound_with
+from fastpack.utils.forwards import bound_with
 
 if TYPE_CHECKING:
     from fastpack.graphs.runner import GraphRunner

@@ -16,10 +16,11 @@ from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
 from fastpack.graphs.recordings import Circumstances, GraphSettings, Recordings
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import RecordedStep, Request, Ticket
-from fastpack.hooks import has_hooks
-from fastpack.layers.stock import Forward, call_stock, mask_stand_in
-from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.packing.mask import mask_stand_in
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 from fastpack.text import counted
+from fastpack.utils.forwards import Forward, call_stock
+from fastpack.utils.hooks import has_hooks
 
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"

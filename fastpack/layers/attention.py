@@ -16,14 +16,15 @@ from torch.nn import functional as F
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 from fastpack.layers import latent_attention, shared_attention
-from fastpack.layers.positions import Tables, normalise_and_turn, repeated
 from fastpack.layers.projections import project_modules
-from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.layers.rope import Tables, normalise_and_turn, repeated
 from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
-from fastpack.options import PatchOptions
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.context import PackingScope
+from fastpack.packing.mask import require_packing
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.patching.options import PatchOptions
+from fastpack.utils.forwards import Forward, call_stock
 
 
 def attention_forward(

@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import DecoderSpec
-from fastpack.hooks import carries_hooks, checkpointing, has_hooks
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import our_settings, project_modules
-from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, require_packing
 from fastpack.offload import KEPT
 from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
-from fastpack.options import PatchOptions
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.context import PackingScope
+from fastpack.packing.mask import require_packing
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.patching.options import PatchOptions
+from fastpack.utils.forwards import Forward, call_stock
+from fastpack.utils.hooks import carries_hooks, checkpointing, has_hooks
 
 
 def decoder_forward(

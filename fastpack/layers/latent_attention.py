@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.layers.positions import repeated
 from fastpack.layers.projections import project_modules
+from fastpack.layers.rope import repeated
 from fastpack.ops.rope import apply_rope
-from fastpack.options import PatchOptions
+from fastpack.patching.options import PatchOptions
 
 
 def first_projections(module: Any) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from fastpack.ops.glu import activation_kind, gated, gated_halves
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.views import reshaped
-from fastpack.options import PatchOptions
+from fastpack.patching.options import PatchOptions
 
 
 def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fastpack.families.spec import NormSpec
 from fastpack.ops.norm import layer_norm, rms_norm
-from fastpack.options import PatchOptions
+from fastpack.patching.options import PatchOptions
 
 
 def norm_forward(module: Any, spec: NormSpec, options: PatchOptions, x: Tensor) -> Tensor:

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import read_projection, read_update, refuse_rows, takes
 from fastpack.families.spec import NormSpec
-from fastpack.hooks import has_hooks
-from fastpack.layers.drop_ins import is_drop_in
+from fastpack.layers.adapters import read_projection, read_update, refuse_rows, takes
+from fastpack.layers.liger import is_drop_in
 from fastpack.layers.norm import norm_forward
-from fastpack.layers.stock import HELD, Held, binds
 from fastpack.ops.lora import add_updates
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.projections import project
-from fastpack.options import PatchOptions
-from fastpack.sharding import is_partitioned
+from fastpack.patching.options import PatchOptions
+from fastpack.utils.forwards import HELD, Held, binds
+from fastpack.utils.hooks import has_hooks
+from fastpack.utils.sharding import is_partitioned
 
 
 def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.families.spec import AttentionSpec
-from fastpack.layers.positions import normalise_and_turn
-from fastpack.options import PatchOptions
+from fastpack.layers.rope import normalise_and_turn
+from fastpack.patching.options import PatchOptions
 
 SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
 """Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""

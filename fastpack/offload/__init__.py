@@ -26,7 +26,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fastpack.layers.stock import bound_with
+from fastpack.utils.forwards import bound_with
 
 if TYPE_CHECKING:
     from fastpack.offload.checkpoints import CheckpointOffload

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpack.hooks import carries_hooks
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
 from fastpack.ops.once import differentiable_once
+from fastpack.utils.hooks import carries_hooks
 
 Activation = Callable[[Tensor], Tensor]
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]

@@ -14,16 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpack.coverage import covered_family
+from fastpack.api import patched
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, HeadSpec, source_hash
-from fastpack.layers.loss import HeadProduct, read_head
+from fastpack.model.loss import HeadProduct, read_head
+from fastpack.model.unwrap import Parts, find_parts
 from fastpack.ops.linear_cross_entropy import CHUNK
 from fastpack.ops.sequence_log_probs import segment_sums, sequence_log_probs
-from fastpack.packing import IGNORE_INDEX, PackedSeqLens
-from fastpack.patching import is_patched, patched
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.patching.state import is_patched
+from fastpack.patching.support import covered_family
 from fastpack.reference.examples import Scored
-from fastpack.targets import Parts, find_parts
 
 Score = Callable[[Sequence[Scored]], Tensor]
 """From N sequences to float64 ``[N]`` on the device, for which nothing waits."""

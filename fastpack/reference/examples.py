@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.errors import PackingError
-from fastpack.packing import IGNORE_INDEX
+from fastpack.packing.seqlens import IGNORE_INDEX
 
 Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 Kind = Literal["pairs", "judged"]

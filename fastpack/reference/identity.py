@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError, UnsupportedModelError
-from fastpack.sharding import is_partitioned
-from fastpack.targets import find_parts
+from fastpack.model.unwrap import find_parts
+from fastpack.utils.sharding import is_partitioned
 
 _WORDS = 1 << 16
 """Words in a sum."""

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import fastpack
-from fastpack.coverage import too_old
 from fastpack.errors import BackendUnavailableError, UnsupportedModelError
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.families import FAMILIES, REFUSED
+from fastpack.patching.support import too_old
 from fastpack.smoke.record import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.train import train_rows

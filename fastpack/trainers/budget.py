@@ -13,10 +13,10 @@ from fastpack.batching.budget import TOO_LONG
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
-from fastpack.changes import Attribute
 from fastpack.errors import PatchError
-from fastpack.options import TokenBudget
-from fastpack.patching import BUDGET, kept_on
+from fastpack.patching.changes import Attribute
+from fastpack.patching.options import TokenBudget
+from fastpack.patching.state import BUDGET, kept_on
 from fastpack.text import counted
 from fastpack.trainers import loader, steps
 from fastpack.trainers.kinds import Kind, averages, kind_of

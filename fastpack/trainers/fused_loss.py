@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.changes import Attribute
-from fastpack.layers.loss import TOKEN_STATISTICS, TokenStatistics
-from fastpack.layers.stock import binds
-from fastpack.options import Loss
-from fastpack.patching import FUSED_LOSS, kept_on
-from fastpack.reporting import why_no_fused_loss
+from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
+from fastpack.patching.changes import Attribute
+from fastpack.patching.inspection import why_no_fused_loss
+from fastpack.patching.options import Loss
+from fastpack.patching.state import FUSED_LOSS, kept_on
 from fastpack.text import counted
 from fastpack.trainers import steps
 from fastpack.trainers.budget import remove_budget
+from fastpack.utils.forwards import binds
 
 
 @dataclass

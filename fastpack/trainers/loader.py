@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.errors import PackingError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 
 _COPIED = (
     "collate_fn",

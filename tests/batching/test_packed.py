@@ -17,9 +17,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastpack
-from fastpack import PackedSeqLens, PackingError, packing_inputs
+from fastpack import PackedSeqLens, PackingError
 from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
-from fastpack.packing import IGNORE_INDEX
+from fastpack.packing import inputs as packing_inputs
+from fastpack.packing.seqlens import IGNORE_INDEX
 
 Example = dict[str, Any]
 

@@ -229,7 +229,7 @@ def test_quantised_as_from_pretrained_does(tmp_path: Path) -> None:
 def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through transformers' own extension points, with a stand-in for the kernel, which needs a GPU."""
     from fastpack.attention_dispatch import AttentionCall, attend
-    from fastpack.packing import PackedSeqLens
+    from fastpack.packing.seqlens import PackedSeqLens
 
     calls: list[int] = []
 

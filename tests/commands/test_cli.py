@@ -19,7 +19,7 @@ from fastpack.cli import main
 from fastpack.commands.families import family_rows
 from fastpack.commands.meter import Feeding, Summary, count_slots, hint
 from fastpack.families import FAMILIES
-from fastpack.installation import NEWEST_TRIED
+from fastpack.utils.versions import NEWEST_TRIED
 
 
 @trains_on_cpu

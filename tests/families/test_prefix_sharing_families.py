@@ -16,9 +16,9 @@ from fastpack.exactness.rule import compare
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families import FAMILIES
-from fastpack.layers.prefixes import PrefixSharing, sharing_of
+from fastpack.layers.prefix_sharing import PrefixSharing, sharing_of
+from fastpack.model.unwrap import find_parts
 from fastpack.smoke.setting import Setting
-from fastpack.targets import find_parts
 
 TINY = Setting()
 BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_BUILT]

@@ -19,12 +19,12 @@ import fastpack
 from fastpack import PackedSeqLens, PatchError
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families.spec import MixerSpec
-from fastpack.layers.mixer import mixer_forward
-from fastpack.layers.rows import RATIO, put_back, row_groups, similar, take
-from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import mask_stand_in
+from fastpack.layers.mixers.forward import mixer_forward
+from fastpack.layers.mixers.rows import RATIO, put_back, row_groups, similar, take
+from fastpack.model.unwrap import find_parts
 from fastpack.offload import offload_of
-from fastpack.targets import find_parts
+from fastpack.packing.context import PackingScope
+from fastpack.packing.mask import mask_stand_in
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 

@@ -29,7 +29,7 @@ from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
 from fastpack.families import FAMILIES, REFUSED
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.smoke import processes, train, worker
 from fastpack.smoke.flags import choose
 from fastpack.smoke.most_used import MOST_USED

@@ -12,7 +12,7 @@ from trainer_cases import Gradients, furthest, grpo, rloo
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 
 BUDGET = 45
 BOUND = 1e-5

@@ -15,7 +15,7 @@ from trl import SFTTrainer
 
 import fastpack
 from fastpack.exactness.tiny import build_tiny
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 from fastpack.trainers import budget
 from fastpack.trainers.kinds import averages, divides, kind_of
 

@@ -14,7 +14,7 @@ from trainer_cases import BUILD, DATA, EXAMPLES, Gradients, furthest, ids_of, to
 import fastpack
 from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 from fastpack.trainers.kinds import KINDS, piece
 from fastpack.trainers.loader import count_epochs
 

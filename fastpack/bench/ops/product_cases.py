@@ -14,7 +14,7 @@ from fastpack.attention_dispatch import AttentionCall, attend, explain
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Maker, Run, Work, packed_lengths, with_liger
 from fastpack.ops.linear_cross_entropy import linear_cross_entropy
 from fastpack.ops.sequence_log_probs import sequence_log_probs
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 
 def _loss_inputs(make: Maker, *, trained: bool) -> list[Any]:

@@ -1,0 +1,94 @@
+"""What :func:`fastpack.verify` found: a table for people, plain data for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastpack.text import as_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from fastpack.exactness.rule import Verdict
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: how far off, relative, and what is allowed.
+
+    ``at_least`` is True for the control, which must be further off than its bound.
+    """
+
+    what: str
+    error: float
+    bound: float
+    at_least: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """NaN never passes."""
+        return self.error >= self.bound if self.at_least else self.error <= self.bound
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What :func:`verify` found."""
+
+    model: str
+    dtype: str
+    device: str
+    checks: tuple[Check, ...]
+
+    @property
+    def passed(self) -> bool:
+        """True where every check did: the verdict is ``exact``."""
+        return all(check.passed for check in self.checks)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``exact``; ``not exact`` where something is off; ``can't tell`` where a control is off by too little."""
+        if not all(check.passed for check in self.checks if not check.at_least):
+            return "not exact"
+        return "exact" if self.passed else "can't tell"
+
+    @property
+    def nearest(self) -> Check:
+        """The check of what must be equal that comes nearest to its bound, or is furthest beyond it."""
+        return max((check for check in self.checks if not check.at_least), key=lambda check: check.error / check.bound)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        found = [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks]
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "device": self.device,
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "checks": found,
+        }
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def __rich__(self) -> RenderableType:
+        from rich import box
+        from rich.table import Table
+
+        verdict = _SHOWN[self.verdict]
+        title = f"fastpack verify: {self.model}, {self.dtype} on {self.device}: {verdict}"
+        table = Table(title=title, title_justify="left", box=box.ROUNDED)
+        for name in ("check", "off by", "bound", ""):
+            table.add_column(name, justify="left" if name in ("check", "") else "right")
+        for check in self.checks:
+            bound = f"{'>=' if check.at_least else '<='} {check.bound:.1e}"
+            table.add_row(check.what, f"{check.error:.1e}", bound, "ok" if check.passed else "FAILED")
+        return table
+
+
+_SHOWN: dict[Verdict, str] = {
+    "exact": "[green]exact[/green]",
+    "not exact": "[bold red]NOT exact[/bold red]",
+    "can't tell": "[bold yellow]can't tell in this dtype[/bold yellow]",
+}
