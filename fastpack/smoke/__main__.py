@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         parser.error(str(error))
     names, absent = choose(given.families, everyone=given.all, tier=given.tier)
-    setting = Setting.of_this_machine(given.device, given.dtype, given.head_dim)
+    setting = Setting.of_this_machine(given.device, given.dtype)
     task = Task(tuple(given.modes), given.backends, setting)
     start = time.monotonic()
     try:

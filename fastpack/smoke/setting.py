@@ -26,13 +26,11 @@ class Setting:
     head_dim: int = HEAD_DIM
 
     @classmethod
-    def of_this_machine(
-        cls, device: str | None = None, dtype: str | None = None, head_dim: int | None = None
-    ) -> Setting:
+    def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
         """What is None is what the machine is best tried with."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device != "cpu"
-        return cls(device, dtype or ("bfloat16" if gpu else "float32"), head_dim or (GPU_HEAD_DIM if gpu else HEAD_DIM))
+        return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
 
     def build(self, model_type: str, dtype: torch.dtype | None = None) -> Any:
         """This family's model, in this precision or another, in training mode: some write states in place otherwise.

@@ -22,8 +22,7 @@ from fastpack.families import FAMILIES, REFUSED
 from fastpack.patching.support import too_old
 from fastpack.smoke.record import Row
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.train import train_rows
-from fastpack.smoke.verified import verified
+from fastpack.smoke.train import train_rows, verified
 
 EXACT, VERIFY = "exact", "verify"
 TRAINED = ("plain", "lora", "packed")

@@ -93,4 +93,4 @@ def test_what_a_machine_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Setting.of_this_machine() == Setting("cuda", "bfloat16", 64)
     assert Setting.of_this_machine(device="cpu") == Setting("cpu", "float32", 16)
-    assert Setting.of_this_machine(dtype="float32", head_dim=128) == Setting("cuda", "float32", 128)
+    assert Setting.of_this_machine(dtype="float32") == Setting("cuda", "float32", 64)

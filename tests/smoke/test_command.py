@@ -110,14 +110,11 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
         (["llama", "--all"], "--all is every family, and llama would be some: leave either out"),
-        (["--head-dim", "0"], "--head-dim 0: pass a positive multiple of 16"),
-        (["--head-dim", "-16"], "--head-dim -16: pass a positive multiple of 16"),
-        (["--head-dim", "24"], "--head-dim 24: pass a positive multiple of 16"),
         (["--jobs", "0"], "--jobs 0: pass how many processes run at a time, 1 or more"),
         (["--timeout", "-1"], "--timeout -1: pass the seconds"),
         (["--timeout", "nan"], "--timeout nan: pass the seconds"),
         (["--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
-        (["--device", "toaster"], "--device toaster: pass cpu, cuda or cuda:N"),
+        (["--device", "toaster"], "argument --device: invalid choice: 'toaster'"),
         (["--device", "cpu", "--backends", "flash_attn"], "--backends flash_attn: attention='flash_attn' can't serve"),
         ([""], "'' is no name of a family"),
         (["../llama"], "'../llama' is no name of a family"),
@@ -133,15 +130,6 @@ def test_refused_before_anything_runs(
         smoke.main(flags)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
-
-
-def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(smoke, "run", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(SystemExit):
-        smoke.main(["--device", "cuda:2"])
-    assert "there are 2 here, counted from 0; pass cuda:0 to cuda:1" in capsys.readouterr().err
 
 
 @trains_on_cpu

@@ -7,10 +7,8 @@ import itertools
 import json
 import math
 import sys
-import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,12 @@ from fastpack.bench.pair_lengths import read_preferences
 from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
 from fastpack.errors import FastpackError
 from fastpack.smoke.preference.cases import LOSSES, TRAINERS, WIDER, Case, Work, all_cases, run
-from fastpack.smoke.preference.judge import STEP_BOUND, SUM_BOUND, differences, problems
+from fastpack.smoke.preference.judge import FIGURES, STEP_BOUND, SUM_BOUND, differences, problems
 from fastpack.text import counted, print_fitting, room_for
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 MADE_UP_PAIRS = 256
 """Of which the tokenizer is trained where no data is given."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case: how far it and what float32 itself are off, or why the stock trainer can't be run so."""
-
-    trainer: str
-    variant: str
-    off: dict[str, float] | None = None
-    noise: dict[str, float] | None = None
-    left_out: str | None = None
-    problems: Sequence[str] = ()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,24 +40,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FastpackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    begun = time.monotonic()
-    rows = [row_of(case, work, noise=given.noise) for case in track(cases, "", transient=True)]
+    rows = [row_of(case, work) for case in track(cases, "", transient=True)]
     console = Console(width=room_for(150))
     each = f"{counted(given.steps, 'step')} of {counted(given.pairs, 'pair')}"
     title = f"{counted(len(rows), 'run')} of {each} each, patched against stock"
-    print_fitting(console, table(rows, title, noise=given.noise), (OF_FLOAT32, *FIGURES))
-    console.print(_legend(time.monotonic() - begun), style="dim", highlight=False)
+    print_fitting(console, table(rows, title), (OF_FLOAT32, *FIGURES))
+    console.print(LEGEND, style="dim", highlight=False)
     for row in rows:
-        if row.left_out is not None:
-            print(f"{row.trainer}, {row.variant}: left out: {row.left_out}")
-        for problem in row.problems:
-            print(f"{row.trainer}, {row.variant}: {problem}", file=sys.stderr)
+        if row["left_out"] is not None:
+            print(f"{row['trainer']}, {row['variant']}: left out: {row['left_out']}")
+        for problem in row["problems"]:
+            print(f"{row['trainer']}, {row['variant']}: {problem}", file=sys.stderr)
     if given.json:
-        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    if all(row.off is None for row in rows):
+        given.json.write_text(json.dumps(rows, indent=1))
+    if all(row["off"] is None for row in rows):
         print("error: nothing was compared", file=sys.stderr)
         return 2
-    return 1 if any(row.problems for row in rows) else 0
+    return 1 if any(row["problems"] for row in rows) else 0
 
 
 def make_work(given: argparse.Namespace) -> Work:
@@ -145,18 +130,25 @@ def chosen_cases(given: argparse.Namespace) -> list[Case]:
     return [case for case in cases if not given.variants or case.variant in given.variants]
 
 
-def row_of(case: Case, work: Work, *, noise: bool) -> Row:
-    """Train a case stock and patched, and for the noise stock with wider padding."""
-    wider = None
+def row_of(case: Case, work: Work) -> dict[str, Any]:
+    """Train a case stock and patched, and for the noise stock with wider padding.
+
+    Returns:
+        ``trainer`` and ``variant``; how far it and float32 itself are ``off`` (``noise``); the ``problems``, of which
+        there are none where the two runs are equal; or why the stock trainer can't be run so, as ``left_out``.
+    """
+    row: dict[str, Any] = {"trainer": case.trainer, "variant": case.variant, "off": None, "noise": None}
+    row |= {"problems": [], "left_out": None}
     try:
         stock, beta = run(case, work, patch=False)
-        if noise:
-            wider, _ = run(case, work, patch=False, wider=True)
+        if work.given.noise:
+            row["noise"] = differences(run(case, work, patch=False, wider=True)[0], stock, beta)
     except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
         said = f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}"
-        return Row(case.trainer, case.variant, left_out=said)
+        return {**row, "left_out": said}
     patched, _ = run(case, work, patch=True)
-    found = problems(
+    row["off"] = differences(patched, stock, beta)
+    row["problems"] = problems(
         patched,
         stock,
         beta=beta,
@@ -164,16 +156,21 @@ def row_of(case: Case, work: Work, *, noise: bool) -> Row:
         steepness=case.steepness,
         has_log_probs=case.trainer in ("dpo", "kto"),
     )
-    of_noise = None if wider is None else differences(wider, stock, beta)
-    return Row(case.trainer, case.variant, differences(patched, stock, beta), of_noise, problems=found)
+    return row
 
 
-FIGURES = {"loss": "loss", "grad norm": "grad_norm", "log-probs": "log_probs", "rewards": "rewards"}
 OF_FLOAT32 = "(float32)"
+LEGEND = (
+    "The largest difference over all steps, relative; rewards: of beta times the largest log-probability (other "
+    f"scores: of the largest). {OF_FLOAT32}: the stock run with batches padded to a multiple of {WIDER}. Bounds: "
+    f"{SUM_BOUND:g} for log_probs and DPO's rewards, {STEP_BOUND:g} for the rest, or what rounding the largest "
+    "log-probability does to a loss if that is more."
+)
 
 
-def table(rows: Sequence[Row], title: str, *, noise: bool) -> Table:
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """For people: a line for each case; beside each figure what float32 itself is off by, where that was measured."""
+    noise = any(row["noise"] for row in rows)
     made = Table("trainer", "variant", title=title, title_justify="left", box=box.ROUNDED)
     for name in FIGURES:
         made.add_column(name, justify="right")
@@ -181,21 +178,12 @@ def table(rows: Sequence[Row], title: str, *, noise: bool) -> Table:
             made.add_column(OF_FLOAT32, justify="right", style="dim")
     made.add_column("")
     for row in rows:
-        measured = [row.off, row.noise][: 1 + noise]
-        values = [math.nan if off is None else off[name] for name in FIGURES.values() for off in measured]
+        measured = [row["off"] or {}, row["noise"] or {}][: 1 + noise]
+        values = [off.get(name, math.nan) for name in FIGURES for off in measured]
         shown = ["" if math.isnan(value) else f"{value:.0e}" for value in values]
-        said = "left out" if row.off is None else "FAILED" if row.problems else "equal"
-        made.add_row(row.trainer, row.variant, *shown, said, style="bold red" if row.problems else None)
+        said = "FAILED" if row["problems"] else "equal" if row["off"] else "left out"
+        made.add_row(row["trainer"], row["variant"], *shown, said, style="bold red" if row["problems"] else None)
     return made
-
-
-def _legend(seconds: float) -> str:
-    return (
-        "The largest difference over all steps, relative; rewards: of beta times the largest log-probability (other "
-        f"scores: of the largest). {OF_FLOAT32}: the stock run with batches padded to a multiple of {WIDER}. Bounds: "
-        f"{SUM_BOUND:g} for log-probs and DPO's rewards, {STEP_BOUND:g} for the rest, or what rounding the largest "
-        f"log-probability does to a loss if that is more. {seconds:.0f} s."
-    )
 
 
 def _quiet() -> None:

@@ -25,6 +25,8 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 SCORES = ("margin", "mean_reward", "min_reward", "max_reward", "entropy", "kl", "policy_loss")
 """What trainers without log-probabilities of completions log: values near 1."""
 
+FIGURES = ("loss", "grad_norm", "log_probs", "rewards")
+
 Steps = Sequence[Mapping[str, float]]
 """What a trainer logged of each step."""
 
@@ -50,14 +52,12 @@ def differences(run: Steps, stock: Steps, beta: float) -> dict[str, float]:
         # ``max`` may pass over what is no number
         return max((math.inf if math.isnan(gap) else gap for gap in gaps), default=math.nan)
 
-    preferred = largest(stock, LOG_PROBS) > 0
+    log_prob = largest(stock, LOG_PROBS)
     return {
         "loss": off("loss", floor=FLOOR),
         "grad_norm": off("grad_norm", floor=FLOOR),
         "log_probs": off(*LOG_PROBS),
-        "rewards": off(*REWARDS, scale=beta * largest(stock, LOG_PROBS))
-        if preferred
-        else off(*SCORES, scale=largest(stock, SCORES)),
+        "rewards": off(*REWARDS, scale=beta * log_prob) if log_prob else off(*SCORES, scale=largest(stock, SCORES)),
     }
 
 
@@ -89,7 +89,7 @@ def problems(
     found = [
         f"{name} off by {off[name]:.1e}, allowed {bound:.1e}" for name, bound in bounds.items() if off[name] > bound
     ]
-    required = ("loss", "grad_norm", "log_probs", "rewards") if has_log_probs else ("loss", "grad_norm")
+    required = FIGURES if has_log_probs else FIGURES[:2]
     found += [f"no {name} to compare: none was logged" for name in required if math.isnan(off[name])]
     first = run[0]["loss"] - math.log(2)
     if starts_at_ln_2 and not abs(first) <= LN_2_BOUND:
