@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.offload import offload_of
+from fastpack.model.runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.transfer import Lane, Rates
 
@@ -129,7 +129,8 @@ def prepared(model: Any, choice: Any, *, reentrant: bool = False, graphs: Any = 
 
 
 def offload(model: Any) -> CheckpointOffload:
-    found = offload_of(backbone_of(model))
+    runtime = runtime_of(backbone_of(model))
+    found = None if runtime is None else runtime.offload
     assert found is not None
     return found
 

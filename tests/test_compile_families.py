@@ -70,7 +70,7 @@ def one_of_each_kind(model: Any) -> Any:
 def traced(graph: torch.fx.GraphModule) -> set[str]:
     """The functions of our layers that the operations of a graph come from."""
     stacks = (str(node.meta.get("stack_trace", "")) for node in graph.graph.nodes)
-    frame = re.compile(r'fastpack/layers/(\w+)\.py", line \d+, in (\w+)')
+    frame = re.compile(r'fastpack/(?:layers|model)/(\w+)\.py", line \d+, in (\w+)')
     return {".".join(found) for stack in stacks for found in frame.findall(stack)}
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.offload import offload_of
+from fastpack.model.runtime import runtime_of
 from fastpack.offload.saved import KEEP
 
 pytestmark = pytest.mark.usefixtures("no_collection")
@@ -168,7 +168,7 @@ def test_unpatching_drops_the_buffers() -> None:
     buffers = [weakref.ref(buffer) for buffer in lane(model).pool._free]
     loss = run(model, (20,))
     fastpack.unpatch(model)
-    assert offload_of(backbone_of(model)) is None
+    assert getattr(runtime_of(backbone_of(model)), "offload", None) is None
     assert sum(buffer() is not None for buffer in buffers) == len(buffers), "the graph lives"
     del loss
     assert not any(buffer() is not None for buffer in buffers)
@@ -267,6 +267,6 @@ def test_options() -> None:
         fastpack.patch(model, offload="all")  # type: ignore[arg-type]
     assert not fastpack.is_patched(model)
     fastpack.patch(model)
-    assert offload_of(model.model) is None
+    assert getattr(runtime_of(model.model), "offload", None) is None
     fastpack.patch(model, offload="checkpoints")
-    assert offload_of(model.model) is not None
+    assert getattr(runtime_of(model.model), "offload", None) is not None

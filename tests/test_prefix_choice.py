@@ -15,7 +15,7 @@ from torch import nn
 
 import fastpack
 from fastpack import PatchError
-from fastpack.layers.prefix_sharing import LEAST_SAVED
+from fastpack.model.prefix_sharing import LEAST_SAVED
 from fastpack.model.unwrap import find_parts
 from fastpack.smoke.setting import Setting
 

@@ -19,8 +19,8 @@ from fastpack.graphs.step import RecordedStep, Request, Ticket
 from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import Bucket, PackedSeqLens
 from fastpack.text import counted
-from fastpack.utils.forwards import Forward, call_stock
 from fastpack.utils.hooks import has_hooks
+from fastpack.utils.replacement import Forward, call_stock
 
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.errors import PatchError
 from fastpack.layers.stock_attention import STOCK_CONFIG, attention_table, eager_function
-from fastpack.packing.context import PackingScope
+from fastpack.packing.context import PackingContext
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
-from fastpack.utils.forwards import Forward
+from fastpack.utils.replacement import Forward
 
 INTERFACE_PREFIX = "fastpack_"
 """Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
@@ -54,7 +54,7 @@ def packed_interface(
     Returns:
         ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
     """
-    scope: PackingScope | None = getattr(module.config, SCOPE)
+    scope: PackingContext | None = getattr(module.config, SCOPE)
     if packed_seq_lens is None and scope is not None:
         packed_seq_lens = scope.required(module)
     require_packing(module, packed_seq_lens, attention_mask)
@@ -95,7 +95,7 @@ def stock_config(module: nn.Module) -> Any:
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
-def private_config(config: Any, attention: str, scope: PackingScope | None) -> Any:
+def private_config(config: Any, attention: str, scope: PackingContext | None) -> Any:
     """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
     setattr(private, _SEEN, dict(vars(config)))

@@ -15,7 +15,7 @@ from fastpack.families.spec import MlpSpec, NormSpec, Spec
 from fastpack.ops.glu import ActivationKind, activation_kind
 from fastpack.ops.norm import Rounding
 from fastpack.utils.classes import defined_in
-from fastpack.utils.forwards import HELD
+from fastpack.utils.replacement import KEPT_FORWARD
 
 PACKAGE = "liger_kernel."
 _NORMS = {("liger_kernel.transformers.rms_norm", "LigerRMSNorm.forward")}
@@ -73,7 +73,7 @@ def _keeps_dtype(module: Any, spec: Spec, backbone: Any) -> bool:
 def count_unknown(backbone: nn.Module) -> int:
     """How many modules of Liger's own classes have no forward of ours."""
     own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
-    return sum(HELD not in module.__dict__ for module in own)
+    return sum(KEPT_FORWARD not in module.__dict__ for module in own)
 
 
 def _place(function: Any) -> tuple[str, str]:

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.projections import read_norm
+from fastpack.layers.runtime import Runtime
 from fastpack.ops.projection_parts import Norm
 from fastpack.ops.rope import apply_rope, norm_rope
-from fastpack.patching.options import PatchOptions
 
 Tables = tuple[Tensor, Tensor]
 """cos and sin, ``[1, T, R]`` as a backbone hands them down, or ``[T, R]`` as the ops take them."""
 
 
 def normalise_and_turn(
-    module: Any, spec: AttentionSpec, options: PatchOptions, q: Tensor, k: Tensor, tables: Tables | None
+    module: Any, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: Tables | None
 ) -> tuple[Tensor, Tensor]:
     """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions.
 
@@ -31,7 +31,7 @@ def normalise_and_turn(
     settings: dict[str, Any] = {
         "layout": spec.rope_layout,
         "compute_in_float32": spec.rope_in_float32,
-        "implementation": options.kernels,
+        "implementation": runtime.kernels,
     }
     first, second = (getattr(module, name, None) for name in spec.norms)
     if spec.qk_norm == "head" and first is not None and second is not None:

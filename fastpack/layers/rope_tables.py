@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.layers.runtime import Runtime
 from fastpack.utils.classes import replaced_forward, stock_class
-from fastpack.utils.forwards import FORWARDS, Forward, binds, call_stock
 from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.replacement import FORWARDS, Replacement, replaces
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
@@ -47,7 +48,7 @@ def gives_known_tables(module: nn.Module) -> bool:
 
 def is_served(module: nn.Module) -> bool:
     """True for one that gives each sequence the frequencies of its own length, under accelerate's hooks too."""
-    return any(binds(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
+    return any(replaces(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
 
 
 def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
@@ -63,7 +64,7 @@ def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
     )
 
 
-def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin, ``[1, T, R]`` or of several rows.
 
     Dynamic NTK costs one synchronisation a batch: to know the long lengths.
@@ -74,9 +75,10 @@ def rotary_forward(module: Any, stock: Forward | None, x: Tensor, position_ids: 
             new sequence. Several rows that count alike are re-padded ones; others are the stock path's, and get the
             stock result.
     """
+    module = patched.owner
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
     if len(rows) != 1 and bool((rows != rows[:1]).any()):
-        result: tuple[Tensor, Tensor] = call_stock(module, stock, x, position_ids)
+        result: tuple[Tensor, Tensor] = patched.stock(x, position_ids)
         return result
     positions = rows[0].long()
     sequence = torch.zeros_like(positions)

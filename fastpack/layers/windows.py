@@ -20,7 +20,7 @@ from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
 from fastpack.layers.hf_attention import stock_config
 from fastpack.utils.classes import mentions, stock_class
-from fastpack.utils.forwards import bound_with
+from fastpack.utils.replacement import replacement_on
 
 Form = Any
 """What is known of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or nothing (None)."""
@@ -134,13 +134,25 @@ def forms_of(backbone: nn.Module) -> dict[int, Form]:
     """The forms of a patched backbone's modules, as they were bound."""
     found: dict[int, Form] = {}
     for module in backbone.modules():
-        form = next(filter(None, (bound_with(module, kind) for kind in _FORMS)), None)
+        ours = replacement_on(module)
+        form = None if ours is None or not isinstance(ours.spec, _FORMS) else ours.spec
         if form is not None or stock_config(module) is not None:
             found[id(module)] = form
     return found
 
 
 _FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
+
+
+def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
+    """Raise where layers' windows are not those by which the stock model masks."""
+    found = list(misplaced(backbone, forms))
+    if found:
+        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+        raise PatchError(
+            f"layers were moved, or their config changed: {found[0].what}{more}. Before the patch, {found[0].mend}. "
+            "Nothing was changed."
+        )
 
 
 @dataclass(eq=False)

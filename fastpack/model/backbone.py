@@ -14,8 +14,6 @@ from torch import Tensor
 
 from fastpack.families.spec import Family
 from fastpack.layers.adapters import refuse_rows_at_the_door
-from fastpack.layers.drift import Watch
-from fastpack.layers.prefix_sharing import PrefixSharing
 from fastpack.model.checks import (
     refuse_packed_stock,
     refuse_positions,
@@ -25,16 +23,16 @@ from fastpack.model.checks import (
 )
 from fastpack.model.outputs import put_back, spread_out
 from fastpack.model.repadded import repadded_forward
-from fastpack.packing.context import PackingScope
+from fastpack.model.runtime import ModelRuntime
+from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import pack_inputs, take_packing
 from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.utils.forwards import Forward, call_stock
+from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import accepted, bind, shape_of, source_of, wants_tuple
 
 if TYPE_CHECKING:
-    from fastpack.graphs.runner import GraphRunner
-    from fastpack.offload.checkpoints import CheckpointOffload
+    pass
 
 
 PER_TOKEN = (
@@ -50,51 +48,41 @@ PER_TOKEN = (
 """Other arguments of shape ``[B, S, ...]``, un-padded with the tokens."""
 
 
-def backbone_forward(
-    backbone: Any,
-    graphs: GraphRunner | None,
-    offload: CheckpointOffload | None,
-    sharing: PrefixSharing | None,
-    scope: PackingScope | None,
-    watch: Watch,
-    family: Family,
-    stock: Forward | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
     """The backbone's forward on real tokens only.
 
     Takes what the stock forward takes, and the packing keywords. Returns what it returns, with everything per token
-    back in the slot that it came from, zeros in the slots of padding. Where there are ``graphs``, they run the stock
-    forward; where there is an ``offload``, it sees what the forward saves; where there is a ``sharing``, tokens that
-    sequences share run once; where there is a ``scope``, modules that no keyword reaches find the packing there. A
-    re-padded ``family`` runs the stock forward on rows of equal length.
+    back in the slot that it came from, zeros in the slots of padding. A re-padded family runs the stock forward on
+    rows of equal length.
 
     Raises:
         PackingError: see :func:`fastpack.packing.inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.layers.drift.Watch.check` and
+        PatchError: see :meth:`fastpack.model.drift.Watch.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """
+    backbone, family, runtime = patched.owner, patched.spec, patched.runtime
+    watch, context = runtime.watch, runtime.layers.context
+    graphs, offload, sharing = runtime.graphs, runtime.offload, runtime.sharing
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
-    if scope is not None:
-        packing = _from_head(scope, arguments) or packing
+    if context is not None:
+        packing = _from_head(context, arguments) or packing
     if not torch.compiler.is_compiling():
         watch.follow()
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
-        return call_stock(backbone, stock, **arguments, **packing)  # continuous batching's, which its attention reads
+        return patched.stock(**arguments, **packing)  # continuous batching's, which its attention reads
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
-    _refuse_adapters(backbone, (), arguments)
+    refuse_adapters(backbone, (), arguments)
     arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
     else:
         watch.check(backbone)
-    packed = _pack(arguments, packing, prefixes=sharing is not None)
+    packed = pack(arguments, packing, prefixes=sharing is not None)
     refuse_positions(backbone, family, arguments, packed)
     refuse_windows(watch.window, packed)
     run = packed if sharing is None else sharing.serve(backbone, arguments, packed)
@@ -116,25 +104,25 @@ def backbone_forward(
     )
     around = None if offload is None else offload.around
     if graphs is not None:
-        outputs = graphs.run(backbone, stock, arguments, around)
+        outputs = graphs.run(backbone, patched.earlier, arguments, around)
     else:
-        if scope is not None:
+        if context is not None:
             arguments = accepted(type(backbone).forward, arguments)
         with (
             nullcontext() if around is None else around(backbone, packed.cu_seqlens.device),
-            nullcontext() if scope is None else scope.around(backbone, run),
+            nullcontext() if context is None else context.around(backbone, run),
         ):
             if family.repadded:
-                outputs = repadded_forward(backbone, stock, arguments, packed)
+                outputs = repadded_forward(backbone, patched.earlier, arguments, packed)
             else:
-                outputs = call_stock(backbone, stock, **arguments)
+                outputs = patched.stock(**arguments)
     if shared is not None:
         outputs = spread_out(outputs, shared)
     outputs = put_back(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
-def _refuse_adapters(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse_adapters(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise where PEFT has put adapters on a patched module that read the rows of a batch, unless it runs as stock."""
     if "peft_config" not in module.__dict__ or torch.compiler.is_compiling():
         return
@@ -142,14 +130,14 @@ def _refuse_adapters(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         refuse_rows_at_the_door(module)
 
 
-def _from_head(scope: PackingScope, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _from_head(context: PackingContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What the head has read of this batch and could not hand on."""
     source = source_of(arguments)
-    found = None if source is None else scope.take(source)
+    found = None if source is None else context.take(source)
     return {} if found is None else {"packed_seq_lens": found}
 
 
-def _pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
+def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
     shape = shape_of(arguments)
     return pack_inputs(
         shape,
@@ -166,7 +154,7 @@ def _embedded(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ids or embeddings of the real tokens, whichever the backbone is to start from."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
-    if embeddings is None and _adds_noise(backbone, packed):
+    if embeddings is None and adds_noise(backbone, packed):
         embeddings = backbone.get_input_embeddings()(ids)
     if embeddings is not None:
         return None, packed.unpad(embeddings)
@@ -182,7 +170,7 @@ def _embedded(
     return ids, None
 
 
-def _adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
+def adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
     # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training

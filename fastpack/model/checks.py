@@ -15,7 +15,7 @@ from fastpack.layers.rope_tables import is_served
 from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions
-from fastpack.utils.forwards import bound_with
+from fastpack.utils.replacement import PreHook, replacement_on
 from fastpack.utils.signatures import shape_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
@@ -235,9 +235,9 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
 def _padding_id(backbone: nn.Module) -> int | None:
     """The id from which a module of a patched backbone counts positions; None where none does so."""
     for module in backbone.modules():
-        spec = bound_with(module, MixerSpec)
-        if spec is not None and spec.counts_from is not None:
-            found: int = getattr(module, spec.counts_from)
+        ours = replacement_on(module)
+        if ours is not None and isinstance(ours.spec, MixerSpec) and ours.spec.counts_from is not None:
+            found: int = getattr(module, ours.spec.counts_from)
             return found
     return None
 
@@ -292,7 +292,9 @@ def refuse_replica(module: nn.Module) -> None:
         )
 
 
-def replica_pre_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def replica_pre_hook(
+    hook: PreHook[None, None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Before a bare backbone: refuse ``nn.DataParallel``, and packed batches that PEFT put prompts into."""
     refuse_replica(module)
     refuse_packed_prompts(args, kwargs)
@@ -314,7 +316,7 @@ def _kind(module: Any) -> str:
 
 
 def prompts_pre_hook(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    hook: PreHook[None, None], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a wrapper that learns prompts: refuse what its virtual tokens, before each row, make something else of.
 

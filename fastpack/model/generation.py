@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from fastpack.errors import PackingError
+from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.utils.forwards import Forward
+from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import shape_of, source_of
 
 
-def generate(head: Any, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
+def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
     """Run the head's own ``generate`` without ``packed_seq_lens``, which a stock model doesn't know.
 
     A padded batch loses nothing by that: ``attention_mask`` tells generation where its rows begin.
 
     Args:
-        head: the patched head; ``stock`` its ``generate`` from before the patch, None for its class's.
+        patched: the head's ``generate``.
         args, kwargs: what ``generate`` takes; ids ``[B, S]`` or embeddings ``[B, S, H]`` among them.
 
     Raises:
@@ -37,8 +38,7 @@ def generate(head: Any, stock: Forward | None, *args: Any, **kwargs: Any) -> Any
                 f"packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s) came to generate, which "
                 "continues rows, and would take those that share one for one. Pass a padded batch, padded on the left."
             )
-    function = type(head).generate.__get__(head) if stock is None else stock
-    return function(*args, **kwargs)
+    return patched.stock(*args, **kwargs)
 
 
 def _share_rows(packed: PackedSeqLens) -> bool:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError
-from fastpack.graphs import runner_of
-from fastpack.layers.drift import Watch
-from fastpack.model.backbone import PER_TOKEN, _adds_noise, _pack, _refuse_adapters
+from fastpack.graphs.runner import GraphRunner
+from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
 from fastpack.model.checks import (
     refuse_packed_prompts,
     refuse_packed_stock,
@@ -39,12 +39,17 @@ from fastpack.model.loss import (
     is_trls,
 )
 from fastpack.model.outputs import put_back
+from fastpack.model.runtime import ModelRuntime, runtime_of
 from fastpack.model.unwrap import find_parts, refuse_strange_backbone
-from fastpack.packing.context import PackingScope
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, is_upstreams, mentions, stock_class
-from fastpack.utils.forwards import Forward, binds, bound_with, call_stock, without_itself
+from fastpack.utils.replacement import (
+    Forward,
+    PreHook,
+    Replacement,
+    replaces,
+)
 from fastpack.utils.signatures import accepted, bind, keeps_some_logits, parameters, shape_of, source_of, wants_tuple
 
 if TYPE_CHECKING:
@@ -53,56 +58,55 @@ if TYPE_CHECKING:
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 
 
-def head_forward(
-    head: Any,
-    kind: HeadKind,
-    loss: FusedLoss | None,
-    scope: PackingScope | None,
-    prefixes: bool,
-    stock: Forward | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
+@dataclass(frozen=True)
+class Head:
+    """What a head computes.
+
+    Attributes:
+        loss: computes its own loss without logits; None where it is not to be fused, or can't be.
+    """
+
+    kind: HeadKind
+    loss: FusedLoss | None = None
+
+
+PatchedHead = Replacement[Head, "ModelRuntime"]
+
+
+def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
     """A head's forward, its labels seen to (:func:`prepare_head`).
 
-    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. With
-    ``loss`` its own loss is computed without logits in training. With ``prefixes``, those that
-    sequences share are found where the lengths are read.
+    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. A fused
+    loss is computed without logits in training.
     """
-    graphs = None if torch.compiler.is_compiling() else runner_of(head.base_model)
-    with nullcontext() if graphs is None else graphs.looking_ahead(head.base_model):
-        return _run_head(head, kind, loss, scope, prefixes, stock, without_itself(head, args), kwargs)
+    backbone = patched.owner.base_model
+    graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
+    with nullcontext() if graphs is None else graphs.looking_ahead(backbone):
+        return _run_head(patched, args, kwargs)
 
 
-def _run_head(
-    head: Any,
-    kind: HeadKind,
-    loss: FusedLoss | None,
-    scope: PackingScope | None,
-    prefixes: bool,
-    stock: Forward | None,
-    args: tuple[Any, ...],
-    kwargs: Any,
-) -> Any:
+def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
+    head, kind, loss = patched.owner, patched.spec.kind, patched.spec.loss
     statistics = kwargs.pop(TOKEN_STATISTICS, None)
     refuse_packed_prompts(args, kwargs)
-    _refuse_adapters(head, args, kwargs)
-    if reads_packing(head, kind, scope, args, kwargs):
-        args, kwargs = prepare_head(head, kind, scope, prefixes, args, kwargs)
+    refuse_adapters(head, args, kwargs)
+    if reads_packing(head, kind, patched.runtime, args, kwargs):
+        args, kwargs = prepare_head(head, kind, patched.runtime, args, kwargs)
     if kind == "causal_lm" and shifts_labels(head):
         kwargs = without_first_labels(head, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
-        return _call_head(head, scope, stock, *args, **kwargs)
+        return _call_head(patched, *args, **kwargs)
     # TRL's own loss is left in force; asked for none, TRL's forward is the one before it. Pickling leaves the class's
-    is_class_own = getattr(stock, "__func__", None) is type(head).forward
-    as_stock = stock is None or is_class_own or (is_trls(stock) and not kwargs.get(FUSED_LM_HEAD))
+    earlier = patched.earlier
+    is_class_own = getattr(earlier, "__func__", None) is type(head).forward
+    as_stock = earlier is None or is_class_own or (is_trls(earlier) and not kwargs.get(FUSED_LM_HEAD))
     fused = loss is not None and as_stock and fused_loss_serves(head, kwargs)
-    flatten = (stock is None or fused) and _loss_on_real_tokens(head, packed, kwargs)
+    flatten = (earlier is None or fused) and _loss_on_real_tokens(head, packed, kwargs)
     if not (flatten or fused):
-        return _call_head(head, scope, stock, *args, **kwargs)
+        return _call_head(patched, *args, **kwargs)
     as_tuple = wants_tuple(head, kwargs)
-    run: Forward = functools.partial(_call_head, head, scope, stock)
+    run: Forward = functools.partial(_call_head, patched)
     if loss is not None and fused:
         run = functools.partial(fused_head, head, loss, token_statistics=statistics)
     if flatten:
@@ -122,16 +126,16 @@ def _run_head(
     return outputs.to_tuple() if as_tuple else outputs
 
 
-def _call_head(head: Any, scope: PackingScope | None, stock: Forward | None, *args: Any, **kwargs: Any) -> Any:
-    """The stock head; where it would drop the packing on its way to the backbone, the scope keeps it."""
-    packed = kwargs.get("packed_seq_lens")
-    if scope is None or not isinstance(packed, PackedSeqLens):
-        return call_stock(head, stock, *args, **kwargs)
+def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
+    """The stock head; where it would drop the packing on its way to the backbone, the context keeps it."""
+    packed, context = kwargs.get("packed_seq_lens"), patched.runtime.layers.context
+    if context is None or not isinstance(packed, PackedSeqLens):
+        return patched.stock(*args, **kwargs)
     if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
         kwargs["use_cache"] = False
-    kept = accepted(type(head).forward, kwargs) if stock is None else kwargs
-    with scope.offering(source_of(kwargs), packed):
-        return call_stock(head, stock, *args, **kept)
+    kept = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
+    with context.offering(source_of(kwargs), packed):
+        return patched.stock(*args, **kept)
 
 
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
@@ -147,13 +151,11 @@ def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[st
     cls = stock_class(head)
     own_head = cls.__module__.startswith("transformers.models.") and is_upstreams(cls.forward)
     takes_targets = not shifts_labels(head) or (hands_on(head) and has_stock_loss(head))
-    return own_head and takes_targets and not _adds_noise(find_parts(head).backbone, packed)
+    return own_head and takes_targets and not adds_noise(find_parts(head).backbone, packed)
 
 
 def head_pre_hook(
-    kind: HeadKind,
-    scope: PackingScope | None,
-    prefixes: bool,
+    hook: PreHook[Head, ModelRuntime],
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -165,22 +167,28 @@ def head_pre_hook(
     """
     refuse_replica(module)
     forward = module.__dict__.get("forward")
-    if binds(forward, head_forward):
+    if replaces(forward, head_forward) and forward.enabled:
         return None  # it does so itself
     refuse_packed_prompts(args, kwargs)
-    _refuse_adapters(module, args, kwargs)
-    if not reads_packing(module, kind, scope, args, kwargs):
+    refuse_adapters(module, args, kwargs)
+    kind, runtime = hook.spec.kind, hook.runtime
+    if not reads_packing(module, kind, runtime, args, kwargs):
         return None
-    graphs = runner_of(module.base_model) if _leaves_modules_alone(module, forward) else None
+    graphs = _graphs_of(module.base_model) if _leaves_modules_alone(module, forward) else None
     seen = None if graphs is None else graphs.look_ahead(module.base_model)
-    args, kwargs = prepare_head(module, kind, scope, prefixes, args, kwargs)
+    args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
         if graphs is not None:
             graphs.believe(seen, packed)
-        if scope is not None:
-            scope.offer(source_of(kwargs), packed)
+        if runtime.layers.context is not None:
+            runtime.layers.context.offer(source_of(kwargs), packed)
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
+
+
+def _graphs_of(backbone: Any) -> GraphRunner | None:
+    runtime = runtime_of(backbone)
+    return None if runtime is None else runtime.graphs
 
 
 def _leaves_modules_alone(head: Any, forward: Any) -> bool:
@@ -192,8 +200,7 @@ def _leaves_modules_alone(head: Any, forward: Any) -> bool:
 def prepare_head(
     head: Any,
     kind: HeadKind,
-    scope: PackingScope | None,
-    prefixes: bool,
+    runtime: ModelRuntime,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -209,10 +216,12 @@ def prepare_head(
         return args, kwargs
     if not torch.compiler.is_compiling():
         backbone = refuse_strange_backbone(head)
-        watch = bound_with(backbone, Watch)
-        if watch is not None:  # before positions are read, which context parallelism puts in another order
-            watch.attention.check()
-    packed = arguments["packed_seq_lens"] = _pack(arguments, take_packing(arguments), prefixes=prefixes)
+        of_backbone = runtime_of(backbone)
+        if of_backbone is not None:  # before positions are read, which context parallelism puts in another order
+            of_backbone.watch.attention.check()
+    packed = arguments["packed_seq_lens"] = pack(
+        arguments, take_packing(arguments), prefixes=runtime.sharing is not None
+    )
     if _balances(head):
         arguments["attention_mask"] = _balanced_by(arguments.get("attention_mask"), packed)
     rows = shape_of(arguments)[0]
@@ -227,14 +236,14 @@ def prepare_head(
 
 
 def reads_packing(
-    head: Any, kind: HeadKind, scope: PackingScope | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    head: Any, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """True where the packing is read at the head, and not only at the backbone."""
     needs_packing = kind == "sequence_classification" or (
         kind == "causal_lm" and (_has_labels(head, args, kwargs) or _balances(head))
     )
     # one break is enough, at the first door; and a head with a scope would lose what it does not read
-    return needs_packing or scope is not None or torch.compiler.is_compiling()
+    return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
 
 
 def _balances(head: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastpack.layers.mixers.rows import put_back, row_groups, take
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.utils.forwards import Forward, call_stock
+from fastpack.utils.replacement import Forward, call_stock
 from fastpack.utils.sharding import exchange_inside
 from fastpack.utils.signatures import parameters
 

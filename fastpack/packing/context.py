@@ -18,7 +18,7 @@ Checkpointed = Sequence[tuple[nn.Module, Callable[..., Any]]]
 """Modules that are checkpointed, and what does it."""
 
 
-class PackingScope(threading.local):
+class PackingContext(threading.local):
     """One for each patched model whose modules, or whose head, drop keywords; bound into its swapped forwards.
 
     Checkpointed layers run again in the backward pass, when other forwards may have begun: each is given the packing
@@ -35,11 +35,11 @@ class PackingScope(threading.local):
         self._offered: tuple[Tensor, PackedSeqLens] | None = None
         self._in_rows = False
 
-    def __deepcopy__(self, memo: Any) -> PackingScope:
+    def __deepcopy__(self, memo: Any) -> PackingContext:
         return self
 
-    def __reduce__(self) -> tuple[type[PackingScope], tuple[()]]:
-        return PackingScope, ()  # a pickle holds no batch
+    def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
+        return PackingContext, ()  # a pickle holds no batch
 
     @contextmanager
     def offering(self, source: Tensor, packed: PackedSeqLens) -> Iterator[None]:

@@ -14,13 +14,13 @@ from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.layers.hf_attention import private_config, register_interface
 from fastpack.model.head import head_forward
 from fastpack.model.unwrap import STATE, Parts, find_parts, refuse_wrapped, way_in
-from fastpack.patching.changes import Attribute, Hook, TakeBack, take_off_copies, take_off_head
+from fastpack.patching.changes import Attribute, Change, take_off_copies, take_off_head
 from fastpack.patching.options import (
     PatchOptions,
 )
 from fastpack.patching.plan import Plan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
-from fastpack.utils.forwards import HELD, Held, binds
+from fastpack.utils.replacement import KEPT_FORWARD, Restore, replaces
 
 
 def plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
@@ -40,8 +40,8 @@ def plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
                     continue
                 _refuse_another_head(parts, state)
             refuse_wrapped(model)
-            for take_back in restore(model):
-                put_back.callback(take_back)  # it calls the last one first
+            for put_on in restore(model):
+                put_back.callback(put_on)  # it calls the last one first
             plans.append(make_plan(model, options))
             if plans[-1].report.rung == "re-padded model":
                 warnings.warn(
@@ -56,8 +56,7 @@ def plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
 
 def _refuse_another_head(parts: Parts, state: PatchState) -> None:
     """Raise where a patch of this backbone has a head which this patch would leave stock without a word."""
-    attributes = (change for change in state.changes if isinstance(change, Attribute))
-    heads = [change.module for change in attributes if binds(change.ours, head_forward)]
+    heads = [change.module for change in state.changes if replaces(change, head_forward)]
     if not heads or parts.head in heads:
         return
     other = "the backbone alone" if parts.head is None else f"another head, a {type(parts.head).__name__},"
@@ -68,31 +67,27 @@ def _refuse_another_head(parts: Parts, state: PatchState) -> None:
 
 
 def apply(plan: Plan, options: PatchOptions) -> None:
+    """Change what a plan says, and keep on the backbone what was changed."""
     register_interface(options.attention)
-    assert plan.mixing is not None
-    state = PatchState(options, plan.report, plan.mixing)
+    changes: list[Change] = []
     configs: dict[int, Any] = {}
-    for swap in plan.forwards:
-        change = Attribute.put(swap.module, swap.attribute, swap.bind)
-        state.changes.append(change)
-        if swap.kind in ("norm", "mlp"):
-            state.changes.append(Attribute.put(swap.module, HELD, functools.partial(_held, change.ours)))
+    for each in plan.planned:
+        changes.append(each.replacement)
+        if each.kind in ("norm", "mlp"):
+            changes.append(Attribute(each.module, KEPT_FORWARD, each.replacement))
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
-            configs[id(original)] = private_config(original, options.attention, plan.scope)
-        state.changes.append(Attribute(module, "config", configs[id(original)], original))
-        module.config = configs[id(original)]
-    plan.watch.configs += configs.values()
-    state.changes += [Hook.put(module, hook) for module, hook in plan.pre_hooks]
-    plan.backbone.__dict__[STATE] = state
+            configs[id(original)] = private_config(original, options.attention, plan.runtime.layers.context)
+        changes.append(Attribute(module, "config", configs[id(original)]))
+    changes += plan.pre_hooks
+    for change in changes:
+        change.put()
+    plan.runtime.watch.configs += configs.values()
+    plan.backbone.__dict__[STATE] = PatchState(options, plan.report, plan.mixing, changes)
 
 
-def _held(forward: functools.partial[Any], _: Any) -> Held:
-    return Held(forward)
-
-
-def restore(model: nn.Module) -> list[TakeBack]:
+def restore(model: nn.Module) -> list[Restore]:
     """Undo a patch; what puts it back again, to be called from the last to the first."""
     parts = find_parts(model)
     state = state_of(parts.backbone)
@@ -100,10 +95,10 @@ def restore(model: nn.Module) -> list[TakeBack]:
         if parts.head is not None:
             take_off_head(parts.head)
         return []
-    take_backs: list[TakeBack] = [functools.partial(setattr, parts.backbone, STATE, state)]
+    restores: list[Restore] = [functools.partial(setattr, parts.backbone, STATE, state)]
     del parts.backbone.__dict__[STATE]
-    take_backs += [change.undo() for change in reversed(state.changes)]
-    return take_backs + take_off_copies(model, [change.module for change in state.changes])
+    restores += [change.undo() for change in reversed(state.changes)]
+    return restores + take_off_copies(model, [change.module for change in state.changes])
 
 
 @contextmanager
@@ -126,9 +121,9 @@ def uncovered(model: nn.Module) -> Iterator[PatchState]:
 
 
 @contextmanager
-def asleep(state: PatchState) -> Iterator[None]:
+def disabled(state: PatchState) -> Iterator[None]:
     """The stock model, until the end: every change is as if it were undone, and nothing that others did is touched."""
     with ExitStack() as later:
         for change in reversed(state.changes):
-            later.callback(change.sleep())
+            later.callback(change.disable())
         yield

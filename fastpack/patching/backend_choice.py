@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -41,14 +42,20 @@ HALVES = (torch.bfloat16, torch.float16)
 """What autocast may bring float32 tensors to."""
 
 
-def serving_backend(shape: AttentionShape, attention: str, notes: list[str]) -> str:
-    """The name of the backend that will serve, with what else there is to say of it added to ``notes``.
+def serving_backends(shapes: Sequence[AttentionShape], attention: str) -> tuple[list[str], tuple[str, ...]]:
+    """The names of the backends that will serve, each once, and what else there is to say of them.
 
     Raises:
         BackendUnavailableError: the one that was asked for can't serve.
     """
+    found = [_serving_backend(shape, attention) for shape in shapes]
+    return list(dict.fromkeys(name for name, _ in found)), tuple(note for _, notes in found for note in notes)
+
+
+def _serving_backend(shape: AttentionShape, attention: str) -> tuple[str, list[str]]:
+    notes: list[str] = []
     if shape.device.type == "meta":
-        return attention  # sharded loading: asked again at the first batch
+        return attention, notes  # sharded loading: asked again at the first batch
     # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in another dtype
     halves = [replace(shape, dtype=dtype) for dtype in HALVES if shape.dtype == torch.float32]
     if attention == "auto":
@@ -58,8 +65,8 @@ def serving_backend(shape: AttentionShape, attention: str, notes: list[str]) -> 
                 notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
         if (other := choose(replace(shape, total_tokens=LONG, num_sequences=1, max_seqlen=LONG))) != chosen:
             notes.append(f"attention: {other} where most tokens are in sequences of {LONG} and more")
-        return chosen
+        return chosen, notes
     if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
         notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
-        return attention
-    return choose(shape, attention)
+        return attention, notes
+    return choose(shape, attention), notes

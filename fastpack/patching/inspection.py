@@ -7,16 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.graphs import runner_of
 from fastpack.layers.adapters import count_opaque, count_projections, not_isolated
 from fastpack.layers.liger import count_unknown
-from fastpack.layers.prefix_sharing import NOTE as PREFIXES
-from fastpack.layers.prefix_sharing import sharing_of
 from fastpack.layers.rope_tables import unserved
 from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails
+from fastpack.model.prefix_sharing import NOTE as PREFIXES
+from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts, models_of, way_in
-from fastpack.offload import offload_of
 from fastpack.patching.changes import count_drop_ins, unfused
 from fastpack.patching.plan import PROJECTING
 from fastpack.patching.report import PatchReport
@@ -39,7 +37,10 @@ def report(target: Any) -> PatchReport:
     # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
     as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
     found = replace(state.report, **state.mixing.refreshed(state.report))
-    offload, graphs, sharing = offload_of(backbone), runner_of(backbone), sharing_of(backbone)
+    runtime = runtime_of(backbone)
+    offload, graphs, sharing = (
+        (None, None, None) if runtime is None else (runtime.offload, runtime.graphs, runtime.sharing)
+    )
     outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
     notes = tuple(note for note in found.notes if not note.startswith(outdated))
     if offload is not None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
-from fastpack.families.spec import AnyAttentionSpec, Family, Spec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
+from fastpack.layers.adapters import refuse_rows
 from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.stock_attention import StockAttention
+from fastpack.model.unwrap import Parts
+from fastpack.patching.support import covered_family
 from fastpack.utils.classes import changes_of, mentions, place_of, replaced_forward, stock_class
 from fastpack.utils.hooks import own_forward
 
@@ -22,13 +26,58 @@ def own_class(module: nn.Module, family: Family) -> str | None:
     return cls.__name__ if cls.__module__ == family.module else None
 
 
-def trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]]) -> dict[str, Spec]:
-    """What the classes compute that get fast forwards, those whose source is known."""
+Skipped = list[tuple[str, str]]
+"""What is left alone, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recognised:
+    """What a model is known to be.
+
+    Attributes:
+        family: as this very model is of it.
+        specs: what the classes compute that get fast forwards, those whose source is known.
+        replaced_layers: modules around attention with a forward of somebody's.
+        attends_by: what the stock model attends by.
+        skipped: classes that keep their own forward, and why.
+    """
+
+    backbone: nn.Module
+    family: Family
+    specs: Mapping[str, Spec]
+    replaced_layers: tuple[nn.Module, ...]
+    attends_by: StockAttention
+    skipped: tuple[tuple[str, str], ...]
+
+
+def recognise(parts: Parts) -> Recognised:
+    """Say what a model is.
+
+    Raises:
+        UnsupportedModelError: no family of these is known to be exact.
+        PatchError: something that mixes tokens, or an adapter, is not known.
+    """
+    family, backbone = covered_family(parts), parts.backbone
+    refuse_rows((parts.head or backbone).modules())
+    refuse_look_alikes(backbone, family)
+    refuse_replaced_attention(backbone, family)
+    attends_by = stock_attention(backbone, family)
+    attends_by.check(" Nothing was changed.")
+    family = with_known_backbone(backbone, family)
+    layers, skipped = layers_replaced(backbone, family)
+    specs, others = known_specs(backbone, family)
+    family = _keeping_windows(family, specs)
+    return Recognised(backbone, family, specs, tuple(layers), attends_by, (*skipped, *others))
+
+
+def known_specs(backbone: Any, family: Family) -> tuple[dict[str, Spec], Skipped]:
+    """What the classes compute that get fast forwards, those whose source is known; and those that keep their own."""
+    skipped: Skipped = []
     trusted: dict[str, Spec] = {}
     classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
     for cls, replaced in sorted(classes.items(), key=lambda pair: pair[0].__name__):
         if cls.__module__ != family.module:
-            _look_at_stranger(cls, family, skipped)
+            skipped += _own_class_skipped(cls, family)
             continue
         if replaced is not None:
             skipped.append((cls.__name__, f"its class's forward is {replaced} now, not transformers': that runs"))
@@ -47,7 +96,7 @@ def trusted_specs(backbone: Any, family: Family, skipped: list[tuple[str, str]])
         fast = [name for name, spec in trusted.items() if isinstance(spec, AnyAttentionSpec)]
         trusted = {name: spec for name, spec in trusted.items() if name not in fast}
         skipped += [(name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in fast]
-    return trusted
+    return trusted, skipped
 
 
 def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
@@ -102,13 +151,14 @@ def _put_on(module: nn.Module) -> Any:
     return None if hasattr(module, "_hf_hook") else own_forward(module)
 
 
-def layers_replaced(backbone: nn.Module, family: Family, skipped: list[tuple[str, str]]) -> list[nn.Module]:
+def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module], Skipped]:
     """Modules around attention, the backbone apart, with a forward that somebody put on them or on their class.
 
     What reaches their attention is for that forward to say.
     """
     attentions = {id(module) for module in backbone.modules() if own_class(module, family) in family.attention}
-    found = []
+    found: list[nn.Module] = []
+    skipped: Skipped = []
     for module in backbone.modules():
         if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
             continue
@@ -117,7 +167,7 @@ def layers_replaced(backbone: nn.Module, family: Family, skipped: list[tuple[str
             skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
         if own is not None or replaced_forward(module) is not None:
             found.append(module)
-    return found
+    return found, skipped
 
 
 def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
@@ -146,16 +196,42 @@ def _place(name: str) -> str:
     return ".".join("N" if part.isdigit() else part for part in name.split("."))
 
 
-def _look_at_stranger(cls: Any, family: Family, skipped: list[tuple[str, str]]) -> None:
+def _own_class_skipped(cls: Any, family: Family) -> Skipped:
     """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
     bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
     if not bases:
-        return
+        return []
     what = f"a {bases[0]} with its own {', '.join(changes_of(cls))}"
     if any(name in family.attention or name in family.mixers for name in bases):
         raise PatchError(
             f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
             f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
         )
-    if bases[0] in family.fast:
-        skipped.append((cls.__name__, f"{what}: its own forward runs"))
+    return [(cls.__name__, f"{what}: its own forward runs")] if bases[0] in family.fast else []
+
+
+def forms_by_family(backbone: nn.Module, specs: Mapping[str, Spec], family: Family) -> dict[int, Any]:
+    """The form of each module that mixes tokens, by the module's ``id``."""
+    forms: dict[int, Any] = {}
+    for module in backbone.modules():
+        own = own_class(module, family) or ""
+        if own in family.mixers or own in family.attention:
+            spec = family.mixers.get(own, specs.get(own))
+            forms[id(module)] = with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec
+    return forms
+
+
+def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
+    """The form of an attention whose window upstream has in its mask alone."""
+    kinds = getattr(module.config, "layer_types", None)
+    if family.mask_window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
+        return spec
+    return replace(spec, window=f"config.{family.mask_window}")
+
+
+def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
+    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
+    if family.mask_window is None or all(name in specs for name in family.attention):
+        return family
+    masked = MixerSpec("added", window=f"config.{family.mask_window}")
+    return replace(family, attention=(), mixers=dict.fromkeys(family.attention, masked))

@@ -12,7 +12,7 @@ from fastpack.families import RUNGS, Rung
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
 from fastpack.layers.windows import forms_of, misplaced
-from fastpack.patching.changes import carries_ours, scopes_of
+from fastpack.patching.changes import carries_ours, contexts_of
 from fastpack.patching.report import PatchReport
 from fastpack.patching.tiers import layer_rungs, unpadded_share
 
@@ -88,11 +88,11 @@ class Mixing:
         """Those that are there still, and copies that were made of them since (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}
-        scopes = {None, *(scope for module, _ in self.modules for scope in scopes_of(module))}
+        contexts = {None, *(context for module, _ in self.modules for context in contexts_of(module))}
 
         def runs_as_its_original(module: nn.Module) -> bool:
-            """Where a scope has to tell it the packing, that is this backbone's."""
-            return carries_ours(module) and scopes.issuperset(scopes_of(module))
+            """Where a context has to tell it the packing, that is this backbone's."""
+            return carries_ours(module) and contexts.issuperset(contexts_of(module))
 
         return [
             (module, known.get(id(module), by_class[type(module)]))

@@ -21,7 +21,7 @@ from fastpack.exactness.verification import Verification
 from fastpack.families import family_of
 from fastpack.layers.adapters import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
-from fastpack.patching.apply import asleep, uncovered
+from fastpack.patching.apply import disabled, uncovered
 from fastpack.patching.state import is_patched
 
 LENGTHS = (13, 1, 20, 8, 17)
@@ -78,7 +78,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
 
     with torch.inference_mode(False), _evaluating(model), uncovered(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
-        stock = functools.partial(asleep, state)
+        stock = functools.partial(disabled, state)
         dtype, checks = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()
     device = str(next(model.parameters()).device)
     result = Verification(type(model).__name__, str(dtype).removeprefix("torch."), device, tuple(checks))

@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.errors import PackingError
 from fastpack.patching.options import TokenBudget
+from fastpack.utils.replacement import Replacement
 
 _COPIED = (
     "collate_fn",
@@ -56,15 +57,16 @@ def count_epochs(args: Any, micro_batches: int) -> int:
     return math.ceil(args.num_train_epochs)
 
 
-def get_train_dataloader(trainer: Any, stock: Any, budget: Any) -> Any:
+def get_train_dataloader(patched: Replacement[Any, None]) -> Any:
     """``Trainer.get_train_dataloader``, whose batches are those of a :class:`TokenBudgetSampler`.
 
     Accelerate divides the batches of a loader among ranks; these are each rank's own already, so it is told of one.
     """
     from accelerate.data_loader import prepare_data_loader
 
-    made = stock()
-    sampler = budget.start(trainer)
+    trainer = patched.owner
+    made = patched.stock()
+    sampler = patched.spec.start(trainer)
     kept = {name: getattr(made, name) for name in _COPIED if hasattr(made, name)}
     if sampler.too_long == "truncate":
         kept["collate_fn"] = functools.partial(_cut, kept["collate_fn"], sampler.max_tokens)

@@ -16,7 +16,8 @@ from fastpack.exactness.rule import compare
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families import FAMILIES
-from fastpack.layers.prefix_sharing import PrefixSharing, sharing_of
+from fastpack.model.prefix_sharing import PrefixSharing
+from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
 from fastpack.smoke.setting import Setting
 
@@ -59,7 +60,9 @@ def test_exact(model_type: str) -> None:
     wanted = run_alone(model, sequences())
     fastpack.patch(model, share_prefixes="auto")
     found = compare(together(model), wanted)
-    sharing = sharing_of(find_parts(model).backbone)
+    runtime = runtime_of(find_parts(model).backbone)
+    assert runtime is not None
+    sharing = runtime.sharing
     assert sharing is not None
     assert (sharing.stats.shared, sharing.stats.saved) == (1, SAVED), sharing.stats
     bound = FLOAT32_BOUND

@@ -17,31 +17,31 @@ from torch import Tensor, nn
 from fastpack.backends import mixer_kernels
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers.rows import Rows, put_back, row_groups, take
+from fastpack.layers.runtime import Runtime
 from fastpack.layers.windows import CHUNKED, SLIDING, masked_size
-from fastpack.packing.context import PackingScope
 from fastpack.packing.mask import is_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.utils.forwards import Forward, binds, call_stock
+from fastpack.utils.replacement import Forward, Replacement, replaces
 from fastpack.utils.sharding import exchange_inside
 
 
-def mixer_forward(
-    module: nn.Module, spec: MixerSpec, scope: PackingScope, stock: Forward | None, /, *args: Any, **kwargs: Any
-) -> Any:
+def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwargs: Any) -> Any:
     """The stock forward on ``[1, T, ...]`` over kernels that know boundaries, or on ``[n, L, ...]``, group by group; as
     it is where no batch is packed.
 
     Raises:
-        PatchError: see :meth:`PackingScope.required` and :func:`fastpack.layers.rows.put_back`.
+        PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.rows.put_back`.
     """
-    packed = scope.required(module)
+    module, spec, context = patched.owner, patched.spec, patched.runtime.context
+    assert context is not None, "a mixer finds the packing there"
+    packed = context.required(module)
     if packed is None:
-        return call_stock(module, stock, *args, **kwargs)
+        return patched.stock(*args, **kwargs)
     if spec.scan is not None:
         from fastpack.layers.mixers.packed import packed_forward, packed_rejects  # which brings torch's compiler along
 
         device, dtype = _computed_in(_hidden(args, kwargs))
-        if packed_rejects(module, spec, stock, device, dtype) is None:
+        if packed_rejects(module, spec, patched.earlier, device, dtype) is None:
             return packed_forward(module, spec, packed, dtype, *args, **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
     groups = row_groups(packed, equal=False, among=exchange_inside(module))
@@ -54,8 +54,8 @@ def mixer_forward(
         named = {name: _argument(name, value, spec, packed, rows, mask) for name, value in kwargs.items()}
         if carried is not None:
             named[str(spec.carried)] = carried.groups[i]
-        with scope.in_rows():
-            results.append(call_stock(module, stock, *positional, **named))
+        with context.in_rows():
+            results.append(patched.stock(*positional, **named))
     what = type(module).__name__
     if spec.states:
         return put_back([result[0] for result in results], groups, what), *[None] * spec.states
@@ -106,9 +106,7 @@ def _replaced(module: nn.Module) -> Forward | None:
     if hasattr(module, "_hf_hook"):
         return None
     found: Forward | None = module.__dict__.get("forward")
-    if binds(found, mixer_forward):
-        found = found.args[-1]
-    return found
+    return found.earlier if replaces(found, mixer_forward) else found
 
 
 def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
@@ -141,13 +139,12 @@ def _argument(name: str | None, value: Any, spec: MixerSpec, packed: PackedSeqLe
     return take(value, rows, packed.total_tokens)
 
 
-def packed_alibi(
-    backbone: nn.Module, name: str, scope: PackingScope, mask: Tensor, num_heads: int, dtype: torch.dtype
-) -> Tensor:
-    """A backbone's own method of that name; where the stand-in came for its mask, for positions from 0 to T."""
-    if scope.packed is not None and is_stand_in(mask):
-        mask = torch.ones(1, scope.packed.total_tokens, dtype=torch.long, device=mask.device)
-    result: Tensor = getattr(type(backbone), name)(backbone, mask, num_heads, dtype)
+def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """A backbone's own method; where the stand-in came for its mask, for positions from 0 to T."""
+    context = patched.runtime.context
+    if context is not None and context.packed is not None and is_stand_in(mask):
+        mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
+    result: Tensor = patched.stock(mask, num_heads, dtype)
     return result
 
 

@@ -27,7 +27,7 @@ from fastpack.families import forward_hash
 from fastpack.families.spec import MixerSpec
 from fastpack.packing.mask import is_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.utils.forwards import Forward
+from fastpack.utils.replacement import Forward
 
 
 def packed_rejects(

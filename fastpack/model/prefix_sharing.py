@@ -15,7 +15,6 @@ from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.packing.prefixes import prefixes_of, share
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.text import counted
-from fastpack.utils.forwards import bound_with
 from fastpack.utils.signatures import shape_of
 
 LEAST_SAVED = 0.05
@@ -162,8 +161,3 @@ def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
     if any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT for module in backbone.modules()):
         return "its rotary frequencies depend on how long each sequence is, so that a common prefix has different keys"
     return None
-
-
-def sharing_of(backbone: Any) -> PrefixSharing | None:
-    """The sharing of a patched backbone, None where it was patched without."""
-    return bound_with(backbone, PrefixSharing)
