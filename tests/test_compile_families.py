@@ -23,8 +23,8 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import fastpack
 from fastpack.exactness.rule import compare_norms
+from fastpack.exactness.tiny import model_types
 from fastpack.families import FAST_FAMILIES
-from fastpack.smoke.tiny import model_types
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

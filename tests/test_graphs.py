@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families import VARLEN_FAMILIES
 from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
 from fastpack.model.runtime import runtime_of
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket
-from fastpack.smoke.tiny import build_tiny, model_types
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

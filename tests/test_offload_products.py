@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny
 from fastpack.graphs.recorder import Tape
 from fastpack.offload import KEPT, saved
 from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
 from fastpack.offload.transfer import HostPool, Lane, Rates
 from fastpack.ops import gated_mlp
-from fastpack.smoke.tiny import build_tiny
 
 SENT = LAYERS - KEEP
 """Layers whose products leave where there is time for all."""

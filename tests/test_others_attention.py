@@ -35,8 +35,8 @@ from transformers.models.llama import modeling_llama as llama
 
 import fastpack
 from fastpack.errors import PatchError
+from fastpack.exactness.tiny import build_tiny
 from fastpack.model.runtime import runtime_of
-from fastpack.smoke.tiny import build_tiny
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6]}

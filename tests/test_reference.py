@@ -16,9 +16,9 @@ from tiny import tiny_model
 
 import fastpack
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
+from fastpack.exactness.tiny import build_tiny
 from fastpack.reference import MissingReferenceError, ReferenceCacheError, with_reference_log_probs
 from fastpack.reference.examples import PAIR_COLUMNS, Examples
-from fastpack.smoke.tiny import build_tiny
 
 
 @pytest.fixture

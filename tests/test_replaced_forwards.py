@@ -20,8 +20,8 @@ from transformers.models.stablelm import modeling_stablelm as stablelm
 
 import fastpack
 from fastpack.errors import PatchError
+from fastpack.exactness.tiny import build_tiny
 from fastpack.model.backbone import backbone_forward
-from fastpack.smoke.tiny import build_tiny
 from fastpack.utils.replacement import replaces
 
 IDS = torch.arange(5, 15)[None]

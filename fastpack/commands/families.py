@@ -132,7 +132,7 @@ def _marked(into: Path) -> str:
 
 def _not_all(record: Record) -> str | None:
     """How the names that a run tried are not those of transformers' causal-LM mapping here; None where they are."""
-    from fastpack.smoke.tiny import model_types
+    from fastpack.exactness.tiny import model_types
 
     mapping, tried = set(model_types()), {row.family for row in record.rows}
     said = [

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.model import head as head_module
 from fastpack.model import loss as fused
 from fastpack.packing.inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny, plain_tokens
 
 END = 2
 LENGTHS = (5, 9, 7, 12)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack import PackedSeqLens, PatchError
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers.forward import mixer_forward
 from fastpack.layers.mixers.rows import RATIO, put_back, row_groups, similar, take
@@ -25,7 +26,6 @@ from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.context import PackingContext
 from fastpack.packing.mask import mask_stand_in
-from fastpack.smoke.tiny import build_tiny, plain_tokens
 from fastpack.utils.replacement import Replacement
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)

@@ -1,15 +1,18 @@
-"""The sweep in half precision and with heads of a real size, and what it measures."""
+"""The oracle in half precision and with heads of a real size, and what it measures."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 
 import fastpack
+from fastpack.exactness import tiny
+from fastpack.exactness.oracle import DRAWS, STEADY, _finer
 from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_norms
-from fastpack.smoke import tiny
 from fastpack.smoke.setting import GPU_HEAD_DIM, Setting
-from fastpack.smoke.sweep import DRAWS, STEADY, oracle_of, sweep
+from fastpack.smoke.worker import oracle_of
 
 HALF = Setting("cpu", "bfloat16", GPU_HEAD_DIM)
 WIDE = Setting("cpu", "float32", GPU_HEAD_DIM)
@@ -34,10 +37,10 @@ def test_errors_are_those_of_the_worst_sequence_and_parameter() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bamba", "mixtral"])
 def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str) -> None:
     oracle = oracle_of(model_type, HALF)
-    assert oracle.setting == HALF
+    assert oracle.dtype == torch.bfloat16
     assert len(oracle.results) == DRAWS
     assert torch.finfo(torch.bfloat16).eps / 2 <= oracle.bound <= FACTOR * STEADY
-    found = sweep(model_type, oracle)
+    found = oracle.prove(fastpack.patch(HALF.build(model_type)))
     assert found.problem is None, found.errors
 
 
@@ -45,15 +48,15 @@ def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str
 def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> None:
     """Experts that no row names, and a stock forward that takes no other dtype."""
     oracle = oracle_of(model_type, HALF)
-    assert oracle.setting == WIDE
+    assert oracle.dtype == torch.float32
     assert oracle.bound == FULL_BOUND
-    found = sweep(model_type, oracle)
+    found = oracle.prove(fastpack.patch(WIDE.build(model_type)))
     assert found.problem is None, found.errors
 
 
-def test_a_leak_is_seen_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fastpack, "patch", lambda model, **_: model)
-    assert (sweep("llama", oracle_of("llama", HALF)).problem or "").startswith("not exact")
+def test_a_leak_is_seen_in_half_precision() -> None:
+    """In the stock model, which is told of the packing and does not know what it means."""
+    assert (oracle_of("llama", HALF).prove(HALF.build("llama")).problem or "").startswith("not exact")
 
 
 def test_heads_of_a_real_size() -> None:
@@ -76,9 +79,10 @@ def test_wider_models_have_activations_of_the_same_size(model_type: str) -> None
 
 
 def test_the_float32_model_has_the_weights_of_the_other() -> None:
+    fine = _finer(functools.partial(HALF.build, "llama"), torch.bfloat16, torch.float32)
     for name, parameter in HALF.build("llama").named_parameters():
         assert parameter.dtype == torch.bfloat16
-        wide = HALF.build_in("float32", "llama").get_parameter(name)
+        wide = fine.get_parameter(name)
         assert wide.dtype == torch.float32
         assert torch.equal(wide, parameter.float())
 
@@ -89,4 +93,4 @@ def test_what_a_machine_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert Setting.of_this_machine() == Setting("cuda", "bfloat16", 64)
     assert Setting.of_this_machine(device="cpu") == Setting("cpu", "float32", 16)
-    assert Setting.of_this_machine(dtype="float32", head_dim=128) == Setting("cuda", "float32", 128)
+    assert Setting.of_this_machine(dtype="float32") == Setting("cuda", "float32", 64)

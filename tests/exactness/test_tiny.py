@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from smoke_families import KNOWN, MOST_USED, OTHERS
-from smoke_figures import LEAST_INFLUENCE, LENGTH, ROWS, Figures, figures, influence, share_with_gradient
+from known_families import KNOWN, MOST_USED, OTHERS
+from tiny_figures import LEAST_INFLUENCE, LENGTH, ROWS, Figures, figures, influence, share_with_gradient
 from torch import nn
 
-from fastpack.smoke import tiny
-from fastpack.smoke.special import SPECIAL
+from fastpack.exactness import tiny
+from fastpack.exactness.special import NEEDS, TRAITS
 
 MANY_PARAMETERS = 1_000_000
 
@@ -60,9 +60,11 @@ def test_every_family_has_a_tiny_config_or_a_reason() -> None:
 
 def test_the_tables_name_only_known_families() -> None:
     assert len(set(KNOWN)) == len(KNOWN)
-    assert SPECIAL.keys() <= set(KNOWN)
+    assert TRAITS.keys() <= set(KNOWN)
     assert tiny.NOT_BUILT.keys() <= set(OTHERS)
-    assert not SPECIAL.keys() & tiny.NOT_BUILT.keys()
+    assert not TRAITS.keys() & tiny.NOT_BUILT.keys()
+    configs = {tiny.model_class(name).config_class.model_type for name in tiny.model_types()}
+    assert NEEDS.keys() <= configs | {*KNOWN}
 
 
 def test_what_is_not_built_still_has_its_reason() -> None:

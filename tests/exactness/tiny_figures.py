@@ -1,6 +1,6 @@
 """What a tiny model shows when it is run: its size, whether it is finite, and whether a leak could be seen in it.
 
-``python tests/smoke/smoke_figures.py [FAMILY ...]`` prints a line for each family, all of them by default.
+``python tests/exactness/tiny_figures.py [FAMILY ...]`` prints a line for each family, all of them by default.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack.smoke import tiny
+from fastpack.exactness import tiny
 
 ROWS, LENGTH = 2, 12
 """Longer than a window of 8, short enough for two layers of such windows to reach its end."""

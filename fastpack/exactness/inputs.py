@@ -11,6 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.exactness.tiny import plain_tokens
+
+LENGTHS = (7, 1, 12, 12, 20, 3)
+"""A single token, two of a length, and one that outgrows windows, chunks and lengths of a tiny config."""
+
+
+def make_sequences(lengths: Sequence[int] = LENGTHS, draw: int = 0) -> list[Tensor]:
+    """Return random ids of these lengths, int64, none of them special in a tiny config."""
+    return [plain_tokens(1, length, seed=len(lengths) * draw + i)[0] for i, length in enumerate(lengths)]
+
 
 def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
     """``input_ids``, ``attention_mask`` and ``labels``, padded ``right``, ``left`` or on ``both`` sides; one row
