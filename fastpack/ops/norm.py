@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import RowCount, rows_of
 
@@ -287,6 +287,4 @@ def _kernel_serves(implementation: Implementation, x: Tensor, weight: Tensor) ->
         reason = f"a weight of shape {tuple(weight.shape)} for x of {tuple(x.shape)}"
     elif x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
         reason = f"{x.dtype} and {weight.dtype}, and serves float32, bfloat16 and float16"
-    if reason is None or implementation == "auto":
-        return reason is None
-    raise ValueError(f"The normalisation kernel was given {reason}. Pass implementation='auto' or 'torch'.")
+    return kernel_serves(implementation, "normalisation", reason)

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.norm import Rounding, rms_norm
 from fastpack.ops.once import differentiable_once
 
@@ -287,20 +287,13 @@ def _kernel_serves(implementation: Implementation, tensors: tuple[Tensor, ...], 
     """Whether the kernel runs; raises where it was asked for by name and can't."""
     if not use_triton(implementation, tensors[0]):
         return False
-    for x in tensors:
-        if x.stride(-1) != 1 or x.dtype not in KERNEL_DTYPES:
-            break
-    else:
-        if positions is None or (positions.stride(0) == 1 and positions.dtype in (torch.int64, torch.int32)):
-            return True
-    if implementation == "triton":
-        raise ValueError(
-            "The RoPE kernel takes bf16, fp16, float32 or float64 with a last dimension of stride 1, and positions of "
-            f"int64 or int32 of stride 1; got {[(x.dtype, x.stride()) for x in tensors]} and positions "
-            f"{None if positions is None else (positions.dtype, positions.stride())}. implementation='auto' or "
-            "'torch' takes any."
-        )
-    return False
+    reason = None
+    if any(x.stride(-1) != 1 or x.dtype not in KERNEL_DTYPES for x in tensors):
+        given = [(x.dtype, x.stride()) for x in tensors]
+        reason = f"{given}, and serves float dtypes of 16 to 64 bits, with a last dimension of stride 1"
+    elif positions is not None and (positions.stride(0) != 1 or positions.dtype not in (torch.int64, torch.int32)):
+        reason = f"positions of {positions.dtype} and stride {positions.stride(0)}, and serves integers of stride 1"
+    return kernel_serves(implementation, "RoPE", reason)
 
 
 def _pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

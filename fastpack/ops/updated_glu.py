@@ -87,17 +87,10 @@ def updated_backward(
     assert sums is None
     if of_grad is not None:
         grad = grad.addmm_(*of_grad)
-    _, _, h = gated_backward(
-        grad,
-        _add(gate, of_gate),
-        _add(up, of_up),
-        kind,
-        recompute=recompute,
-        overwrite_grad=True,
-        out=out,
-        implementation=implementation,
+    gated_backward(
+        grad, _add(gate, of_gate), _add(up, of_up), kind, out=out, recompute=recompute, implementation=implementation
     )
-    return h, []
+    return grad if recompute else None, []
 
 
 def sums_on_the_way(
