@@ -181,20 +181,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self._plan, self._epoch = plan, state["epoch"]
         self._start = self._position = state["position"]
 
-    def check_ranks(self) -> None:
-        """Compare the data, the settings and the place in the epoch with every other rank's. A collective call.
-
-        Raises:
-            PackingError: on every rank, where they differ; or no process group exists, and there are several ranks.
-        """
-        if dist.is_available() and dist.is_initialized():
-            self._compare(self.state_dict())
-        elif self.ranks > 1:
-            raise PackingError(
-                f"ranks={self.ranks}, and torch.distributed has no process group, so they can't be compared. Call "
-                "torch.distributed.init_process_group first."
-            )
-
     def _compare(self, state: dict[str, Any]) -> None:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, {"rank": self.rank, **state})

@@ -60,17 +60,6 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, implementation: Impl
     return activation(gate) * up
 
 
-def gated_halves(gate_up: Tensor, activation: Activation, implementation: Implementation = "auto") -> Tensor:
-    """:func:`gated` of the halves of ``[..., 2 I]``, gate first; the gradient is one tensor, without a copy (Phi-3)."""
-    if use_triton(implementation, gate_up):
-        kind = activation_kind(activation)
-        if _kernel_serves(implementation, gate_up, gate_up, kind, activation):
-            out: Tensor = _GatedHalves.apply(gate_up, kind)
-            return out
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activation(gate) * up
-
-
 def activation_kind(activation: Activation) -> ActivationKind | None:
     """Which kernels serve this activation, or None: the module must be called.
 
@@ -156,27 +145,6 @@ class _Gated(torch.autograd.Function):
         dgate, dup = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
         gated_backward(grad, gate, up, ctx.kind, out=(dgate, dup), implementation="triton")
         return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
-
-
-class _GatedHalves(torch.autograd.Function):
-    """The same on one tensor, whose gradient is one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kind: ActivationKind) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.kind = kind
-        gate, up = gate_up.chunk(2, dim=-1)
-        return gated_forward(gate, up, kind, implementation="triton")
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        dgate, dup = dgate_up.chunk(2, dim=-1)
-        gated_backward(grad, gate, up, ctx.kind, out=(dgate, dup), implementation="triton")
-        return dgate_up, None
 
 
 def _activate(x: Tensor, kind: ActivationKind) -> Tensor:
