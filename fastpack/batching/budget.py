@@ -59,11 +59,6 @@ class BatchPlan:
         """Tokens over the budgets of all micro-batches, from 0 to 1."""
         return sum(chain.from_iterable(self.tokens)) / (self.max_tokens * self.micro_batches * len(self.batches))
 
-    def digest(self) -> str:
-        """The same for equal ``batches``, on every machine."""
-        sizes = (len(batch) for rank in self.batches for batch in rank)
-        return digest(chain((len(self.batches), self.micro_batches), sizes, *map(chain.from_iterable, self.batches)))
-
 
 def plan_batches(
     lengths: Sequence[int] | Tensor,

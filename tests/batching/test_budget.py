@@ -96,10 +96,9 @@ def test_control_faults_are_found(batches: Any, want: list[str]) -> None:
 def test_the_seed_and_the_epoch_decide_the_order() -> None:
     lengths = like_alpaca(500)
     plans = [plan_batches(lengths, 2048, seed=s, epoch=e, ranks=2) for s, e in [(0, 0), (1, 0), (0, 1), (1, 1)]]
-    assert len({plan.digest() for plan in plans}) == 4
+    assert len({plan.batches for plan in plans}) == 4
     again = plan_batches(torch.tensor(lengths), 2048, seed=0, epoch=0, ranks=2)
     assert again == plans[0]
-    assert again.digest() == plans[0].digest()
 
 
 def test_the_order_is_random() -> None:
