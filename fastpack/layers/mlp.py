@@ -13,7 +13,7 @@ from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.gated_mlp import Kept, gated_mlp
-from fastpack.ops.glu import activation_kind, gated, gated_halves
+from fastpack.ops.glu import activation_kind, gated
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.views import reshaped
@@ -70,7 +70,8 @@ def mlp_block(
             return x + (out if x.dtype == stock else out.to(stock))
         return out.to(stock)
     made, x = project_modules(inner, x, runtime, norm=norm, row_count=row_count)
-    h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
+    gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+    h = gated(gate, up, activation, kernels)
     (out,), _ = project_modules([down], h, runtime, residual=x if residual else None, row_count=row_count)
     return out
 

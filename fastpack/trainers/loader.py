@@ -40,8 +40,8 @@ class BatchesOfEpochs(TokenBudgetSampler):
 
     def settings(self, args: Any) -> dict[str, Any]:
         """What a checkpoint's place in an epoch depends on."""
-        kept = {name: value for name, value in self.state_dict(0).items() if name not in ("epoch", "position", "plan")}
-        return {**kept, "micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
+        more = {"micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
+        return {**self._settings(), **more}
 
 
 def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: Any) -> BatchesOfEpochs:
