@@ -21,7 +21,7 @@ from fastpack.smoke.record import Record
 from fastpack.smoke.row import Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.worker import Task
-from fastpack.text import counted, print_fitting, room_for, without_empty
+from fastpack.text import counted, room_for, without_empty
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = Record.of_now(setting.named(), time.monotonic() - start, chosen.absent, rows)
     console = Console(width=room_for(150))
     console.print(heading(record), highlight=False)
-    print_fitting(console, without_empty(table(record)), SPARE)
+    console.print(without_empty(table(record)))
     for row in rows:
         if row.refused is not None:
             print(f"{row.family}: refused: {row.refused}")
@@ -71,8 +71,6 @@ def _run(chosen: Chosen, task: Task, jobs: int, timeout: float) -> list[Row]:
         return run(chosen.families, task, jobs=jobs, timeout=timeout, done=done)
 
 
-SPARE = ("dtype", "allowed", "losses off by", "x padded")
-"""Columns that go first where a terminal is narrow."""
 VERDICTS = ("exact", "refused", "left out", "FAILED")
 NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 
