@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
