@@ -100,8 +100,9 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     verdict = compare(figures, precision)
     for name in contestants:
         given = json.dumps(asdict(replace(settings, contestant=name)))
-        figures.append(Figures(**_run(name, "fastpack.bench.contestant", given)))
-        print(f"{name}: {figures[-1].in_brief}", file=sys.stderr, flush=True)
+        row = Figures(**_run(name, "fastpack.bench.contestant", given))
+        figures.append(row)
+        print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
         verdict = compare(figures, precision)
         if not verdict.agree:
             rest = contestants[len(figures) :]

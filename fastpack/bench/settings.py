@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastpack.bench.flops import Mode
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,16 @@ class Settings:
 
     def timed_pairs(self) -> list[list[Pair]]:
         """Pairs of each timed step."""
-        pairs, every = self.pair_lengths(), self.rows
-        return [pairs[at : at + every] for at in range(self.warmup * every, len(pairs), every)]
+        return self._timed(self.pair_lengths())
 
     def timed_batches(self) -> list[list[int]]:
         """Tokens of the rows of each timed step; of a pair there are two."""
         if self.trainer == "dpo":
-            return [sequences(batch) for batch in self.timed_pairs()]
-        rows, every = self.row_lengths(), self.rows
-        return [rows[at : at + every] for at in range(self.warmup * every, len(rows), every)]
+            return list(map(sequences, self.timed_pairs()))
+        return self._timed(self.row_lengths())
+
+    def _timed(self, lengths: list[T]) -> list[list[T]]:
+        return [lengths[at : at + self.rows] for at in range(self.warmup * self.rows, len(lengths), self.rows)]
 
 
 @dataclass
@@ -107,13 +110,6 @@ class Figures:
     def padding_share(self) -> float:
         """Which part of the slots held no token."""
         return 1 - sum(self.tokens) / self.slots
-
-    @property
-    def in_brief(self) -> str:
-        """A few words for a log."""
-        if self.error is not None:
-            return self.error
-        return f"{self.step_median * 1e3:,.0f} ms a step, {self.tokens_per_second:,.0f} real tokens/s"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything measured, and what follows from it."""

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
-
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fastpack.bench.loops import GATE_STEPS
 from fastpack.bench.runner import Outcome
-from fastpack.bench.settings import Figures
 from fastpack.text import counted, room_for, without_empty
 
 WIDTH = 140
@@ -19,10 +15,11 @@ COLUMNS = ("", "attention", "step ms", "real tokens/s", "overall", "x best stock
 
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
-    """Print the table and the verdict; where the losses disagree, the losses alone."""
+    """Print the table and the verdict; where the losses disagree, the verdict alone."""
     console = console or Console(width=room_for(WIDTH))
     verdict = outcome.verdict
-    console.print(_speeds(outcome) if verdict.agree else _losses(outcome))
+    if verdict.agree:
+        console.print(_speeds(outcome))
     style = "bold red" if not verdict.agree else "green" if verdict.compared else "bold yellow"
     console.print(str(verdict), style=style, highlight=False)
     if verdict.agree:
@@ -40,38 +37,22 @@ def _speeds(outcome: Outcome) -> Table:
     for row in outcome.figures:
         if row.error is not None:
             table.add_row(row.contestant, "", "", Text(row.error, style="red"))
-        else:
-            table.add_row(*_cells(row, outcome), style="bold" if row.tokens_per_second == best else None)
+            continue
+        against = outcome.compared(row)
+        best_stock = against["times_best_stock"]
+        table.add_row(
+            row.contestant,
+            row.backend,
+            f"{row.step_median * 1e3:,.0f}",
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.tokens_per_second_overall:,.0f}",
+            f"{best_stock:.2f}" if best_stock is not None else "",
+            f"{against['floor_share']:.0%}",
+            f"{row.peak_memory:.2f}",
+            f"{row.held_memory:.1f}" if row.held_memory is not None else "",
+            style="bold" if row.tokens_per_second == best else None,
+        )
     return without_empty(table)
-
-
-def _cells(row: Figures, outcome: Outcome) -> list[str]:
-    against = outcome.compared(row)
-    best_stock = against["times_best_stock"]
-    return [
-        row.contestant,
-        row.backend,
-        f"{row.step_median * 1e3:,.0f}",
-        f"{row.tokens_per_second:,.0f}",
-        f"{row.tokens_per_second_overall:,.0f}",
-        f"{best_stock:.2f}" if best_stock is not None else "",
-        f"{against['floor_share']:.0%}",
-        f"{row.peak_memory:.2f}",
-        f"{row.held_memory:.1f}" if row.held_memory is not None else "",
-    ]
-
-
-def _losses(outcome: Outcome) -> Table:
-    table = Table(title=f"{outcome.title}: loss and norm of the gradients", box=box.ROUNDED)
-    table.add_column("")
-    shown = min(GATE_STEPS, len(outcome.ran[0].losses))
-    for step in range(1, shown + 1):
-        table.add_column(f"step {step}", justify="right")
-    for row in outcome.ran:
-        norms = [f"  {norm:.4f}" for norm in row.gradient_norms[:shown]]
-        pairs = zip_longest(row.losses[:shown], norms, fillvalue="")  # a plain loop reads norms of warm-up steps alone
-        table.add_row(row.contestant, *(f"{loss:.5f}{norm}" for loss, norm in pairs))
-    return table
 
 
 def _legend(outcome: Outcome) -> str:
