@@ -19,7 +19,7 @@ from fastpack.smoke.processes import run
 from fastpack.smoke.record import Record, Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.worker import Task
-from fastpack.text import counted, print_fitting, room_for, without_empty
+from fastpack.text import counted, room_for, without_empty
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = Record.of_now(setting.named(), time.monotonic() - start, absent, rows)
     console = Console(width=room_for(150))
     console.print(heading(record), highlight=False)
-    print_fitting(console, without_empty(table(record)), SPARE)
+    console.print(without_empty(table(record)))
     for row in rows:
         if row.refused is not None:
             print(f"{row.family}: refused: {row.refused}")
@@ -69,8 +69,6 @@ def _run(names: Sequence[str], task: Task, jobs: int, timeout: float) -> list[Ro
         return run(names, task, jobs=jobs, timeout=timeout, done=done)
 
 
-SPARE = ("dtype", "allowed", "losses off by", "x padded")
-"""Columns that go first where a terminal is narrow."""
 VERDICTS = ("exact", "refused", "left out", "FAILED")
 NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 

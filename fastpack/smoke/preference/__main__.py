@@ -17,12 +17,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from fastpack.bench.pair_lengths import read_preferences
 from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
 from fastpack.errors import FastpackError
 from fastpack.smoke.preference.cases import LOSSES, TRAINERS, WIDER, Case, Work, all_cases, run
 from fastpack.smoke.preference.judge import FIGURES, STEP_BOUND, SUM_BOUND, differences, problems
-from fastpack.text import counted, print_fitting, room_for
+from fastpack.text import counted, room_for
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 MADE_UP_PAIRS = 256
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=room_for(150))
     each = f"{counted(given.steps, 'step')} of {counted(given.pairs, 'pair')}"
     title = f"{counted(len(rows), 'run')} of {each} each, patched against stock"
-    print_fitting(console, table(rows, title), (OF_FLOAT32, *FIGURES))
+    console.print(table(rows, title))
     console.print(LEGEND, style="dim", highlight=False)
     for row in rows:
         if row["left_out"] is not None:
@@ -102,7 +101,9 @@ def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
         UsageError: there is no such file; there are fewer; one is no preference, and the message names its line.
     """
     try:
-        rows = [row for _, row in itertools.islice(read_preferences(path), count)]
+        with path.open(encoding="utf-8") as lines:
+            filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            rows = [_read_pair(number, line) for number, line in itertools.islice(filled, count)]
     except OSError as error:
         raise UsageError(f"--data {path}: {error.strerror or error}; pass a file of JSON lines") from error
     except ValueError as error:
@@ -110,6 +111,23 @@ def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
     if len(rows) < count:
         raise UsageError(f"{path} holds {len(rows)} rows, the steps take {count}: pass fewer --pairs or --steps")
     return rows
+
+
+def _read_pair(number: int, line: str) -> dict[str, Any]:
+    """The preference of one line.
+
+    Raises:
+        ValueError: it is none, and the message names the line.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no JSON: {error}; a line holds prompt, chosen and rejected") from error
+    missing = [name for name in ("prompt", "chosen", "rejected") if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise ValueError(f"line {number}: it has no {' and no '.join(missing)}")
+    found: dict[str, Any] = row
+    return found
 
 
 def chosen_cases(given: argparse.Namespace) -> list[Case]:
