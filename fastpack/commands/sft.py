@@ -33,7 +33,7 @@ def _refuses_length(training: Any) -> bool:
 
 
 def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> str | None:
-    from fastpack.commands.meter import Feeding, hint
+    from fastpack.commands.meter import hint
 
     if given.ours.max_tokens is not None:
         return None  # each step is full, as far as whole examples go
@@ -41,7 +41,9 @@ def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> 
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
     full_step = per_step * given.max_length if given.max_length else None
     fused = given.ours.loss is not None and "loss" not in dict(report.skipped)
-    return hint(summary, Feeding(given.ours.patch, training.packing, full_step, fused_loss=fused))
+    return hint(
+        summary, patched=given.ours.patch, packing=training.packing, full_step=full_step, fused_loss=fused
+    )
 
 
 SFT = Command(

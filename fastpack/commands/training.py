@@ -19,7 +19,8 @@ from fastpack.commands import UsageError, loading_errors, quiet, require, requir
 
 if TYPE_CHECKING:
     from fastpack.commands.arguments import Given
-    from fastpack.commands.meter import Meter, Summary
+    from fastpack.commands.meter import Summary
+    from fastpack.metrics import MetricsCallback
     from fastpack.report import PatchReport
 
 Logs = Mapping[str, Any]
@@ -74,15 +75,15 @@ def run(command: Command, arguments: Sequence[str]) -> int:
         trainer = make_trainer(command, given)
         if given.ours.patch:
             fastpack.patch(trainer, **given.ours.trainer_keywords())
-        if given.ours.metrics:
-            attach(trainer)
+        metrics = attach(trainer)
+        metrics.logs = given.ours.metrics
     except loading_errors() as error:
         # Until training begins, these are the messages of TRL, transformers and the hub about what they were given.
         raise UsageError(str(error)) from error
     if given.training.device.type == "cpu":
         require_trl_on_cpu(command.name)
-    meter = train(trainer, given)
-    return _finish(command, trainer, meter, given)
+    train(trainer, metrics, given)
+    return _finish(command, trainer, metrics, given)
 
 
 def make_trainer(command: Command, given: Given) -> Any:
@@ -140,26 +141,24 @@ def make_trainer(command: Command, given: Given) -> Any:
     return trainer
 
 
-def train(trainer: Any, given: Given) -> Meter:
+def train(trainer: Any, metrics: MetricsCallback, given: Given) -> None:
     """Train under a progress bar, and save what came of it, which ``--save_strategy`` is not about (as in TRL)."""
     from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-    from fastpack.commands.meter import Meter
     from fastpack.commands.progress import ProgressBar
 
-    meter = Meter(trainer)
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     if trainer.is_world_process_zero() and not given.training.disable_tqdm:
-        trainer.add_callback(ProgressBar(meter))
+        trainer.add_callback(ProgressBar(metrics))
     trainer.train(resume_from_checkpoint=given.training.resume_from_checkpoint)
     trainer.save_model(given.training.output_dir)
-    return meter
 
 
-def _finish(command: Command, trainer: Any, meter: Meter, given: Given) -> int:
-    records = meter.records_of_all_ranks(trainer.accelerator)
-    summary = meter.summary(records)
+def _finish(command: Command, trainer: Any, metrics: MetricsCallback, given: Given) -> int:
+    from fastpack.commands.meter import read_records, summarize
+
+    summary = summarize(trainer, metrics)
     report = fastpack.report(trainer)
     advice = command.advise(summary, given, given.training.world_size, report)
     if not trainer.is_world_process_zero():
@@ -180,9 +179,9 @@ def _finish(command: Command, trainer: Any, meter: Meter, given: Given) -> int:
         print(advice)
     if given.ours.json is not None:
         figures = {
-            "steps": [{**vars(record), **logged.get(record.step, {})} for record in records],
+            "steps": [{**vars(record), **logged.get(record.step, {})} for record in read_records(metrics)],
             "evaluations": evaluations,
-            "summary": {**summary.to_dict(), "backend": report.backend, "rung": report.rung},
+            "summary": {**vars(summary), "backend": report.backend, "rung": report.rung},
             "hint": advice,
             "report": report.to_dict(),
         }

@@ -101,7 +101,9 @@ def work(pipe: Connection, settings: Settings, patched: bool) -> None:
 
     import fastpack
     from fastpack.commands.demo.data import read_rows
-    from fastpack.commands.meter import Meter, peak_memory
+    from fastpack.commands.meter import read_records
+    from fastpack.metrics import attach
+    from fastpack.metrics.counting import peak_memory
 
     torch.set_num_threads(settings.threads)
     transformers.logging.set_verbosity_error()
@@ -136,19 +138,19 @@ def work(pipe: Connection, settings: Settings, patched: bool) -> None:
     trainer.remove_callback(PrinterCallback)
 
     class Turns(TrainerCallback):
-        """Waits for the parent's word before each step; added before the meter, so that no waiting is measured."""
+        """Waits for the parent's word before each step; stands before the metrics, so that no waiting is measured."""
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            pipe.send(meter.records[-1] if state.global_step else None)
+            pipe.send(read_records(metrics)[-1] if state.global_step else None)
             pipe.recv()
 
-    trainer.add_callback(Turns())
-    meter = Meter(trainer)
+    metrics = attach(trainer)
+    trainer.callback_handler.callbacks.insert(0, Turns())
     trainer.train()
     memory, kind = peak_memory(torch.device("cpu"))
     pipe.send(
         {
-            "records": meter.records,
+            "records": read_records(metrics),
             "peak_memory_bytes": memory,
             "memory_kind": kind,
             "report": fastpack.report(trainer).to_dict(),
