@@ -41,9 +41,7 @@ def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> 
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
     full_step = per_step * given.max_length if given.max_length else None
     fused = given.ours.loss is not None and "loss" not in dict(report.skipped)
-    return hint(
-        summary, patched=given.ours.patch, packing=training.packing, full_step=full_step, fused_loss=fused
-    )
+    return hint(summary, patched=given.ours.patch, packing=training.packing, full_step=full_step, fused_loss=fused)
 
 
 SFT = Command(

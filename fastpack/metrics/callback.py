@@ -49,6 +49,7 @@ class MetricsCallback(TrainerCallback):
         self._peak = peak_flops
         self._flops = ModelFlops(0, {}) if peak_flops is None else _read(trainer.model)
         self._hook: Any = None
+        self._counts: list[Count] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go on from the totals of a checkpoint, and begin to watch."""
@@ -129,7 +130,7 @@ class MetricsCallback(TrainerCallback):
 
     def _clear(self) -> None:
         self._steps = 0
-        self._counts: list[Count] = [0] * (4 + len(self._flops.per_pair))
+        self._counts = [0] * (4 + len(self._flops.per_pair))
 
     def _collect(self) -> None:
         """Sum over ranks what was counted since the last time, with one collective; all ranks have to ask at once."""
@@ -204,7 +205,8 @@ def attach(trainer: Any, *, peak_flops: float | None = None) -> MetricsCallback:
         raise ValueError(f"peak_flops is {peak_flops!r}; pass operations a second, such as 989e12.")
     callback = MetricsCallback(trainer, peak_flops)
     # behind the one that decides when to save
-    handler.callbacks.insert(sum(isinstance(each, DefaultFlowCallback) for each in handler.callbacks[:1]), callback)
+    at = next((at for at, each in enumerate(handler.callbacks, 1) if isinstance(each, DefaultFlowCallback)), 0)
+    handler.callbacks.insert(at, callback)
     return callback
 
 
