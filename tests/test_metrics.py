@@ -18,14 +18,14 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import fastpack
-from fastpack.bench.flops import step_flops
-from fastpack.commands.meter import Meter
+from fastpack.commands.meter import read_records, summarize
 from fastpack.errors import FastpackWarning, PatchError
 from fastpack.metrics import PREFIX, MetricsCallback, attach
-from fastpack.metrics.callback import MetricsState, _reread
-from fastpack.metrics.plan import read_plan
+from fastpack.metrics.flops import read_flops
 
-ROWS, STEPS, VOCAB, HIDDEN = 4, 3, 97, 32
+ROWS, STEPS, VOCAB = 4, 3, 97
+LINEAR = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48) + 32 * VOCAB
+"""Weights of the tiny Llama's linear layers and head."""
 FEEDS: dict[str, dict[str, Any]] = {
     "padded": {},
     "padding_free": {"padding_free": True, "max_length": None},
@@ -104,37 +104,34 @@ def test_figures_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
         fastpack.patch(trainer)
     found = logged(trainer)
     assert len(found) == STEPS
-    totals = {"real": 0, "trained": 0, "slots": 0, "without": 0, "flops": 0}
+    totals = {"real": 0, "trained": 0, "slots": 0, "flops": 0}
     for step, batch in zip(found, batches, strict=False):
         lengths = [length for length, _ in batch]
         real, trained = sum(lengths), sum(labels for _, labels in batch)
-        without = len(lengths) * max(lengths)
-        slots = without if feed == "padded" else -(-real // 8) * 8 if "multiple" in feed else real
+        slots = len(lengths) * max(lengths) if feed == "padded" else -(-real // 8) * 8 if "multiple" in feed else real
         assert step["real_tokens"] == real
         assert step["trained_tokens"] == trained < real
         assert step["padding_tokens"] == slots - real
         assert step["padding_share"] == pytest.approx(1 - real / slots)
-        assert step["padding_share_without"] == pytest.approx(1 - real / without)
-        dropped = patch and feed == "padded"
-        assert step["wasted_share"] == pytest.approx(0 if dropped else step["padding_share"])
-        # TRL's head on a CPU: all positions that have a next one
-        positions = len(lengths) * (max(lengths) - 1) if feed == "padded" else slots - 1
-        needed = step_flops(trainer.model.config, lengths)
-        totals["flops"] += needed.linear + needed.attention + 3 * 2 * positions * HIDDEN * VOCAB
-        for name, value in (("real", real), ("trained", trained), ("slots", slots), ("without", without)):
+        # 6 operations for each weight; two layers of 4 heads of 8, twice as much backward
+        pairs = sum(n * (n + 1) // 2 for n in lengths)
+        totals["flops"] += 6 * LINEAR * real + 3 * 2 * 4 * 4 * 8 * pairs
+        for name, value in (("real", real), ("trained", trained), ("slots", slots)):
             totals[name] += value
         assert step["total_real_tokens"] == totals["real"]
         assert step["total_trained_tokens"] == totals["trained"]
         assert step["total_padding_tokens"] == totals["slots"] - totals["real"]
         assert step["total_padding_share"] == pytest.approx(1 - totals["real"] / totals["slots"])
-        assert step["total_padding_share_without"] == pytest.approx(1 - totals["real"] / totals["without"])
         assert step["step_seconds"] > 0
-        assert 0 <= step["data_share"] <= step["outside_share"] < 1
-        assert step["mfu"] == pytest.approx(step["tflops_per_gpu"] * 1e12 / 1e10)
+        assert step["mfu"] > 0
         assert step["peak_memory_gib"] > 0.01
-        assert "mfu_once" not in step
-    assert callback.totals.flops == totals["flops"]
-    assert callback.totals.steps == STEPS
+    assert {name: callback.totals[name] for name in totals} == totals
+    assert callback.totals["steps"] == STEPS
+    seconds = (callback.totals["inside"] + callback.totals["waiting"]) / 1e9
+    time_of_each = [step["real_tokens"] / step["tokens_per_second_per_gpu"] for step in found]
+    assert sum(time_of_each) == pytest.approx(seconds)
+    used = sum(step["mfu"] * 1e10 * took for step, took in zip(found, time_of_each, strict=True))
+    assert used == pytest.approx(totals["flops"])
 
 
 def test_reaches_reporters_history_and_the_file(tmp_path: Path) -> None:
@@ -146,11 +143,11 @@ def test_reaches_reporters_history_and_the_file(tmp_path: Path) -> None:
     names = {f"{PREFIX}{name}" for name in ("real_tokens", "padding_share", "step_seconds", "total_real_tokens")}
     assert all(names <= told.keys() for told in reporter.told[:STEPS])
     assert f"{PREFIX}mfu" not in reporter.told[0], "a CPU has no peak"
-    assert reporter.told[-1][f"{PREFIX}total_real_tokens"] == callback.totals.real
-    assert output.metrics[f"{PREFIX}total_real_tokens"] == callback.totals.real
+    assert reporter.told[-1][f"{PREFIX}total_real_tokens"] == callback.totals["real"]
+    assert output.metrics[f"{PREFIX}total_real_tokens"] == callback.totals["real"]
     saved = json.loads((tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     assert all(names <= entry.keys() for entry in saved["log_history"][:STEPS])
-    assert saved["stateful_callbacks"]["MetricsState"]["attributes"]["totals"]["real"] == callback.totals.real
+    assert saved["stateful_callbacks"]["fastpack.metrics"]["real"] == callback.totals["real"]
 
     late = Reporter()
     trainer = sft(tmp_path, callbacks=[late])
@@ -183,14 +180,14 @@ def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
     evaluated.train()
     assert any("eval_loss" in told for told in reporter.told)
     assert not any(name.startswith(PREFIX) for told in reporter.told if "eval_loss" in told for name in told)
-    assert (both.totals.real, both.totals.flops) == (alone.totals.real, alone.totals.flops)
-    # the control: what is called outside of a step would have been counted
-    both._in_step = True
-    both._watch(evaluated.model)
-    evaluated.evaluate()
-    both._pending = 1
-    both.collect()
-    assert both.totals.flops > alone.totals.flops
+    for name in ("steps", "real", "trained", "slots"):
+        assert both.totals[name] == alone.totals[name], name
+    # the control: the same model called with a backward is counted
+    both.on_train_begin(evaluated.args, evaluated.state, evaluated.control)
+    evaluated.model.eval()(**evaluated._prepare_inputs(next(iter(evaluated.get_eval_dataloader()))))
+    assert both._counts[0] == 0
+    evaluated.model.train()(**evaluated._prepare_inputs(next(iter(evaluated.get_eval_dataloader()))))
+    assert both._counts[0] > 0
     both.close()
 
 
@@ -202,23 +199,23 @@ def test_resume(restore: bool, tmp_path: Path) -> None:
     trainer.train()
     checkpoint = tmp_path / "checkpoint-2"
     half = json.loads((checkpoint / "trainer_state.json").read_text())
-    saved = half["stateful_callbacks"]["MetricsState"]["attributes"]["totals"]
-    assert 0 < saved["real"] < whole.totals.real, "saved between two logs"
+    saved = half["stateful_callbacks"]["fastpack.metrics"]
+    assert 0 < saved["real"] < whole.totals["real"], "saved between two logs"
 
     def resumed() -> MetricsCallback:
         trainer = sft(tmp_path / "again", restore_callback_states_from_checkpoint=restore, **settings)
         callback = attach(trainer)
         trainer.train(resume_from_checkpoint=str(checkpoint))
-        assert trainer.callback_handler.callbacks[0] is callback
+        assert callback in trainer.callback_handler.callbacks
         return callback
 
     again = resumed()
-    for name in ("steps", "real", "trained", "slots", "wasted", "padded_slots", "flops"):
-        assert getattr(again.totals, name) == getattr(whole.totals, name), name
-    assert again.totals.elapsed > 0
-    del half["stateful_callbacks"]["MetricsState"]  # a run that had no metrics
+    for name in ("steps", "real", "trained", "slots"):
+        assert again.totals[name] == whole.totals[name], name
+    assert again.totals["inside"] > saved["inside"]
+    del half["stateful_callbacks"]["fastpack.metrics"]  # a run that had no metrics
     (checkpoint / "trainer_state.json").write_text(json.dumps(half))
-    assert resumed().totals.real == whole.totals.real - saved["real"]
+    assert resumed().totals["real"] == whole.totals["real"] - saved["real"]
 
 
 def test_a_second_run_begins_anew(tmp_path: Path) -> None:
@@ -227,12 +224,13 @@ def test_a_second_run_begins_anew(tmp_path: Path) -> None:
     trainer.train()
     first = callback.totals
     trainer.train()
-    assert (callback.totals.steps, callback.totals.real) == (first.steps, first.real)
+    assert callback.totals is not first
+    for name in ("steps", "real"):
+        assert callback.totals[name] == first[name], name
 
 
-@pytest.mark.parametrize("loss", [None, "fused"])
-def test_the_head_counts_where_it_is_computed(loss: Any, tmp_path: Path) -> None:
-    """In transformers' own trainer: on every slot, or with our loss on those whose next token has a label."""
+def test_in_the_stock_trainer_with_the_fused_loss(tmp_path: Path) -> None:
+    """The same tokens whatever computes the loss."""
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     model = tiny_model("llama", attn_implementation="sdpa")
@@ -240,41 +238,20 @@ def test_the_head_counts_where_it_is_computed(loss: Any, tmp_path: Path) -> None
     collator = DataCollatorForSeq2Seq(word_tokenizer())
     trainer: Any = Trainer(model, args, train_dataset=rows(), data_collator=collator)
     batches = record(trainer)
-    fastpack.patch(trainer, loss=loss)
+    fastpack.patch(trainer, loss="fused")
     callback = attach(trainer)
     trainer.train()
     lengths, labels = zip(*batches[0], strict=True)
-    positions = sum(labels) if loss == "fused" else len(lengths) * max(lengths)
-    needed = step_flops(model.config, lengths)
-    assert callback.totals.flops == needed.linear + needed.attention + 3 * 2 * positions * HIDDEN * VOCAB
-    assert callback.totals.trained == sum(labels)
+    assert (callback.totals["real"], callback.totals["trained"]) == (sum(lengths), sum(labels))
 
 
-def test_a_model_wrapped_meanwhile_keeps_its_plan() -> None:
-    """A shard's sizes are not the weight's: what was read before is kept, but for whether layers are checkpointed."""
-    model: Any = tiny_model("qwen3_moe")
-    before = read_plan(model)
-    wrapped = torch.nn.DataParallel(model)
-    model.model.layers[0].mlp.experts.down_proj = torch.nn.Parameter(torch.zeros(5))
-    args = SFTConfig(gradient_checkpointing=False, use_cpu=True, bf16=False)
-    assert _reread(wrapped, before, args) == before != _reread(model, before, args)
-    args.gradient_checkpointing = True
-    again = _reread(wrapped, before, args)
-    assert again is not None
-    assert [layer.checkpointed for layer in again.layers] == [False, True, True]
-
-
-def test_checkpointing_is_told_apart(tmp_path: Path) -> None:
+def test_checkpointing_does_not_count_twice(tmp_path: Path) -> None:
     trainer = sft(tmp_path, gradient_checkpointing=True)
     batches = record(trainer)
     callback = attach(trainer, peak_flops=1e10)
-    found = logged(trainer)
-    needed = [
-        step_flops(trainer.model.config, [n for n, _ in batch], checkpointing=True) for batch in batches[: len(found)]
-    ]
-    assert callback.totals.recomputed == sum(step.recomputed for step in needed) > 0
-    share = callback.totals.flops / (callback.totals.flops + callback.totals.recomputed)
-    assert found[0]["mfu_once"] / found[0]["mfu"] == pytest.approx(share, rel=0.01)
+    lengths = [n for batch in batches[: len(logged(trainer))] for n, _ in batch]
+    flops = read_flops(trainer.model)
+    assert callback.totals["flops"] == flops.of(sum(lengths), [sum(n * (n + 1) // 2 for n in lengths)])
 
 
 def test_nothing_is_read_between_two_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,17 +278,21 @@ def test_nothing_is_read_between_two_logs(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_time_goes_where_it_belongs(tmp_path: Path) -> None:
-    """A slow collator is data loading; a slow callback is outside the step, and no data loading."""
+    """A slow collator is time between steps; logging, evaluating and saving are none."""
 
     class Slow(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             time.sleep(0.1)
 
-    def shares(prepare: Callable[[Any], None]) -> dict[str, float]:
-        trainer = sft(tmp_path, max_steps=4, logging_steps=4)
+    def totals(prepare: Callable[[Any], None], **further: Any) -> dict[str, float]:
+        trainer = sft(tmp_path, max_steps=4, logging_steps=4, **further)
         prepare(trainer)
-        attach(trainer)
-        return logged(trainer)[0]
+        callback = attach(trainer)
+        (found,) = logged(trainer)
+        seconds = (callback.totals["inside"] + callback.totals["waiting"]) / 1e9
+        assert found["tokens_per_second_per_gpu"] == pytest.approx(callback.totals["real"] / seconds)
+        assert found["step_seconds"] == pytest.approx(callback.totals["inside"] / 1e9 / 4)
+        return {name: callback.totals[name] / 1e9 for name in ("inside", "waiting")}
 
     def slow_loading(trainer: Any) -> None:
         stock = trainer.data_collator
@@ -322,25 +303,37 @@ def test_time_goes_where_it_belongs(tmp_path: Path) -> None:
 
         trainer.data_collator = collate
 
-    loading, outside = shares(slow_loading), shares(lambda trainer: trainer.add_callback(Slow()))
-    assert loading["data_share"] > 0.4
-    assert outside["data_share"] < 0.2
-    assert outside["outside_share"] > 0.4
-    assert loading["outside_share"] >= loading["data_share"]
-    assert loading["tokens_per_second_per_gpu"] < outside["tokens_per_second_per_gpu"]
+    def slow_evaluation(trainer: Any) -> None:
+        trainer.callback_handler.callbacks.insert(0, Slow())
+
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(8, seed=3)}
+    loading, outside = totals(slow_loading), totals(slow_evaluation, **evaluation)
+    assert loading["waiting"] > 0.35
+    assert outside["waiting"] < 0.2
 
 
-def test_the_meter_counts_the_same(tmp_path: Path) -> None:
-    trainer = sft(tmp_path)
-    meter = Meter(trainer)
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_the_command_line_reads(quiet: bool, tmp_path: Path) -> None:
+    """Steps that were not logged are counted too, and a callback that is told not to log keeps its figures."""
+    trainer = sft(tmp_path, max_steps=5, logging_steps=2)
+    batches = record(trainer)
     callback = attach(trainer)
-    trainer.train()
-    summary = meter.summary(meter.records_of_all_ranks(trainer.accelerator))
-    assert (summary.real_tokens, summary.slots, summary.steps) == (
-        callback.totals.real,
-        callback.totals.slots,
-        callback.totals.steps,
-    )
+    callback.logs = not quiet
+    found = logged(trainer)
+    assert [not step for step in found] == [quiet, quiet]
+    lengths = [[length for length, _ in batch] for batch in batches[:5]]
+    real, slots = [sum(one) for one in lengths], [len(one) * max(one) for one in lengths]
+    records = read_records(callback)
+    assert [each.step for each in records] == [2, 4, 5]
+    assert [each.real_tokens for each in records] == [sum(real[:2]) / 2, sum(real[2:4]) / 2, real[4]]
+    assert [each.slots for each in records] == [sum(slots[:2]) / 2, sum(slots[2:4]) / 2, slots[4]]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert [each.loss for each in records] == [*losses, None]
+    summary = summarize(trainer, callback)
+    assert (summary.real_tokens, summary.slots, summary.steps) == (sum(real), sum(slots), 5)
+    assert (summary.first_loss, summary.last_loss) == (losses[0], losses[-1])
+    seconds = 2 * records[1].seconds + records[2].seconds
+    assert summary.tokens_per_second == pytest.approx(sum(real[2:]) / seconds)
 
 
 def test_everything_is_taken_off(tmp_path: Path) -> None:
@@ -350,28 +343,27 @@ def test_everything_is_taken_off(tmp_path: Path) -> None:
     trainer.train()
     assert not trainer.model._forward_hooks
     assert not trainer.model._forward_pre_hooks
-    assert "get_batch_samples" not in vars(trainer)
     trainer.remove_callback(MetricsCallback)
-    trainer.remove_callback(MetricsState)
     assert trainer.callback_handler.callbacks == before
-    assert callback.totals.steps == STEPS
+    assert callback.totals["steps"] == STEPS
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
     trainer = sft(tmp_path)
     with pytest.raises(TypeError, match="Trainer"):
         attach(trainer.model)
-    for wrong in (0, -1.0, float("nan"), "fast"):
+    for wrong in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="peak_flops"):
-            attach(trainer, peak_flops=wrong)  # type: ignore[arg-type]
-    attach(trainer, peak_flops="measured")
+            attach(trainer, peak_flops=wrong)
+    attach(trainer)
     with pytest.raises(PatchError, match="already"):
         attach(trainer)
 
 
 def test_a_model_without_a_formula_warns(tmp_path: Path) -> None:
     trainer = sft(tmp_path, tiny_model("diffllama", attn_implementation="eager"), max_steps=1)
-    attach(trainer, peak_flops=1e10)
-    with pytest.warns(FastpackWarning, match="leaves out how DiffLlamaAttention mixes tokens"):
-        found = logged(trainer)
-    assert found[0]["mfu"] > 0
+    with pytest.warns(FastpackWarning, match="mfu is left out: there is no formula for all that a DiffLlamaModel"):
+        attach(trainer, peak_flops=1e10)
+    found = logged(trainer)
+    assert "mfu" not in found[0]
+    assert found[0]["tokens_per_second_per_gpu"] > 0

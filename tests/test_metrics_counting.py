@@ -9,21 +9,19 @@ import torch
 from tiny import tiny_model
 
 import fastpack
-from fastpack.flops import FULL, Span
-from fastpack.metrics.counting import count_batch, count_slots, predicted_positions
+from fastpack.metrics.counting import count_batch
 from fastpack.metrics.peaks import PEAKS, peak_of
-from fastpack.metrics.plan import read_plan
-from fastpack.metrics.tally import Plans, Tally
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket, PackedSeqLens
 
 
 def hand(lengths: list[int]) -> list[int]:
-    return [sum(map(span.pairs, lengths)) for span in SPANS]
+    """Pairs of a token and one that it sees, in each window."""
+    return [sum(min(at + 1, window or at + 1) for n in lengths for at in range(n)) for window in WINDOWS]
 
 
 FILLED_UP = PackedSeqLens.from_lengths([3, 2]).bucketed(Bucket(8, 5, 2 + 1)).flattened()
-SPANS = (FULL, Span(window=2), Span(chunk=2))
+WINDOWS = (None, 2)
 BATCHES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "right": ({"attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])}, [3, 2], 8),
     "left": ({"attention_mask": torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1]])}, [3, 1], 8),
@@ -59,10 +57,8 @@ def test_batches_by_hand(kind: str) -> None:
     batch, lengths, slots = BATCHES[kind]
     shape = next((v.shape for k, v in batch.items() if k in ("attention_mask", "position_ids", "input_ids")), (1, 8))
     ids = torch.ones(shape, dtype=torch.long)
-    counts = count_batch({"input_ids": ids, **batch}, SPANS)
+    counts = count_batch({"input_ids": ids, **batch}, WINDOWS)
     assert (int(counts.real), counts.slots) == (sum(lengths), slots)
-    assert [int(n) for n in count_slots({"input_ids": ids, **batch})] == [sum(lengths), slots]
-    assert int(counts.padded_slots) == len(lengths) * max(lengths, default=0)
     assert [int(n) for n in counts.pairs] == hand(lengths)
     assert counts.trained is None
     labels = ids.masked_fill(batch["attention_mask"] == 0, -100) if "attention_mask" in batch else ids
@@ -72,7 +68,7 @@ def test_batches_by_hand(kind: str) -> None:
         assert trained is not None
         assert int(trained) == sum(lengths) - len(lengths)
     embeds = {"inputs_embeds": torch.ones(*shape, 5), **{k: v for k, v in batch.items() if k != "input_ids"}}
-    assert int(count_batch(embeds, SPANS).real) == sum(lengths)
+    assert int(count_batch(embeds, WINDOWS).real) == sum(lengths)
 
 
 @pytest.mark.parametrize("kind", ["padded", "flattened", "numbered", "offsets", "packed_seq_lens"])
@@ -89,16 +85,15 @@ def test_counting_waits_for_nothing(kind: str) -> None:
             "offsets": {"input_ids": flat, "cu_seq_lens_q": flat[0, :4], "labels": flat},
             "packed_seq_lens": {
                 "input_ids": flat,
-                "packed_seq_lens": packed.to("meta"),
+                "packed_seq_lens": packed,
             },
         }[kind]
-    plan = read_plan(tiny_model("gemma2"))
-    tally = Tally(torch.device("meta"), Plans(plan), patched=False)
-    for _ in range(2):
-        tally.add_batch("train", count_batch(batch, tally.spans), predicted_positions(batch))
-    tally.add(steps=1, inside=7)
-    with pytest.raises(NotImplementedError):
-        tally.take(type("Alone", (), {"gather": staticmethod(lambda x: x)}))
+    counts = count_batch(batch, WINDOWS)
+    assert counts.slots == 16
+    for count in (counts.real, *counts.pairs):
+        if isinstance(count, torch.Tensor):
+            with pytest.raises(RuntimeError, match="meta"):
+                int(count)
 
 
 @pytest.mark.parametrize("read", [False, True])
@@ -133,16 +128,6 @@ def test_labels_at_padding(mask: list[list[int]], read: bool) -> None:
     trained = count_batch(batch).trained
     assert trained is not None
     assert [int(trained)] == taken
-
-
-@pytest.mark.parametrize(("packed", "wasted"), [(FILLED_UP, 3), (PackedSeqLens.from_lengths([3, 5]).bucketed(), 0)])
-def test_filler_is_worked_on(packed: PackedSeqLens, wasted: int) -> None:
-    """It is no tail, which is put behind the batch and is no slot of it."""
-    tally = Tally(torch.device("cpu"), Plans(read_plan(tiny_model("llama"))), patched=True)
-    ids = torch.ones(1, 8, dtype=torch.long)
-    tally.add_batch("train", count_batch({"input_ids": ids, "packed_seq_lens": packed}, tally.spans), None)
-    totals, _ = tally.take(type("Alone", (), {"gather": staticmethod(lambda x: x)}))
-    assert (totals.real, totals.slots, totals.wasted) == (8 - wasted, 8, wasted)
 
 
 def test_peaks() -> None:

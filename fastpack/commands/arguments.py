@@ -101,7 +101,7 @@ class OwnArguments:
     metrics: bool = field(
         default=True,
         metadata={
-            "help": "Log tokens, padding, MFU and where time goes, to whatever --report_to names; "
+            "help": "Log tokens, padding, speed, memory and MFU, to whatever --report_to names; "
             "--no_metrics leaves that to others."
         },
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastpack.commands.arguments import Command, ParsedArgs
-from fastpack.commands.meter import Feeding, Summary, hint
+from fastpack.commands.meter import Summary, hint
 from fastpack.commands.training import run
 from fastpack.patching.report import PatchReport
 
@@ -22,7 +22,7 @@ def _advise(summary: Summary, args: ParsedArgs, ranks: int, report: PatchReport)
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
     full_step = per_step * args.max_length if args.max_length else None
     fused = args.ours.loss is not None and "loss" not in dict(report.skipped)
-    return hint(summary, Feeding(args.ours.patch, training.packing, full_step, fused_loss=fused))
+    return hint(summary, patched=args.ours.patch, packing=training.packing, full_step=full_step, fused_loss=fused)
 
 
 SFT = Command(

@@ -25,9 +25,9 @@ import fastpack
 from fastpack.commands import UsageError, loading_errors, require_file, require_trl_on_cpu
 from fastpack.commands.arguments import Command, Logs, ParsedArgs, parse
 from fastpack.commands.loading import load_dataset, load_tokenizer, random_model
-from fastpack.commands.meter import Meter, Summary, evaluation_losses
+from fastpack.commands.meter import Summary, evaluation_losses, read_records, summarize
 from fastpack.commands.progress import ProgressBar
-from fastpack.metrics import attach
+from fastpack.metrics import MetricsCallback, attach
 from fastpack.patching.report import PatchReport
 
 
@@ -44,15 +44,15 @@ def run(command: Command, arguments: Sequence[str]) -> int:
         trainer = make_trainer(command, args)
         if args.ours.patch:
             fastpack.patch(trainer, **args.ours.trainer_keywords())
-        if args.ours.metrics:
-            attach(trainer)
+        metrics = attach(trainer)
+        metrics.logs = args.ours.metrics
     except loading_errors() as error:
         # Until training begins, these are the messages of TRL, transformers and the hub about what they were given.
         raise UsageError(str(error)) from error
     if args.training.device.type == "cpu":
         require_trl_on_cpu(command.name)
-    meter = train(trainer, args)
-    _finish(command, trainer, meter, args)
+    train(trainer, metrics, args)
+    _finish(command, trainer, metrics, args)
     return 0
 
 
@@ -100,22 +100,19 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
     return trainer
 
 
-def train(trainer: Any, args: ParsedArgs) -> Meter:
+def train(trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
     """Train under a progress bar, and save what came of it, which ``--save_strategy`` is not about (as in TRL)."""
-    meter = Meter(trainer)
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     if trainer.is_world_process_zero() and not args.training.disable_tqdm:
-        trainer.add_callback(ProgressBar(meter))
+        trainer.add_callback(ProgressBar(metrics))
     trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
     trainer.save_model(args.training.output_dir)
-    return meter
 
 
-def _finish(command: Command, trainer: Any, meter: Meter, args: ParsedArgs) -> None:
+def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
     """Print the summary, and write ``--json``; all ranks count, one prints and writes."""
-    records = meter.records_of_all_ranks(trainer.accelerator)
-    summary = meter.summary(records)
+    summary = summarize(trainer, metrics)
     report = fastpack.report(trainer)
     advice = command.advise(summary, args, args.training.world_size, report)
     if not trainer.is_world_process_zero():
@@ -132,9 +129,9 @@ def _finish(command: Command, trainer: Any, meter: Meter, args: ParsedArgs) -> N
         print(advice)
     if args.ours.json is not None:
         figures = {
-            "steps": [{**vars(record), **logged.get(record.step, {})} for record in records],
+            "steps": [{**vars(record), **logged.get(record.step, {})} for record in read_records(metrics)],
             "evaluations": evaluations,
-            "summary": {**summary.to_dict(), "backend": report.backend, "rung": report.rung},
+            "summary": {**vars(summary), "backend": report.backend, "rung": report.rung},
             "hint": advice,
             "report": report.to_dict(),
         }

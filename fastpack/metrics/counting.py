@@ -9,14 +9,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpack.flops import Span
-from fastpack.model.labels import targets_of
 from fastpack.packing.block_masks import may_be_blocks, read_blocks
 from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens, sent
 
@@ -31,83 +28,43 @@ class BatchCounts:
     Attributes:
         real: real tokens.
         slots: those and padding.
-        padded_slots: what the same sequences would take if each had a row of its own, all as long as the longest.
         trained: labels whose prediction the loss takes, one behind each text too where padding has some; None where
             the batch has no label for each token.
-        pairs: of each span, pairs of a token and one that it sees.
-        marked: whether a mask or ``packed_seq_lens`` says which slots are padding; a patched model then drops them,
-            but for filler.
-        filler: slots of padding at the end of a packed row, which every model works on.
+        pairs: of each window, pairs of a token and one that it sees.
     """
 
     real: Count
     slots: int
-    padded_slots: Count
-    trained: Count | None
-    pairs: tuple[Count, ...]
-    marked: bool = True
-    filler: int = 0
-
-
-def count_slots(batch: Mapping[str, Any]) -> tuple[Count, int]:
-    """How many real tokens and how many slots a batch has."""
-    rows, columns = batch_shape(batch)
-    packed = batch.get("packed_seq_lens")
-    if isinstance(packed, PackedSeqLens):
-        return sum(_real_lengths(packed, batch)), rows * columns
-    real_BS = _real(_with_numbers(batch))
-    return rows * columns if real_BS is None else real_BS.sum(), rows * columns
+    trained: Tensor | None
+    pairs: tuple[Tensor, ...]
 
 
 @torch.no_grad()
-def count_batch(batch: Mapping[str, Any], spans: Sequence[Span] = ()) -> BatchCounts:
+def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) -> BatchCounts:
     """Count a batch as it comes to the model.
 
-    Where sequences begin is read from ``packed_seq_lens``, from where ``position_ids``, ``seq_idx`` or
-    ``cu_seq_lens_q`` start anew, or from the (segment) mask; else each row is one. Whether all these agree is not
-    asked: a patched model does that.
+    Where sequences begin is read from where ``position_ids``, ``seq_idx``, ``packed_seq_lens`` or ``cu_seq_lens_q``
+    start anew, or from the (segment) mask; else each row is one. Whether all these agree is not asked: a patched model
+    does that.
 
     Args:
         batch: the model's keywords; ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, H]`` among them.
-        spans: what tokens see.
+        windows: how many tokens a token sees at most, itself included; None for all before it in its sequence.
     """
-    rows, columns = batch_shape(batch)
-    packed = batch.get("packed_seq_lens")
-    if isinstance(packed, PackedSeqLens):
-        return _of_packed(packed, batch, spans)
     batch = _with_numbers(batch)
+    rows, columns = _shape(batch)
     real_BS, starts_BS = _real(batch), _starts(batch)
     # of each real token, how many there are of its sequence up to it; of padding 0
     at_S = torch.arange(columns, device=starts_BS.device)
-    first_BS = torch.where(starts_BS, at_S, 0).cummax(-1).values
-    seen_BS = at_S + 1 - first_BS
-    sequences = starts_BS if real_BS is None else starts_BS & real_BS
+    seen_BS = at_S + 1 - torch.where(starts_BS, at_S, 0).cummax(-1).values
     if real_BS is not None:
         seen_BS = seen_BS * real_BS
-    real = rows * columns if real_BS is None else real_BS.sum()
     return BatchCounts(
-        real=real,
+        real=rows * columns if real_BS is None else real_BS.sum(),
         slots=rows * columns,
-        padded_slots=sequences.sum() * seen_BS.max(),
         trained=_trained(batch, starts_BS),
-        pairs=tuple(_pairs(seen_BS, span) for span in spans),
-        marked=_mask(batch) is not None,
+        pairs=tuple((seen_BS if window is None else seen_BS.clamp(max=window)).sum() for window in windows),
     )
-
-
-def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """B and S."""
-    ids = batch.get("input_ids")
-    shape = batch["inputs_embeds"].shape[:2] if ids is None else ids.shape
-    return (int(shape[0]), int(shape[1])) if len(shape) == 2 else (1, int(shape[0]))
-
-
-def predicted_positions(batch: Mapping[str, Any]) -> Count | None:
-    """On how many positions a loss without logits needs the head: those whose next token's label is not ignored."""
-    shifted, labels = batch.get("shift_labels"), batch.get("labels")
-    if shifted is not None:
-        return shifted.ne(IGNORE_INDEX).sum()
-    return None if labels is None or labels.ndim != 2 else labels[:, 1:].ne(IGNORE_INDEX).sum()
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:
@@ -128,14 +85,33 @@ def resident_bytes() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def _source(batch: Mapping[str, Any]) -> Tensor:
+    """Return the tokens of a batch, or their embeddings."""
+    ids: Tensor | None = batch.get("input_ids")
+    return batch["inputs_embeds"] if ids is None else ids
+
+
+def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return B and S."""
+    shape = _source(batch).shape
+    return (1, shape[0]) if len(shape) == 1 else (shape[0], shape[1])
+
+
 def _with_numbers(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The batch, with segment numbers in the place of a 4-D mask of one causal block a sequence."""
-    mask, shape = batch.get("attention_mask"), batch_shape(batch)
-    if not may_be_blocks(mask, shape):
+    """Return the batch with a mask of segment numbers in the place of one of blocks, or of lengths that were read."""
+    mask, packed, shape = batch.get("attention_mask"), batch.get("packed_seq_lens"), _shape(batch)
+    if may_be_blocks(mask, shape):
+        numbers = read_blocks(batch["attention_mask"], shape)
+        # of another 4-D mask nothing is known: each row is one sequence then
+        return {**batch, "attention_mask": torch.where((numbers < 0).any(), 1, numbers)}
+    if not isinstance(packed, PackedSeqLens):
         return batch
-    numbers = read_blocks(batch["attention_mask"], shape)
-    # of another 4-D mask nothing is known: each row is one sequence then
-    return {**batch, "attention_mask": torch.where((numbers < 0).any(), 1, numbers)}
+    batch = {name: value for name, value in batch.items() if name != "packed_seq_lens"}
+    if packed.indices is None and packed.filler_start is None and _positions(batch) is not None:
+        return batch  # which say the same, and of TRL's filler more
+    packed = packed.to(_source(batch).device, non_blocking=True)
+    numbers, filled = packed.repad(packed.seq_idx + 1).reshape(shape), packed.without_filler()
+    return {**batch, "attention_mask": numbers if filled is None else numbers * filled}
 
 
 def _real(batch: Mapping[str, Any]) -> Tensor | None:
@@ -148,7 +124,7 @@ def _real(batch: Mapping[str, Any]) -> Tensor | None:
         return None
     # TRL rounds a flattened batch up to `pad_to_multiple_of` with tokens at position 0
     real = positions.ne(0).flip(-1).cumsum(-1).ne(0).flip(-1)
-    return real.expand(batch_shape(batch))
+    return real.expand(_shape(batch))
 
 
 def _mask(batch: Mapping[str, Any]) -> Tensor | None:
@@ -169,9 +145,7 @@ def _positions(batch: Mapping[str, Any]) -> Tensor | None:
 
 def _starts(batch: Mapping[str, Any]) -> Tensor:
     """Bool ``[B, S]``: where a sequence begins; under padding anything."""
-    rows, columns = batch_shape(batch)
-    source = batch.get("input_ids")
-    device = (batch["inputs_embeds"] if source is None else source).device
+    (rows, columns), device = _shape(batch), _source(batch).device
     starts = torch.zeros(rows, columns, dtype=torch.bool, device=device)
     starts[:, :1] = True
     mask, positions = _mask(batch), _positions(batch)
@@ -192,7 +166,7 @@ def _starts(batch: Mapping[str, Any]) -> Tensor:
 
 
 def _offsets(batch: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    """Offsets of the sequences in the flattened batch, where it brings some."""
+    """Return offsets of the sequences in the flattened batch, where it brings some."""
     lengths, offsets = batch.get("packed_seq_lens"), batch.get("cu_seq_lens_q")
     if lengths is None:
         return offsets.to(device, non_blocking=True) if isinstance(offsets, Tensor) else None
@@ -212,45 +186,3 @@ def _trained(batch: Mapping[str, Any], starts_BS: Tensor) -> Tensor | None:
     real_BS = mask.ne(0)
     predicted_BS = labels.ne(IGNORE_INDEX) & ~(starts_BS & real_BS)
     return (predicted_BS[:, 1:] & real_BS[:, :-1]).sum()
-
-
-def _pairs(seen_BS: Tensor, span: Span) -> Tensor:
-    if span.chunk is not None:
-        return torch.where(seen_BS > 0, (seen_BS - 1) % span.chunk + 1, 0).sum()
-    return (seen_BS if span.window is None else seen_BS.clamp(max=span.window)).sum()
-
-
-def _real_lengths(packed: PackedSeqLens, batch: Mapping[str, Any]) -> tuple[int, ...]:
-    """Of the sequences that are neither of the tail nor filler."""
-    if packed.is_empty:
-        return ()
-    lengths = packed.lengths
-    filler = packed.filler + sum(packed.tail)
-    if not filler and packed.bucket is None and _mask(batch) is None and _positions(batch) is not None:
-        filler = sum(1 for _ in takewhile(lambda length: length == 1, reversed(lengths)))  # TRL's, as in _real
-    while filler > 0:
-        filler -= lengths[-1]
-        lengths = lengths[:-1]
-    return lengths
-
-
-def _of_packed(packed: PackedSeqLens, batch: Mapping[str, Any], spans: Sequence[Span]) -> BatchCounts:
-    """The host knows the lengths."""
-    rows, columns = batch_shape(batch)
-    lengths = _real_lengths(packed, batch)
-    held = 0 if packed.is_empty else packed.real_tokens  # in slots of the batch
-    shifted, labels = batch.get("shift_labels"), batch.get("labels")
-    trained: Count | None = None
-    if shifted is not None:
-        trained = shifted.ne(IGNORE_INDEX).sum()
-    elif labels is not None and tuple(labels.shape) == (rows, columns):
-        masked = packed.mask_first_labels(labels)
-        trained = targets_of(packed, masked, IGNORE_INDEX).ne(IGNORE_INDEX).sum()
-    return BatchCounts(
-        real=sum(lengths),
-        slots=rows * columns,
-        padded_slots=len(lengths) * max(lengths, default=0),
-        trained=trained,
-        pairs=tuple(sum(map(span.pairs, lengths)) for span in spans),
-        filler=held - sum(lengths),
-    )

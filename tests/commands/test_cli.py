@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from cli_runs import STEPS, assert_one_line, losses, run_sft, sft_flags, trains_on_cpu
 from oracle import FLOAT32_BOUND
 from readme import claimed
@@ -17,7 +16,7 @@ from readme import claimed
 import fastpack
 from fastpack.cli import main
 from fastpack.commands.families import family_rows
-from fastpack.commands.meter import Feeding, Summary, count_slots, hint
+from fastpack.commands.meter import Summary, hint
 from fastpack.families import FAMILIES
 from fastpack.utils.versions import NEWEST_TRIED
 
@@ -228,38 +227,29 @@ def summary(*, steps: int = 10, real: int = 1000, slots: int = 2000) -> Summary:
 
 
 def test_hint_is_silent_where_nothing_can_be_saved() -> None:
-    assert hint(summary(), Feeding(patched=True, packing=True, full_step=256)) is None
+    assert hint(summary(), patched=True, packing=True, full_step=256) is None
     full = summary(real=2000, slots=2000)
-    assert hint(full, Feeding(patched=True, packing=False, full_step=200)) is None
-    assert hint(summary(), Feeding(patched=True, packing=False, full_step=100, fused_loss=True)) is None
-    assert hint(summary(), Feeding(patched=True, packing=False, full_step=100)) is not None
+    assert hint(full, patched=True, packing=False, full_step=200) is None
+    assert hint(summary(), patched=True, packing=False, full_step=100, fused_loss=True) is None
+    assert hint(summary(), patched=True, packing=False, full_step=100) is not None
 
 
 def test_hint_says_what_packing_would_do() -> None:
-    line = hint(summary(real=1900), Feeding(patched=True, packing=False, full_step=512))
+    line = hint(summary(real=1900), patched=True, packing=False, full_step=512)
     assert line is not None
     assert "packing was off" in line
     assert "1,900 real tokens in about 4 steps of 512, not 10 of 190" in line
-    line = hint(summary(), Feeding(patched=False, packing=False, full_step=None))
+    line = hint(summary(), patched=False, packing=False, full_step=None)
     assert line is not None
     assert "50% of the slots (1,000 of 2,000) were padding" in line
     assert "--packing --max_length N" in line
-    line = hint(summary(), Feeding(patched=True, packing=False, full_step=None))
+    line = hint(summary(), patched=True, packing=False, full_step=None)
     assert line is not None
     assert "the loss head was still given them" in line
-    line = hint(summary(), Feeding(patched=True, packing=False, full_step=None, fused_loss=True))
+    line = hint(summary(), patched=True, packing=False, full_step=None, fused_loss=True)
     assert line is not None
-    assert "backbone and fused loss skipped them" in line
+    assert "packing was off" in line
     assert "the loss head" not in line
-
-
-def test_slots_of_padded_and_flattened_batches() -> None:
-    ids = torch.ones(2, 4, dtype=torch.long)
-    mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    assert [int(n) for n in count_slots({"input_ids": ids, "attention_mask": mask})] == [4, 8]
-    flat = {"input_ids": torch.ones(1, 8), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0, 0]])}
-    assert [int(n) for n in count_slots(flat)] == [5, 8]  # rounded up by `pad_to_multiple_of`
-    assert count_slots({"inputs_embeds": torch.ones(2, 3, 5)}) == (6, 6)
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         made.add_column(name, justify="right")
         if noise:
             made.add_column(OF_FLOAT32, justify="right", style="dim")
-    made.add_column("")
+    made.add_column("", no_wrap=True)  # the verdict is read on a narrow terminal too
     for row in rows:
         measured = [row["off"] or {}, row["noise"] or {}][: 1 + noise]
         values = [off.get(name, math.nan) for name in FIGURES for off in measured]

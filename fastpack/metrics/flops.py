@@ -1,0 +1,153 @@
+"""How many floating-point operations a model needs for a token, and for a pair of tokens: what MFU counts.
+
+"Model FLOPs" as of Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B: matrix products alone, two operations for a
+multiplication and its addition, and nothing that is computed a second time, by checkpointing or inside attention's
+backward. A linear layer costs 2 x inputs x outputs a token forward, as much for the gradient of its input, as much for
+that of its weight if it trains; attention 2 (D_k + D_v) for each head and each pair of a token and one that it sees,
+and twice that for its backward. LoRA's A and B are linear layers, of experts a token pays for those that it is routed
+to, and the head is counted on every token. What turns images or sound into embeddings is not counted.
+
+Gradients of inputs are counted from the lowest layer on that trains anything, that whole layer included: a few products
+too many there, where no embedding trains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fastpack.errors import UnsupportedModelError
+from fastpack.families import family_of
+from fastpack.model.unwrap import find_parts
+from fastpack.utils.classes import stock_class
+from fastpack.utils.modules import TOWERS, decoder_layers
+
+_KNOWN_RUNGS = ("fast", "varlen")
+"""Of the families in which nothing but attention mixes tokens."""
+_PARTLY = frozenset({"dbrx", "diffllama", "dory", "gemma3n_text", "hrm_text", "longcat_flash"})
+"""Families of these rungs that run a layer several times or not at all, or have products that no module shows."""
+_ROUTED = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of forward and backward.
+
+    Attributes:
+        per_token: of all linear layers.
+        per_pair: of attention, for each pair of a token and one that it sees, summed over the layers of each window:
+            how many tokens a query sees at most, itself included, or None for all before it.
+    """
+
+    per_token: int
+    per_pair: Mapping[int | None, int]
+
+    def of(self, tokens: int, pairs: Sequence[int]) -> int:
+        """Return the operations of so many tokens, and of so many pairs for each of the windows, in their order."""
+        return self.per_token * tokens + sum(a * b for a, b in zip(self.per_pair.values(), pairs, strict=True))
+
+
+def read_flops(model: nn.Module) -> ModelFlops:
+    """Read a model of transformers, plain or wrapped by PEFT, with what of it trains now and the adapters in force.
+
+    Raises:
+        UnsupportedModelError: it is not one of transformers, or something in it has no formula here.
+    """
+    parts = find_parts(model)
+    backbone = parts.backbone
+    family = family_of(backbone)
+    if family is None or family.rung not in _KNOWN_RUNGS or family.model_type in _PARTLY:
+        raise UnsupportedModelError(f"there is no formula for all that a {type(backbone).__name__} computes.")
+    config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
+    trains = _trains(backbone.get_input_embeddings())
+    per_token = _linear(backbone, config, input_grad=trains, leave=layers)
+    per_pair = Counter[int | None]()
+    for at, layer in enumerate(layers):
+        trains = trains or _trains(layer)
+        per_token += _linear(layer, config, input_grad=trains)
+        for module in layer.modules():
+            if stock_class(module).__name__ in family.attention:
+                per_pair[_window(module, config, at)] += _scores(module, config) * (3 if trains else 1)
+    if parts.head is not None:
+        per_token += _linear(parts.head, config, input_grad=trains, leave=[backbone])
+    return ModelFlops(per_token, dict(per_pair))
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
+
+
+def _linear(block: nn.Module, config: Any, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
+    """Return the operations of a block's linear layers a token, but for those inside the modules to leave."""
+    return sum(2 * size * (1 + input_grad + trains) for size, trains in _weights(block, config, {*map(id, leave)}))
+
+
+def _weights(module: Any, config: Any, leave: Set[int] = frozenset()) -> Iterator[tuple[int, bool]]:
+    """Yield inputs x outputs of each weight that a token is multiplied with, and whether it trains."""
+    name = type(module).__name__
+    if id(module) in leave or isinstance(module, nn.Embedding) or "Norm" in name:
+        return
+    if hasattr(module, "original_module"):  # PEFT's, beside copies of it that train
+        copies = getattr(module, "modules_to_save", {})
+        active = next((copies[adapter] for adapter in module.active_adapters if adapter in copies), None)
+        yield from _weights(module.original_module if active is None else active, config, leave)
+    elif hasattr(module, "base_layer"):
+        yield from _weights(module.base_layer, config)
+        yield from _updates(module, config)
+    elif hasattr(module, "in_features"):  # the sizes that it is meant to have, where it is quantised or sharded
+        weight = getattr(module, "weight", None)
+        yield module.in_features * module.out_features, getattr(weight, "requires_grad", False)
+    else:
+        for key, parameter in module.named_parameters(recurse=False):
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            experts = next((n for n in (getattr(config, key, None) for key in _ROUTED) if isinstance(n, int)), None)
+            if len(shape) == 2 and key == "weight":
+                yield math.prod(shape), parameter.requires_grad
+            elif len(shape) == 3 and experts is not None:
+                yield math.prod(shape[1:]) * experts, parameter.requires_grad
+            elif len(shape) > 1 and not key.endswith("bias"):
+                raise UnsupportedModelError(f"there is no formula for {name}.{key}.")
+        for key, child in module.named_children():
+            if not any(word in key for word in TOWERS):
+                yield from _weights(child, config, leave)
+
+
+def _updates(module: Any, config: Any) -> Iterator[tuple[int, bool]]:
+    """Yield the same of LoRA's A and B, of the adapters in force.
+
+    Raises:
+        UnsupportedModelError: it is another adapter than plain LoRA on a linear layer.
+    """
+    name, dora = type(module).__name__, getattr(module, "use_dora", {})
+    if not hasattr(module, "lora_A") or name == "ParamWrapper" or module.lora_embedding_A or any(dora.values()):
+        raise UnsupportedModelError(f"there is no formula for PEFT's {type(module).__module__}.{name}.")
+    for adapter in module.active_adapters:
+        if adapter in module.lora_A and adapter not in module.merged_adapters:
+            for part in (module.lora_A, module.lora_B):
+                yield from _weights(part[adapter], config)
+
+
+def _scores(module: Any, config: Any) -> int:
+    """Return the operations of attention's forward for one pair of tokens."""
+    heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head") or config.num_attention_heads
+    size = _first(module, "qk_head_dim", "head_dim", "attention_head_size", "head_size") or config.hidden_size // heads
+    return 2 * heads * (size + (_first(module, "v_head_dim") or size))
+
+
+def _window(module: Any, config: Any, index: int) -> int | None:
+    """Return how many tokens a query of this layer sees at most, or None."""
+    kinds = getattr(config, "layer_types", None)
+    if (kinds and kinds[index] == "full_attention") or getattr(config, "use_sliding_window", True) is False:
+        return None
+    return _first(module, "sliding_window") if hasattr(module, "sliding_window") else _first(config, "sliding_window")
+
+
+def _first(source: Any, *names: str) -> int | None:
+    """Return the first of these attributes that is a positive int, or None."""
+    found = (getattr(source, name, None) for name in names)
+    return next((value for value in found if type(value) is int and value > 0), None)
