@@ -94,7 +94,8 @@ def test_one_long_sequence_does_not_make_all_batches_long(tmp_path: Path, monkey
     long = {"prompt_ids": [5] * 3, "chosen_ids": [6] * 200, "rejected_ids": [7] * 90}
     data = concatenate_datasets([tokenised(), Dataset.from_list([long])])
     with_reference_log_probs(data, policy(), folder=tmp_path, max_tokens=60)
-    lengths = {sequence.id: len(sequence.ids) for example in Examples(data, "") for sequence in example}
+    examples = Examples(data, "the data set")
+    lengths = {sequence.id: len(sequence.ids) for row in range(len(data)) for sequence in examples[row]}
     batches = [[lengths[one] for one in batch] for batch in counts.batches]
     assert batches[:2] == [[203], [93]], "the dearest first"
     assert all(sum(batch) <= 60 for batch in batches[2:])

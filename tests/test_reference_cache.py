@@ -137,7 +137,7 @@ def test_adapters_are_told_by_weights_and_config() -> None:
     for name, settings in {"a": {}, "b": {"lora_alpha": 4}, "c": {"r": 2, "lora_alpha": 4}}.items():
         tuned = with_lora(policy(), **settings)
         found[name] = identify(tuned, "default")
-    assert found["a"]["adapter.weights"] == found["b"]["adapter.weights"] != found["c"]["adapter.weights"]
+    assert found["a"]["weights"] == found["b"]["weights"] != found["c"]["weights"]
     assert (found["a"]["adapter.lora_alpha"], found["b"]["adapter.lora_alpha"]) == ("8", "4")
     # whatever it is called
     tuned = with_lora(policy())

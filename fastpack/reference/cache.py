@@ -7,10 +7,10 @@
 The file is written beside its place, then renamed into it: whenever a run is killed, the folder holds all that it held
 before. A cache is right for one reference alone, which is told by what decides its values:
 
-- every weight: a SHA-256 of what ``state_dict`` holds, 4-bit scales and tables with it, under the names of the bare
-  model, so that a base under PEFT is the same reference as that model alone;
+- every weight: a SHA-256 of what ``state_dict`` holds, 4-bit scales and tables with it, without adapters that are off
+  and under the names of the bare model, so that a base under PEFT is the same reference as that model alone;
 - the class and the config, without what decides nothing (names, versions, tokens of generation);
-- the adapter that is on in the reference, if one is, with its config;
+- the config of the adapter that is on in the reference, if one is;
 - autocast's dtype.
 
 What only rounds (attention kernel, batch, device) is left out.
@@ -103,7 +103,7 @@ class ReferenceCache:
 
     def add(self, log_probs: Mapping[str, float]) -> None:
         """Put these in too; raise as :meth:`load` does."""
-        body = json.dumps({"reference": dict(self.reference), "log_probs": {**self.load(), **log_probs}}, indent=0)
+        body = json.dumps({"reference": dict(self.reference), "log_probs": {**self.load(), **log_probs}})
         self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{FILE}.{uuid4().hex}"
         temporary.write_text(body, encoding="utf-8")
@@ -139,15 +139,13 @@ def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     found = {"format": FORMAT, "class": type(head).__name__, "autocast": str(autocast)}
     found |= _named("config", head.config.to_dict())
-    weights = {False: hashlib.sha256(), True: hashlib.sha256()}
-    for name, tensor, added in _weights(model, head, adapter):
-        weights[added].update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        weights[added].update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy())
-    found["weights"] = weights[False].hexdigest()
     if adapter is not None:
         found |= _named("adapter", configs[adapter].to_dict())
-        found["adapter.weights"] = weights[True].hexdigest()
-    return found
+    weights = hashlib.sha256()
+    for name, tensor in _weights(model, head, adapter):
+        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        weights.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return {**found, "weights": weights.hexdigest()}
 
 
 def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
@@ -157,8 +155,8 @@ def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
     return {f"{prefix}.{name}": json.dumps(value, sort_keys=True) for name, value in kept.items()}
 
 
-def _weights(model: Any, head: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor, bool]]:
-    """Name, value and whether it is the adapter's, of what the reference computes with, by name."""
+def _weights(model: Any, head: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of all that the reference computes with, those of its adapter included, by name."""
     wrappers = {name for name, module in head.named_modules() if "base_layer" in module._modules}
     if wrappers and not is_peft(model):
         raise PatchError(
@@ -183,4 +181,4 @@ def _weights(model: Any, head: nn.Module, adapter: str | None) -> Iterator[tuple
             continue
         # the adapter's name is the user's, and decides nothing
         dropped = {"base_layer", "original_module", "token_adapter", *([adapter] if added else [])}
-        yield ".".join(part for part in path if part not in dropped), tensor, added
+        yield ".".join(part for part in path if part not in dropped), tensor
