@@ -217,10 +217,8 @@ def _computed(
     hidden = not progress or rank > 0
     for start in track(starts, "reference log-probabilities", console=Console(stderr=True), disable=hidden):
         mine = batches[start : start + ranks * SAVE_EVERY][rank::ranks]
-        sums = [
-            score([examples[row][column] for examples, row, column in map(missing.__getitem__, batch)])
-            for batch in mine
-        ]
+        places = [[missing[one] for one in batch] for batch in mine]
+        sums = [score([examples[row][column] for examples, row, column in some]) for some in places]
         # read once a block, so that batches are made while the device computes
         values = [value for made in sums for value in made.tolist()]
         here = dict(zip(chain.from_iterable(mine), values, strict=True))
