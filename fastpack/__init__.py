@@ -7,8 +7,8 @@
 Importing this imports no model code and changes nothing.
 """
 
+from fastpack.api import patch, patched, unpatch
 from fastpack.batching import with_packed_seq_lens
-from fastpack.compiling import activation_memory_budget
 from fastpack.errors import (
     BackendUnavailableError,
     ContaminationError,
@@ -22,13 +22,14 @@ from fastpack.errors import (
     UnsupportedModelError,
     UntriedVersionWarning,
 )
-from fastpack.options import TokenBudget
-from fastpack.packing import PackedSeqLens
-from fastpack.patching import is_patched, patch, patched, unpatch
-from fastpack.report import PatchReport
-from fastpack.reporting import report
-from fastpack.verification import Verification
-from fastpack.verify import verify
+from fastpack.exactness.verification import Verification
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.patching.inspection import report
+from fastpack.patching.options import TokenBudget
+from fastpack.patching.report import PatchReport
+from fastpack.patching.state import is_patched
+from fastpack.patching.verify import verify
+from fastpack.utils.compile import activation_memory_budget
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 """The ``fastpack`` command: which part is asked for, and one clear line where it can't be done.
 
-Each subcommand is a module of :mod:`fastpack.commands`, imported only when it is called.
+Each subcommand is a module of :mod:`fastpack.commands`, imported only when it is called, and when what it needs is
+there.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import sys
 from collections.abc import Sequence
 
 from fastpack import FastpackError, __version__
+from fastpack.commands import quiet, require
 
 COMMANDS = {
     "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
     "dpo": "train on preferences with TRL's DPOTrainer, padding-free (every DPOConfig flag works)",
-    "demo": "train a tiny model stock and patched, side by side, without network",
+    "demo": "train a tiny model stock, then patched, and compare; without network",
     "bench": "stock padded, stock padding_free and fastpack: time, memory and losses, in one run",
     "verify": "prove on a model that sequences don't see each other",
     "doctor": "what is installed, and what this machine can use",
     "families": "the families of models that are covered",
 }
+
+NEEDED = {"sft": ("trl", "datasets"), "dpo": ("trl", "datasets"), "demo": ("trl", "datasets", "matplotlib")}
+"""The optional packages without which a command can't be imported."""
 
 INTERRUPTED = 130
 """What shells give a command that Ctrl-C ended."""
@@ -38,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `fastpack COMMAND --help`")
     given = parser.parse_args(arguments)
+    quiet()
     try:
+        require(given.command, *NEEDED.get(given.command, ()))
         code: int = importlib.import_module(f"fastpack.commands.{given.command}").main(given.arguments)
     except FastpackError as error:
         # messages of libraries may span lines; the terminal gets one

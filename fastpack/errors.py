@@ -24,7 +24,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastpack.verification import Verification
+    from fastpack.exactness.verification import Verification
 
 
 class FastpackError(Exception):

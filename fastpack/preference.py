@@ -45,7 +45,7 @@ from fastpack.errors import PackingError
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import CHUNK, Weight, linear_cross_entropy
 from fastpack.ops.sequence_log_probs import segment_sums
-from fastpack.packing import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
 

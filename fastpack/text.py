@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
+    from rich.console import RenderableType
     from rich.table import Table
 
 WIDTH = 100
@@ -38,25 +37,3 @@ def without_empty(table: Table) -> Table:
     """The table, whose columns without anything in a cell are taken out."""
     table.columns = [column for column in table.columns if any(column.cells)]
     return table
-
-
-def print_fitting(console: Console, table: Table, spare: Sequence[str]) -> Table:
-    """Print a table of which some columns are taken out, and say which: as many of ``spare``, from its first on, as
-    have to go for the others to fit the console."""
-    gone: list[str] = []
-    for name in spare:
-        if _fits(table, console):
-            break
-        kept = [column for column in table.columns if column.header != name]
-        gone += [name] if len(kept) < len(table.columns) else []
-        table.columns = kept
-    console.print(table)
-    said = [f"no room for {', '.join(gone)}: --json has them, or a wider terminal"] if gone else []
-    said += [] if _fits(table, console) else ["the terminal is narrower than what is left, and cuts it"]
-    if said:
-        console.print("; ".join(said), style="dim")
-    return table
-
-
-def _fits(table: Table, console: Console) -> bool:
-    return console.measure(table, options=console.options.update(max_width=10_000)).maximum <= console.width

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.offload import offload_of
+from fastpack.model.runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
-from fastpack.offload.transfer import Lane, Rates
+from fastpack.offload.transfer import HostPool, Lane, Rates
 
 LAYERS = 7
 LENGTHS = (40, 1, 23)
@@ -129,7 +129,8 @@ def prepared(model: Any, choice: Any, *, reentrant: bool = False, graphs: Any = 
 
 
 def offload(model: Any) -> CheckpointOffload:
-    found = offload_of(backbone_of(model))
+    runtime = runtime_of(backbone_of(model))
+    found = None if runtime is None else runtime.offload
     assert found is not None
     return found
 
@@ -137,6 +138,11 @@ def offload(model: Any) -> CheckpointOffload:
 def lane(model: Any) -> Lane:
     (only,) = (found for found in offload(model)._lanes.values() if found is not None)
     return only
+
+
+def in_use(pool: HostPool) -> int:
+    """How many buffers are handed out."""
+    return pool.count - len(pool._free)
 
 
 def run(model: Any, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> Tensor:

@@ -1,7 +1,6 @@
-"""The oracle: what a model gives for each sequence alone, and how far a batch is from it.
+"""The oracle of :mod:`fastpack.exactness.oracle` as most tests want it: with the loss that a model trains on.
 
-The kinds of input are those of :mod:`fastpack.smoke.inputs`, the measure is that of :mod:`fastpack.exactness.rule`. In
-float32 an error is at most :data:`FLOAT32_BOUND`.
+In float32 an error is at most :data:`FLOAT32_BOUND`.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.exactness import oracle
+from fastpack.exactness.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords
+from fastpack.exactness.oracle import split_logits, trained_tokens
 from fastpack.exactness.rule import FULL_BOUND, Error, Result, compare, relative
-from fastpack.smoke.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords
 
 __all__ = [
     "FLOAT32_BOUND",
@@ -46,14 +47,9 @@ LENGTHS = (7, 1, 19, 19, 33)
 
 
 def make_sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
-    """Random token ids; 0, 1 and 2 are left out (padding and the like)."""
+    """Random token ids of all the vocabulary; 0, 1 and 2 are left out (padding and the like)."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
-
-
-def trained_tokens(sequences: Sequence[Tensor]) -> int:
-    """How many next tokens are predicted when each sequence stands alone."""
-    return sum(len(s) - 1 for s in sequences)
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -61,48 +57,17 @@ def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def run_alone(model: nn.Module, sequences: Sequence[Tensor], **kwargs: Any) -> Result:
-    """The stock model on each sequence alone; one backward pass over the summed loss."""
-    device = next(model.parameters()).device
-    model.zero_grad(set_to_none=True)
-    count = trained_tokens(sequences)
-    logits: list[Tensor] = []
-    total = torch.zeros((), device=device)
-    for sequence in sequences:
-        ids = sequence[None].to(device)
-        out = model(input_ids=ids, use_cache=False, **kwargs)
-        logits.append(out.logits[0])
-        shifted = out.logits[0, :-1].float()
-        total = total + nn.functional.cross_entropy(shifted, ids[0, 1:], reduction="sum") / count
-    total.backward()
-    return Result([x.detach() for x in logits], total.detach(), _grads(model))
+    """The stock model on each sequence alone."""
+    return oracle.run_alone(model, sequences, own_loss=True, **kwargs)
 
 
 def run_batch(
     model: nn.Module, sequences: Sequence[Tensor], kind: str, *, num_items: int | None = None, **kwargs: Any
 ) -> Result:
     """A model on all sequences at once, fed as ``kind`` says; its own loss over ``labels``."""
-    batch = to_device(INPUT_KINDS[kind](sequences), next(model.parameters()).device)
-    model.zero_grad(set_to_none=True)
-    count = trained_tokens(sequences) if num_items is None else num_items
-    out = model(**batch, num_items_in_batch=count, **kwargs)
-    out.loss.backward()
-    return Result(split_logits(out.logits.detach(), batch, sequences), out.loss.detach(), _grads(model))
-
-
-def split_logits(logits: Tensor, batch: dict[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
-    """The logits of each sequence, from wherever it stood in the batch."""
-    mask = batch.get("attention_mask")
-    flat_logits = logits.reshape(-1, logits.shape[-1])
-    real = flat_logits if mask is None else flat_logits[mask.reshape(-1) != 0]
-    return list(real.split([len(s) for s in sequences]))
-
-
-def _grads(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad.detach().clone().float()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    if num_items is not None:
+        kwargs["num_items_in_batch"] = num_items
+    return oracle.run_batch(model, INPUT_KINDS[kind](sequences), sequences, own_loss=True, **kwargs)
 
 
 def check_put_back(ours: Any, stock: Any, real: Tensor) -> None:

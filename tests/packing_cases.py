@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.packing import PackedSeqLens
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import PackedSeqLens
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 1, 4, 4, 2)

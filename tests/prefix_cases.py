@@ -9,8 +9,9 @@ import torch
 from tiny import VOCAB
 from torch import Tensor
 
-from fastpack.layers.prefixes import PrefixSharing, sharing_of
-from fastpack.targets import find_parts
+from fastpack.model.prefix_sharing import PrefixSharing
+from fastpack.model.runtime import runtime_of
+from fastpack.model.unwrap import find_parts
 
 PROMPTS = (12, 1, 19, 7)
 """One of a single token, and one longer than every window of the tiny configs."""
@@ -44,7 +45,8 @@ SAVED = sum(PROMPTS)
 
 
 def sharing(model: Any) -> PrefixSharing:
-    found = sharing_of(find_parts(model).backbone)
+    runtime = runtime_of(find_parts(model).backbone)
+    found = None if runtime is None else runtime.sharing
     assert found is not None
     return found
 

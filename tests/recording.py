@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import Tape
 from fastpack.graphs.recordings import GraphSettings
 from fastpack.graphs.runner import GraphRunner
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import RecordedStep
-from fastpack.layers import causal_lm
-from fastpack.packing import TOKEN_STEPS
+from fastpack.model import backbone as causal_lm
+from fastpack.model.runtime import runtime_of
+from fastpack.packing.seqlens import TOKEN_STEPS
 
 SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)
 """Two batches of different buckets."""
@@ -114,7 +114,8 @@ class FakeRecorder:
 
 def runner(model: Any) -> GraphRunner:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    found = runner_of(inner.base_model)
+    runtime = runtime_of(inner.base_model)
+    found = None if runtime is None else runtime.graphs
     assert found is not None
     return found
 

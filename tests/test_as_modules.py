@@ -21,7 +21,7 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.adapters import read_projection
+from fastpack.layers.adapters import read_projection
 
 KIND = "TRL's keywords"
 WHERE = "layers.1.mlp.up_proj"

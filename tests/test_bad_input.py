@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoModel, AutoModelForSeq2SeqLM
 
 import fastpack
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 SEQUENCES = make_sequences(VOCAB)
 LENGTHS = [len(s) for s in SEQUENCES]
@@ -30,7 +30,7 @@ def refuses(model: Any, match: str, error: type[Exception] = fastpack.Unsupporte
 
 
 def test_an_encoder() -> None:
-    refuses(tiny_model("bert", auto=AutoModel), "encoder")
+    refuses(tiny_model("bert", auto=AutoModel, is_decoder=False), "encoder")
 
 
 def test_an_encoder_decoder() -> None:

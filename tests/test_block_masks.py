@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpack
 from fastpack import PackingError
-from fastpack.block_masks import read_blocks
+from fastpack.exactness.tiny import build_tiny
 from fastpack.graphs.recorder import no_synchronisation
 from fastpack.metrics.counting import count_batch
-from fastpack.packing_inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny
+from fastpack.packing.block_masks import read_blocks
+from fastpack.packing.inputs import pack_inputs
 from fastpack.trainers.kinds import KINDS, lengths
 
 T = torch.tensor

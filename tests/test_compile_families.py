@@ -23,15 +23,15 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import fastpack
 from fastpack.exactness.rule import compare_norms
+from fastpack.exactness.tiny import model_types
 from fastpack.families import FAST_FAMILIES
-from fastpack.smoke.tiny import model_types
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 
 FAMILIES = [family.model_type for family in FAST_FAMILIES if family.model_type in model_types()]
 TRACED = {
     "attention": "attention.attend_heads",
-    "head": "causal_lm.head_forward",
+    "head": "head.head_forward",
     "layer": "decoder._run",
     "mlp": "mlp.mlp_block",
     "norm": "norm.norm_forward",
@@ -70,7 +70,7 @@ def one_of_each_kind(model: Any) -> Any:
 def traced(graph: torch.fx.GraphModule) -> set[str]:
     """The functions of our layers that the operations of a graph come from."""
     stacks = (str(node.meta.get("stack_trace", "")) for node in graph.graph.nodes)
-    frame = re.compile(r'fastpack/layers/(\w+)\.py", line \d+, in (\w+)')
+    frame = re.compile(r'fastpack/(?:layers|model)/(\w+)\.py", line \d+, in (\w+)')
     return {".".join(found) for stack in stacks for found in frame.findall(stack)}
 
 

@@ -16,9 +16,9 @@ from fastpack import PackedSeqLens
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends import limits, opaque, segments, torch_varlen
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.compiling import _with_limit, compile_often, known_once
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.ops.norm import rms_norm
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.utils.compile import _with_limit, compile_often, known_once
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

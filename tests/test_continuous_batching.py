@@ -11,7 +11,7 @@ from tiny import VOCAB
 from transformers import DynamicCache, GenerationConfig
 
 import fastpack
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 configurations = pytest.importorskip("transformers.generation.configuration_utils")
 if not hasattr(configurations, "ContinuousBatchingConfig"):

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from fastpack.cli import main
-from fastpack.commands import demo, trl_trains_on_cpu
+from fastpack.commands import UsageError, demo, trl_trains_on_cpu
 from fastpack.commands.demo.data import SPECIAL_TOKENS, make_rows, train_tokenizer
-from fastpack.commands.meter import StepRecord
 
 STEPS = 4
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -65,33 +64,34 @@ def test_demo(tmp_path: Path) -> None:
     assert figures["machine"]["torch"]
 
 
-def results(drift: float) -> dict[str, Any]:
-    def run(factor: float) -> dict[str, Any]:
-        records = [StepRecord(step, 100, 200, 0.5, 3.0 * factor) for step in range(1, 5)]
-        report = {"family": "llama", "rung": "fast", "backend": "segments"}
-        return {
-            "records": records,
-            "peak_memory_bytes": 2**30,
-            "memory_kind": "resident",
-            "report": report,
-            "parameters": 10,
-        }
-
-    return {"stock": run(1.0), "patched": run(1.0 + drift)}
+def written(loss: float, seconds: float) -> dict[str, Any]:
+    """What a run of ``fastpack sft`` of four steps writes."""
+    step = {"real_tokens": 100, "slots": 200, "seconds": seconds, "loss": loss}
+    summary = {"real_tokens": 400, "slots": 800, "padding_share": 0.5, "memory_kind": "resident"}
+    return {
+        "steps": [{"step": number, **step} for number in range(1, 5)],
+        "summary": {**summary, "peak_memory_bytes": 2**30},
+        "report": {"family": "llama", "rung": "fast", "backend": "segments"},
+    }
 
 
 @pytest.mark.parametrize(("drift", "code"), [(1e-6, 0), (1e-3, 1)])
 def test_losses_that_disagree_fail(
     drift: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fastpack.commands.demo.worker import Settings
-
-    settings = Settings(tmp_path, steps=4, batch_size=16, seed=0, threads=1)
-    figures = demo._figures(results(drift), settings, rows=64)
-    monkeypatch.setattr(demo, "compare", lambda **_: figures)
+    runs = {"stock, padded": written(3.0, 0.5), "patched": written(3.0 * (1 + drift), 0.25)}
+    monkeypatch.setattr(demo, "_train", lambda what, *_: runs[what])
     monkeypatch.setattr(demo, "require_trl_on_cpu", lambda command: None)
     assert main(["demo", "--plot", str(tmp_path / "plot.png")]) == code
-    assert ("DISAGREE" in capsys.readouterr().out) is (code == 1)
+    printed = capsys.readouterr().out
+    assert ("DISAGREE" in printed) is (code == 1)
+    assert "2.00x" in printed
+
+
+def test_a_run_that_breaks_off_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="the patched run ended with exit code 2, see above"):
+        demo._train("patched", tmp_path, {"no_such_flag": "1"})
+    assert "--no_such_flag" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 
 import fastpack
 from fastpack.exactness.rule import FULL_BOUND
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families import UNREADABLE, source_hash
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.sweep import oracle_of, sweep
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.smoke.worker import oracle_of
 
 LENGTHS = [5, 1, 13]
 
@@ -84,5 +84,6 @@ def test_a_window_in_the_mask_alone_outlives_its_form(
         return stock(self, hidden_states * 1.0, *args, **kwargs)
 
     monkeypatch.setattr(cls, "forward", written_in(cls.__module__, forward))
-    found = sweep(model_type, oracle_of(model_type, Setting()))
-    assert (found.problem, found.rung) == (None, "re-padded mixer")
+    model = fastpack.patch(Setting().build(model_type))
+    assert fastpack.report(model).rung == "re-padded mixer"
+    assert oracle_of(model_type, Setting()).prove(model).problem is None

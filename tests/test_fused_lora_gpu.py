@@ -17,7 +17,7 @@ import torch
 from ops.common import count_calls
 from oracle import INPUT_KINDS, Result, make_sequences, split_logits, to_device, trained_tokens
 from test_adapters import NF4, loaded_again, with_lora
-from tiny import COMMON, VOCAB, tiny_model
+from tiny import HEAD_DIM, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
-GAIN = (COMMON["hidden_size"] / SIZES["hidden_size"]) ** 0.5
+GAIN = (HEAD_DIM / SIZES["head_dim"]) ** 0.5
 LENGTHS = (70, 1, 190, 190, 333)
 KIND = "TRL's keywords"
 BOUND = FACTOR

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families import VARLEN_FAMILIES
-from fastpack.graphs import runner_of
 from fastpack.graphs.recorder import CudaRecorder
 from fastpack.graphs.runner import WAITING
-from fastpack.packing import Bucket
-from fastpack.packing_inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny, model_types
+from fastpack.model.runtime import runtime_of
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 
@@ -387,9 +387,9 @@ def test_undone_with_the_patch() -> None:
     model = graphed(tiny_model("llama"))
     step(model)
     fastpack.unpatch(model)
-    assert runner_of(model.model) is None
+    assert getattr(runtime_of(model.model), "graphs", None) is None
     fastpack.patch(model)
-    assert runner_of(model.model) is None
+    assert getattr(runtime_of(model.model), "graphs", None) is None
     fastpack.patch(model, graphs="auto")
     assert runner(model).stats.recordings == 0
 

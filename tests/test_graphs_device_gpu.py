@@ -21,8 +21,8 @@ import fastpack
 from fastpack.graphs import recorder as recorder_module
 from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
 from fastpack.graphs.recordings import TOO_LARGE
-from fastpack.packing import Bucket
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.gpu
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import fastpack
 from fastpack.graphs.runner import WAITING
-from fastpack.packing import Bucket
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.gpu
 

@@ -19,7 +19,7 @@ from fastpack.graphs import recordings as recordings_module
 from fastpack.graphs import step as step_module
 from fastpack.graphs.recorder import NoMemoryError, SpoiltError, Tape
 from fastpack.graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
-from fastpack.packing import Bucket
+from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

@@ -12,9 +12,9 @@ from tiny import tiny_model
 from torch import nn
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny
 from fastpack.graphs.pieces import CUTS, cut_between
-from fastpack.layers.find import decoder_layers
-from fastpack.smoke.tiny import build_tiny
+from fastpack.utils.modules import decoder_layers
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

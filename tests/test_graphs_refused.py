@@ -23,7 +23,7 @@ from fastpack.graphs.recorder import CaptureRefusedError, capture_problem
 from fastpack.graphs.recordings import GraphSettings
 from fastpack.graphs.runner import ENOUGH_WORK
 from fastpack.graphs.stack import Stack
-from fastpack.packing import Bucket
+from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

@@ -16,7 +16,7 @@ from tiny import tiny_model
 import fastpack
 from fastpack.graphs import step as step_module
 from fastpack.graphs.step import RecordedStep
-from fastpack.packing import Bucket
+from fastpack.packing.seqlens import Bucket
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -20,9 +20,10 @@ from peft import LoraConfig, get_peft_model
 from tiny import tiny_model
 
 import fastpack
-from fastpack import FastpackWarning, PatchError, UntriedVersionWarning, installation
-from fastpack.installation import DISTRIBUTION, NEWEST_TRIED, install_command, version_of, version_ranges
-from fastpack.targets import packages_of
+from fastpack import FastpackWarning, PatchError, UntriedVersionWarning
+from fastpack.model.unwrap import packages_of
+from fastpack.utils import versions as installation
+from fastpack.utils.versions import DISTRIBUTION, NEWEST_TRIED, install_command, version_of, version_ranges
 
 ROOT = Path(__file__).parent.parent
 Pretend = Callable[..., None]

@@ -33,7 +33,7 @@ from tiny import VOCAB, tiny_model
 from transformers.models.llama import modeling_llama as llama
 
 import fastpack
-from fastpack.graphs import runner_of
+from fastpack.model.runtime import runtime_of
 
 ORDERS = ("Liger first", "fastpack first")
 Apply = Callable[[Any], None]
@@ -301,7 +301,7 @@ def test_recordings_with_liger(order: str, real: Any) -> None:
         sequences = make_sequences(VOCAB, seed=seed)
         want, found = run_batch(plain, sequences, "TRL's keywords"), run_batch(model, sequences, "TRL's keywords")
         assert compare(found, want).worst < 1e-4
-    runner = runner_of(model.model)
+    runner = getattr(runtime_of(model.model), "graphs", None)
     assert runner is not None
     assert runner.stats.replays
 

@@ -14,8 +14,8 @@ from fastpack.metrics.counting import count_batch, count_slots, predicted_positi
 from fastpack.metrics.peaks import PEAKS, peak_of
 from fastpack.metrics.plan import read_plan
 from fastpack.metrics.tally import Plans, Tally
-from fastpack.packing import Bucket, PackedSeqLens
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 
 
 def hand(lengths: list[int]) -> list[int]:

@@ -21,6 +21,7 @@ from offloading import (
     collected,
     equal,
     gradients,
+    in_use,
     lane,
     offload,
     offloaded,
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.offload import offload_of
+from fastpack.model.runtime import runtime_of
 from fastpack.offload.saved import KEEP
 
 pytestmark = pytest.mark.usefixtures("no_collection")
@@ -53,7 +54,7 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
     assert link.did("send") == [*range(left)]
     assert link.did("bring") == [*reversed(range(left))], "each once"
     assert (link.hazards, link.abandoned) == (0, 0)
-    assert (pool.count, pool.in_use) == (left, 0)
+    assert (pool.count, in_use(pool)) == (left, 0)
     assert offload(model).host_bytes == pool.nbytes == left * 64 * 32 * 4
     assert f"offload: {left} layer inputs of 1 forwards" in str(fastpack.report(model))
 
@@ -67,7 +68,7 @@ def test_families(model_type: str, reentrant: bool) -> None:
     assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
     link = lane(model).link
     assert sorted(link.did("bring")) == link.did("send"), "each once"
-    assert (link.hazards, link.abandoned, lane(model).pool.in_use) == (0, 0, 0)
+    assert (link.hazards, link.abandoned, in_use(lane(model).pool)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
@@ -86,7 +87,7 @@ def test_buffers_are_handed_on(reentrant: bool) -> None:
         for seed in range(2):
             assert equal(gradients(model, lengths, seed), gradients(plain, lengths, seed))
         pool = lane(model).pool
-        assert (pool.count, pool.in_use, pool.nbytes) == (left, 0, left * size * 32 * 4)
+        assert (pool.count, in_use(pool), pool.nbytes) == (left, 0, left * size * 32 * 4)
     assert lane(model).link.hazards == 0
 
 
@@ -99,12 +100,12 @@ def test_two_backwards(reentrant: bool) -> None:
         loss.backward(retain_graph=True)
         results.append(collected(m))
         if m is model:
-            assert lane(m).pool.in_use == LAYERS + 1 - KEEP, "the graph still lives"
+            assert in_use(lane(m).pool) == LAYERS + 1 - KEEP, "the graph still lives"
         m.zero_grad()
         loss.backward()
         results.append(collected(m))
     assert all(equal(results[0], result) for result in results[1:])
-    assert (lane(model).pool.in_use, lane(model).link.hazards) == (0, 0)
+    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
 @KINDS
@@ -114,7 +115,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
         (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
     assert equal(collected(model), collected(plain))
     pool = lane(model).pool
-    assert (pool.count, pool.in_use) == (2 * (LAYERS + 1 - KEEP), 0)
+    assert (pool.count, in_use(pool)) == (2 * (LAYERS + 1 - KEEP), 0)
 
 
 @KINDS
@@ -142,7 +143,7 @@ def test_an_exception_leaves_nothing_behind(where: str, reentrant: bool) -> None
     gc.collect()  # the traceback's frames hold on to tensors
     link, pool = lane(model).link, lane(model).pool
     assert pool.count > 0
-    assert pool.in_use == 0
+    assert in_use(pool) == 0
     link.wait(len(link.queue))
     assert link.hazards == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
@@ -168,7 +169,7 @@ def test_unpatching_drops_the_buffers() -> None:
     buffers = [weakref.ref(buffer) for buffer in lane(model).pool._free]
     loss = run(model, (20,))
     fastpack.unpatch(model)
-    assert offload_of(backbone_of(model)) is None
+    assert getattr(runtime_of(backbone_of(model)), "offload", None) is None
     assert sum(buffer() is not None for buffer in buffers) == len(buffers), "the graph lives"
     del loss
     assert not any(buffer() is not None for buffer in buffers)
@@ -267,6 +268,6 @@ def test_options() -> None:
         fastpack.patch(model, offload="all")  # type: ignore[arg-type]
     assert not fastpack.is_patched(model)
     fastpack.patch(model)
-    assert offload_of(model.model) is None
+    assert getattr(runtime_of(model.model), "offload", None) is None
     fastpack.patch(model, offload="checkpoints")
-    assert offload_of(model.model) is not None
+    assert getattr(runtime_of(model.model), "offload", None) is not None

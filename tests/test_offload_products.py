@@ -20,6 +20,7 @@ from offloading import (
     collected,
     equal,
     gradients,
+    in_use,
     lane,
     offload,
     offloaded,
@@ -32,12 +33,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny
 from fastpack.graphs.recorder import Tape
 from fastpack.offload import KEPT, saved
 from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
 from fastpack.offload.transfer import HostPool, Lane, Rates
 from fastpack.ops import gated_mlp
-from fastpack.smoke.tiny import build_tiny
 
 SENT = LAYERS - KEEP
 """Layers whose products leave where there is time for all."""
@@ -84,7 +85,7 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     assert offload(model).stats.products == SENT
     link, pool = lane(model).link, lane(model).pool
     assert sorted(link.did("bring")) == link.did("send"), "each once"
-    assert (link.hazards, link.abandoned, pool.in_use) == (0, 0, 0)
+    assert (link.hazards, link.abandoned, in_use(pool)) == (0, 0, 0)
     assert f"and gate and up of {SENT} layers, of 1 forwards waited" in told(model)
     assert "made again" not in told(model)
     layers = backbone_of(model).layers
@@ -139,7 +140,7 @@ def test_two_backwards(reentrant: bool) -> None:
             results.append(collected(m))
         del loss
     assert all(equal(results[0], result) for result in results[1:])
-    assert (lane(model).pool.in_use, lane(model).link.hazards) == (0, 0)
+    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
 @KINDS
@@ -148,7 +149,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     for m in (model, plain):
         (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
     assert equal(collected(model), collected(plain))
-    assert (lane(model).pool.in_use, lane(model).link.hazards) == (0, 0)
+    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
 def test_half_a_backward_and_none() -> None:
@@ -162,7 +163,7 @@ def test_half_a_backward_and_none() -> None:
         del hidden
         link = lane(model).link
         link.wait(len(link.queue))
-        assert (lane(model).pool.in_use, link.hazards) == (0, 0)
+        assert (in_use(lane(model).pool), link.hazards) == (0, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
@@ -181,7 +182,7 @@ def test_an_exception_puts_everything_back() -> None:
     gc.collect()  # the traceback's frames hold on to tensors
     assert [layer.__dict__[CHECKPOINTING] for layer in layers] == before
     assert not any(KEPT in layer.__dict__ for layer in layers)
-    assert (offload(model).stats.products, lane(model).pool.in_use) == (4, 0)
+    assert (offload(model).stats.products, in_use(lane(model).pool)) == (4, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
@@ -202,7 +203,7 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     assert f"{LAYERS - 1} layer inputs" in told(model)
     assert "of each recorded step wait in 0.00 GiB" in told(model)
     pool = recorded(model).pool
-    assert (pool.in_use, recorded(model).link.hazards) == (0, 0)
+    assert (in_use(pool), recorded(model).link.hazards) == (0, 0)
     assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), "those of the small ones too"
 
 
@@ -349,7 +350,7 @@ def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
     for _ in range(3):
         loss = run(model)
         loss.backward()
-        assert lane(model).pool.in_use == 0
+        assert in_use(lane(model).pool) == 0
         sizes.append(lane(model).pool.nbytes)
     assert len(set(sizes)) == 1
     del loss

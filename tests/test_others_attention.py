@@ -35,9 +35,8 @@ from transformers.models.llama import modeling_llama as llama
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.layers.stock import bound_with
-from fastpack.smoke.tiny import build_tiny
-from fastpack.watch import Watch
+from fastpack.exactness.tiny import build_tiny
+from fastpack.model.runtime import runtime_of
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6]}
@@ -286,7 +285,8 @@ PLACES = ("assigned", "registered", "torch's", "a mode", "its own name", "a help
 def test_compiled_looks(whole: bool, monkeypatch: pytest.MonkeyPatch, compile_anew: None) -> None:
     """What comes after the compilation is seen, by guards, and what goes again is forgotten."""
     model: Any = fastpack.patch(model_of("llama"))
-    watch = bound_with(model.base_model, Watch)
+    runtime = runtime_of(model.base_model)
+    watch = None if runtime is None else runtime.watch
     assert watch is not None
     attention = watch.attention
 

@@ -13,8 +13,8 @@ import torch
 from packing_cases import LENGTHS, check, read, trl
 from torch import Tensor
 
-from fastpack.packing import IGNORE_INDEX, PackedSeqLens
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
 
 MASKS = {
     "right": [[1, 1, 1, 0], [1, 0, 0, 0]],

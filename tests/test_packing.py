@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from packing_cases import LENGTHS, check, positions_of, read, trl
 from torch import Tensor
 
-from fastpack.packing import PackedSeqLens
-from fastpack.packing_inputs import PACKING_KEYWORDS, take_packing
+from fastpack.packing.inputs import PACKING_KEYWORDS, take_packing
+from fastpack.packing.seqlens import PackedSeqLens
 
 
 def lay_out(lengths: Sequence[int], starts: Sequence[int], width: int) -> Tensor:

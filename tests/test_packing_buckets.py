@@ -18,8 +18,8 @@ from fastpack import PackedSeqLens, PackingError
 from fastpack.attention_dispatch import BACKENDS, attend
 from fastpack.backends.call import AttentionCall
 from fastpack.batching.packed import PackedSFTCollator
-from fastpack.packing import Bucket
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import Bucket
 
 lists_of_lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
 

@@ -28,9 +28,9 @@ from transformers import AutoModelForTokenClassification as AutoTokenClassifier
 
 import fastpack
 from fastpack.backends import torch_varlen
+from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families import FAST_FAMILIES, Family
-from fastpack.layers import refusals
-from fastpack.smoke.tiny import build_tiny, model_types
+from fastpack.model import checks as refusals
 
 VARLEN = "olmo"
 

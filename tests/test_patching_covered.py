@@ -22,8 +22,9 @@ from trl import SFTTrainer
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.options import PatchOptions
-from fastpack.patching import options_of
+from fastpack.patching.options import PatchOptions
+from fastpack.patching.state import options_of
+from fastpack.utils.replacement import PreHook, Replacement
 
 SHORT = (5, 3, 7)
 
@@ -37,7 +38,7 @@ def ours_in(model: nn.Module) -> list[str]:
     """Names of the modules on which a forward or a hook of fastpack's still does something."""
 
     def does_something(found: Any) -> bool:
-        return isinstance(found, functools.partial) and found.func.__module__.startswith("fastpack.layers.")
+        return isinstance(found, (Replacement, PreHook)) and found.enabled
 
     return [
         name

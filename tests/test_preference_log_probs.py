@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastpack import PackedSeqLens, PackingError
 from fastpack.batching.packed import PackedPreferenceCollator
 from fastpack.graphs.recorder import no_synchronisation
-from fastpack.packing import IGNORE_INDEX
+from fastpack.packing.seqlens import IGNORE_INDEX
 from fastpack.preference import PairLogProbs, pair_log_probs, pair_log_probs_of_logits, preference_loss
 
 

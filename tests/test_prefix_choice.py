@@ -15,9 +15,9 @@ from torch import nn
 
 import fastpack
 from fastpack import PatchError
-from fastpack.layers.prefixes import LEAST_SAVED
+from fastpack.model.prefix_sharing import LEAST_SAVED
+from fastpack.model.unwrap import find_parts
 from fastpack.smoke.setting import Setting
-from fastpack.targets import find_parts
 
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,

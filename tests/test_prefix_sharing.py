@@ -37,7 +37,7 @@ from fastpack import PackingError
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.graphs.recorder import no_synchronisation
-from fastpack.prefixes import Prefixes
+from fastpack.packing.prefixes import Prefixes
 
 NAIVE_BOUND = 1e-2
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "gpt_neox", "opt")
@@ -130,21 +130,21 @@ def test_negative_control(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many is shared, or the wrong sequences: the comparison sees it, and so do the ids."""
     model, sequences = tiny_model("llama"), pairs()
     alone = run_alone(model, sequences)
-    true = fastpack.prefixes.find_prefixes([len(s) for s in sequences], torch.cat(sequences))
+    true = fastpack.packing.prefixes.find_prefixes([len(s) for s in sequences], torch.cat(sequences))
     longer = tuple(n + (n == max(true.shared)) for n in true.shared)
     wrong = {
         "first": Prefixes((0, 1), (0, 1)),  # two prompts' first tokens
         "longer": Prefixes(true.order, longer),
         "other": Prefixes((0, 5), (0, 4)),
     }[kind]
-    monkeypatch.setattr("fastpack.packing_inputs.find_prefixes", lambda *_: wrong)
-    monkeypatch.setattr("fastpack.prefixes.find_prefixes", lambda *_: wrong)
+    monkeypatch.setattr("fastpack.packing.inputs.find_prefixes", lambda *_: wrong)
+    monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *_: wrong)
     patched(model)
     sharing(model).least_saved = 0.0
     with pytest.raises(PackingError, match="said to begin alike"):
         run_batch(model, sequences, "padded left")
     monkeypatch.setattr(
-        fastpack.prefixes.SharedTokens, "keep_ids", lambda self, ids: ids.index_select(1, self.copies.first)
+        fastpack.packing.prefixes.SharedTokens, "keep_ids", lambda self, ids: ids.index_select(1, self.copies.first)
     )
     assert compare(run_batch(model, sequences, "padded left"), alone).logits > NAIVE_BOUND
 
@@ -268,7 +268,7 @@ def test_the_collator_of_pairs(size: dict[str, int], monkeypatch: pytest.MonkeyP
     batch = PackedPreferenceCollator(**size)(examples())
     assert batch["packed_seq_lens"].prefixes.saved == SAVED
     patched(model)
-    monkeypatch.setattr("fastpack.prefixes.find_prefixes", lambda *_: pytest.fail("they were found before"))
+    monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *_: pytest.fail("they were found before"))
     batch["labels"] = batch["packed_seq_lens"].mask_first_labels(batch["input_ids"])
     batch["labels"][:, sum(map(len, sequences)) :] = -100
     model.zero_grad(set_to_none=True)
@@ -302,8 +302,8 @@ def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -
     """In one copy: the door looks for prefixes once more only where lengths were made without ids."""
     model = patched(tiny_model("llama"))
     looked: list[int] = []
-    found = fastpack.prefixes.find_prefixes
-    monkeypatch.setattr("fastpack.prefixes.find_prefixes", lambda *a: looked.append(1) or found(*a))
+    found = fastpack.packing.prefixes.find_prefixes
+    monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *a: looked.append(1) or found(*a))
     run_batch(model, pairs(), kind)
     assert not looked
     lengths = fastpack.PackedSeqLens.from_lengths([len(s) for s in pairs()])

@@ -64,8 +64,8 @@ def test_the_reference_shares_too(tmp_path: Path) -> None:
 
 def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many, of one pair, and the comparison fails."""
-    from fastpack import packing_inputs
-    from fastpack.prefixes import Prefixes, SharedTokens
+    from fastpack.packing import inputs as packing_inputs
+    from fastpack.packing.prefixes import Prefixes, SharedTokens
 
     find = packing_inputs.find_prefixes
 

@@ -12,7 +12,7 @@ from prefix_cases import SAVED, nodes, pairs, words
 from torch import Tensor
 
 from fastpack import PackedSeqLens, PackingError
-from fastpack.prefixes import Prefixes, find_prefixes, prefixes_of, share
+from fastpack.packing.prefixes import Prefixes, find_prefixes, prefixes_of, share
 
 few_words = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(torch.tensor)
 

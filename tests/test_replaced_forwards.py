@@ -20,9 +20,9 @@ from transformers.models.stablelm import modeling_stablelm as stablelm
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.layers.causal_lm import backbone_forward
-from fastpack.layers.stock import binds
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
+from fastpack.model.backbone import backbone_forward
+from fastpack.utils.replacement import replaces
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6], "use_cache": False}
@@ -176,7 +176,7 @@ def test_a_head_after_the_patch(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = model(**batch), stock(**batch, use_cache=False)
     assert abs(float(ours.loss - theirs.loss)) <= FLOAT32_BOUND * float(theirs.loss)
     assert float((ours.logits - theirs.logits)[mask > 0].abs().max()) <= 1e-5
-    assert binds(model.model.forward, backbone_forward)
+    assert replaces(model.model.forward, backbone_forward)
 
 
 def test_a_recurrent_module_runs_on_rows_whoever_wrote_it(monkeypatch: pytest.MonkeyPatch) -> None:

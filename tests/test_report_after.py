@@ -181,7 +181,7 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's int
 
 @pytest.mark.parametrize("kernels", ["auto", "torch", pytest.param("triton", marks=INTERPRETED)])
 def test_kernels_are_those_of_the_loss_too(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack.layers import loss
+    from fastpack.model import loss
 
     asked = []
     original = loss.linear_cross_entropy

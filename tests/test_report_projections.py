@@ -19,8 +19,8 @@ from transformers.integrations.eetq import EetqLinear
 from transformers.integrations.higgs import HiggsLinear
 
 import fastpack
-from fastpack.adapters import linear_sizes
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
+from fastpack.layers.adapters import linear_sizes
 
 
 class HQQLinear(nn.Module):

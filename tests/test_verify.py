@@ -20,11 +20,11 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.cli import main
 from fastpack.exactness.rule import CONTROL, FULL_BOUND
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import build_tiny, model_types
+from fastpack.exactness.verification import Check
 from fastpack.families import FAMILIES, REFUSED
-from fastpack.packing import PackedSeqLens
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.tiny import build_tiny, model_types
-from fastpack.verification import Check
+from fastpack.packing.seqlens import PackedSeqLens
 
 UNTELLABLE = {
     "cpmant": "embeds others beside",

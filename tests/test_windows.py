@@ -15,7 +15,7 @@ from torch import nn
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.smoke.tiny import build_tiny, model_types
+from fastpack.exactness.tiny import build_tiny, model_types
 
 WINDOWED = ["gemma2", "gemma3", "qwen2_moe", "modernbert-decoder"]
 

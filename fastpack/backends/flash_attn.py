@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda
-from fastpack.compiling import known_once
+from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda, wrong_dtype
+from fastpack.utils.compile import known_once
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,7 @@ def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
         return "no dropout with a softcap"
     if generation.number == 2:
         return flash2_rejects(shape)
-    why = needs_cuda(shape, (8, 0))
-    if why is None and shape.dtype not in HALF_DTYPES:
-        why = f"takes float16 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
+    why = needs_cuda(shape, (8, 0)) or wrong_dtype(shape, HALF_DTYPES)
     if why is None and (shape.head_dim > 256 or shape.head_dim % 8 or shape.value_dim != shape.head_dim):
         why = f"head sizes {shape.head_dim} and {shape.value_dim}"
     if why is None and generation.number == 4 and shape.needs_grad:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import needs_cuda
-from fastpack.compiling import compile_often
-from fastpack.packing import PackedSeqLens
+from fastpack.backends.limits import FLOAT_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.compile import compile_often
 
 BLOCK = 128
 
@@ -26,13 +26,7 @@ def rejects(shape: AttentionShape) -> str | None:
     why = needs_cuda(shape, (8, 0))
     if why is not None:
         return f"{why} (its compiled backward is written for GPUs)"
-    if shape.dropout:
-        return "FlexAttention has no dropout"
-    if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {str(shape.dtype).removeprefix('torch.')}"
-    if shape.head_dim < 16 or shape.value_dim < 16:
-        return f"head sizes must be at least 16, not {shape.head_dim} and {shape.value_dim}"
-    return None
+    return lacks(shape, "FlexAttention", "dropout") or wrong_dtype(shape, FLOAT_DTYPES) or wrong_sizes(shape, least=16)
 
 
 def run(call: AttentionCall) -> Tensor:

@@ -1,14 +1,15 @@
-"""What kernels of one lineage have in common: the limits of FlashAttention-2, whoever ships it."""
+"""What kernels can't do: limits that several have, and those of FlashAttention-2, whoever ships it."""
 
 from __future__ import annotations
 
 import torch
 
 from fastpack.backends.call import AttentionShape
-from fastpack.compiling import constant
+from fastpack.utils.compile import constant
 
 INT32_LIMIT = 2**31
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 def cuda_capability(shape: AttentionShape) -> tuple[int, int] | None:
@@ -35,13 +36,46 @@ def needs_cuda(shape: AttentionShape, minimum: tuple[int, int]) -> str | None:
     return None
 
 
+def lacks(shape: AttentionShape, kernel: str, *features: str) -> str | None:
+    """Why a kernel without these features can't serve, or None.
+
+    Args:
+        kernel: what the message calls it.
+        features: of ``softcap``, ``attention sinks`` and ``dropout``.
+    """
+    asked = {"softcap": shape.softcap is not None, "attention sinks": shape.sinks, "dropout": shape.dropout > 0}
+    for feature in features:
+        if asked[feature]:
+            return f"{kernel} has no {feature}"
+    return None
+
+
+def wrong_dtype(shape: AttentionShape, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Why a kernel for these dtypes can't serve, or None."""
+    if shape.dtype in dtypes:
+        return None
+    *others, last, given = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, shape.dtype))
+    return f"takes {', '.join(others)} and {last}, not {given}"
+
+
+def wrong_sizes(shape: AttentionShape, *, multiple: int = 1, least: int = 1, most: int | None = None) -> str | None:
+    """Why a kernel for such sizes of keys and values can't serve, or None."""
+    sizes = (shape.head_dim, shape.value_dim)
+    wanted = None
+    if sizes[0] % multiple or sizes[1] % multiple:
+        wanted = f"multiples of {multiple}"
+    elif most is not None and max(sizes) > most:
+        wanted = f"at most {most}"
+    elif min(sizes) < least:
+        wanted = f"at least {least}"
+    return None if wanted is None else f"head sizes must be {wanted}, not {sizes[0]} and {sizes[1]}"
+
+
 def flash2_rejects(shape: AttentionShape) -> str | None:
     """Why a FlashAttention-2 varlen kernel can't serve, apart from softcap, sinks and dropout; or None."""
-    why = needs_cuda(shape, (8, 0))
+    why = needs_cuda(shape, (8, 0)) or wrong_dtype(shape, HALF_DTYPES)
     if why is not None:
         return why
-    if shape.dtype not in HALF_DTYPES:
-        return f"takes float16 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
     if shape.head_dim > 256 or shape.head_dim % 8:
         return f"head size must be a multiple of 8 up to 256, not {shape.head_dim}"
     if shape.value_dim != shape.head_dim:

@@ -8,27 +8,19 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import needs_cuda
+from fastpack.backends.limits import FLOAT_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
 
 CAUSAL_FROM_TOP_LEFT = 1
 
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why the memory-efficient kernel can't compute this, or None."""
-    if shape.softcap is not None:
-        return "the memory-efficient kernel has no softcap"
-    if shape.sinks:
-        return "the memory-efficient kernel has no attention sinks"
-    minimum = (8, 0) if shape.dtype == torch.bfloat16 else (5, 0)
-    why = needs_cuda(shape, minimum)
-    if why is not None:
-        return why
-    if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {str(shape.dtype).removeprefix('torch.')}"
-    multiple = 4 if shape.dtype == torch.float32 else 8
-    if shape.head_dim % multiple or shape.value_dim % multiple:
-        return f"head sizes must be multiples of {multiple}, not {shape.head_dim} and {shape.value_dim}"
-    return None
+    return (
+        lacks(shape, "the memory-efficient kernel", "softcap", "attention sinks")
+        or needs_cuda(shape, (8, 0) if shape.dtype == torch.bfloat16 else (5, 0))
+        or wrong_dtype(shape, FLOAT_DTYPES)
+        or wrong_sizes(shape, multiple=4 if shape.dtype == torch.float32 else 8)
+    )
 
 
 def run(call: AttentionCall) -> Tensor:

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
-from fastpack.compiling import known_once
 from fastpack.errors import PatchError
-from fastpack.packing import PackedSeqLens, sent
+from fastpack.packing.seqlens import PackedSeqLens, sent
+from fastpack.utils.compile import known_once
 
 Op = Literal["conv", "gated_delta", "kda", "ssd"]
 Function = Callable[..., Any]

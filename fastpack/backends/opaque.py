@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall
 from fastpack.errors import BackendUnavailableError
-from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 
 READ_LENGTHS = ("segments", "reference")
 """Backends that take lengths as Python ints, also on a GPU."""

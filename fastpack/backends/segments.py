@@ -15,18 +15,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import HALF_DTYPES
+from fastpack.backends.limits import HALF_DTYPES, lacks
 
 QUERY_BLOCK = 512
 
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why scaled_dot_product_attention can't compute this, or None."""
-    if shape.softcap is not None:
-        return "scaled_dot_product_attention has no softcap"
-    if shape.sinks:
-        return "scaled_dot_product_attention has no attention sinks"
-    return None
+    return lacks(shape, "scaled_dot_product_attention", "softcap", "attention sinks")
 
 
 def run(call: AttentionCall) -> Tensor:

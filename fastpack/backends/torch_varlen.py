@@ -8,19 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import flash2_rejects
-from fastpack.compiling import known_once
+from fastpack.backends.limits import flash2_rejects, lacks
+from fastpack.utils.compile import known_once
 
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why torch's varlen kernel can't compute this, or None."""
-    if shape.softcap is not None:
-        return "torch's varlen kernel has no softcap"
-    if shape.sinks:
-        return "torch's varlen kernel has no attention sinks"
-    if shape.dropout:
-        return "torch's varlen kernel has no dropout"
-    return flash2_rejects(shape)
+    without = ("softcap", "attention sinks", "dropout")
+    return lacks(shape, "torch's varlen kernel", *without) or flash2_rejects(shape)
 
 
 def run(call: AttentionCall) -> Tensor:

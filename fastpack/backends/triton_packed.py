@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import cuda_capability, needs_cuda
-from fastpack.compiling import known_once
+from fastpack.backends.limits import (
+    FLOAT_DTYPES,
+    HALF_DTYPES,
+    cuda_capability,
+    lacks,
+    needs_cuda,
+    wrong_dtype,
+    wrong_sizes,
+)
 from fastpack.ops.implementation import triton_installed
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import rows_of
+from fastpack.utils.compile import known_once
 
 if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores
@@ -20,18 +28,13 @@ if TYPE_CHECKING:
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why these kernels can't compute this, or None."""
-    if shape.dropout:
-        return "fastpack's own kernels have no dropout"
-    why = needs_cuda(shape, (8, 0))  # for older GPUs Triton has no matrix units
-    if why is not None:
-        return why
-    if shape.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {str(shape.dtype).removeprefix('torch.')}"
-    if max(shape.head_dim, shape.value_dim) > 256:
-        return f"head sizes must be at most 256, not {shape.head_dim} and {shape.value_dim}"
-    if min(shape.head_dim, shape.value_dim) < 16:
-        return f"head sizes must be at least 16, not {shape.head_dim} and {shape.value_dim}"
-    return None if _installed() else "needs Triton (pip install triton)"
+    return (
+        lacks(shape, "fastpack's own kernel", "dropout")
+        or needs_cuda(shape, (8, 0))  # for older GPUs Triton has no matrix units
+        or wrong_dtype(shape, FLOAT_DTYPES)
+        or wrong_sizes(shape, least=16, most=256)
+        or (None if _installed() else "needs Triton (pip install triton)")
+    )
 
 
 def wins(shape: AttentionShape) -> bool:
@@ -42,7 +45,7 @@ def wins(shape: AttentionShape) -> bool:
     0.08 for 0.15 and 0.14, and 1.5 for 1.8 and 1.7; with 17 other counts of heads against torch's too.
     """
     capability = cuda_capability(shape)
-    plain = shape.softcap is None and not shape.sinks and shape.dtype in (torch.float16, torch.bfloat16)
+    plain = shape.softcap is None and not shape.sinks and shape.dtype in HALF_DTYPES
     return plain and capability is not None and capability[0] == 9 and 64 <= shape.head_dim <= 128
 
 

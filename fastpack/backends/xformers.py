@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import needs_cuda
-from fastpack.compiling import known_once
-from fastpack.installation import install_command
+from fastpack.backends.limits import HALF_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
+from fastpack.utils.compile import known_once
+from fastpack.utils.versions import install_command
 
 RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
 """The library that xformers' wheel is linked with, and the package that brings it: torch for CUDA 13 has another."""
@@ -26,18 +26,12 @@ def rejects(shape: AttentionShape) -> str | None:
         return why
     if torch.compiler.is_compiling():
         return "in a compiled region its mask, made of lengths on the host, would wait for the device in each layer"
-    if shape.softcap is not None:
-        return "xformers has no softcap"
-    if shape.sinks:
-        return "xformers has no attention sinks"
-    why = needs_cuda(shape, (8, 0) if shape.dtype == torch.bfloat16 else (7, 0))
-    if why is not None:
-        return why
-    if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"takes float16 and bfloat16, not {str(shape.dtype).removeprefix('torch.')}"
-    if shape.head_dim % 8 or shape.value_dim % 8:
-        return f"head sizes must be multiples of 8, not {shape.head_dim} and {shape.value_dim}"
-    return None
+    return (
+        lacks(shape, "xformers", "softcap", "attention sinks")
+        or needs_cuda(shape, (8, 0) if shape.dtype == torch.bfloat16 else (7, 0))
+        or wrong_dtype(shape, HALF_DTYPES)
+        or wrong_sizes(shape, multiple=8)
+    )
 
 
 def run(call: AttentionCall) -> Tensor:

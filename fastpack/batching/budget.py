@@ -59,17 +59,6 @@ class BatchPlan:
         """Tokens over the budgets of all micro-batches, from 0 to 1."""
         return sum(chain.from_iterable(self.tokens)) / (self.max_tokens * self.micro_batches * len(self.batches))
 
-    @property
-    def imbalance(self) -> float:
-        """What ranks lose that wait for each other after every micro-batch: the dearest of each step, over the mean."""
-        dearest = sum(max(step) for step in zip(*self.costs, strict=True))
-        return dearest * len(self.costs) / math.fsum(chain.from_iterable(self.costs))
-
-    def digest(self) -> str:
-        """The same for equal ``batches``, on every machine."""
-        sizes = (len(batch) for rank in self.batches for batch in rank)
-        return digest(chain((len(self.batches), self.micro_batches), sizes, *map(chain.from_iterable, self.batches)))
-
 
 def plan_batches(
     lengths: Sequence[int] | Tensor,

@@ -21,13 +21,6 @@ from fastpack.batching.budget import (
 )
 from fastpack.errors import PackingError
 
-_MENDS = {
-    "examples": "another data set: pass the one that it was made with",
-    "lengths": "another data set, or another order of it: pass the one that it was made with",
-    "ranks": "another number of processes: start as many",
-}
-
-
 EVENED = 64
 """Epochs that :meth:`TokenBudgetSampler.even_out` plans at most; a later one that needs more is shuffled otherwise."""
 _TRIES = 1000
@@ -37,12 +30,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
     """Lists of indices of whole examples, of at most ``max_tokens`` tokens together: one micro-batch each.
 
     ``DataLoader(dataset, batch_sampler=TokenBudgetSampler(lengths_of(dataset), 8192), collate_fn=...)``. What is in
-    which batch, and how ranks share them, is :func:`plan_batches`'s to say; this holds the place in an epoch. It makes
-    the batches of its own rank: nothing may divide them among ranks again.
+    which batch, and how ranks share them, is :func:`plan_batches`'s to say. It makes the batches of its own rank:
+    nothing may divide them among ranks again.
 
     ``len()`` is the number of micro-batches of this rank in the whole epoch, the same on every rank; it may differ by
-    a few from epoch to epoch until :meth:`even_out` is called. Iterating goes through the epoch from its start, or from
-    where a loaded state stopped.
+    a few from epoch to epoch until :meth:`even_out` is called. Iterating goes through the epoch from its start. The
+    same lengths, settings and epoch give the same batches, so who goes on in mid-epoch skips those that were trained on
+    (``itertools.islice``, or accelerate's ``skip_first_batches``).
 
     Args:
         lengths: tokens of each example, from :func:`lengths_of`; n ints or a whole 1-D tensor. The same on every rank.
@@ -89,8 +83,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
         if grouped:  # before planning, which may raise on one rank alone, while the others would wait for it
             self._compare(self._settings())
         self._epoch = 0
-        self._start = 0
-        self._position = 0
         self._micro_batches = 1
         self._plan = self._planned(0)
 
@@ -108,22 +100,17 @@ class TokenBudgetSampler(Sampler[list[int]]):
         return self._plan.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self._plan.batches[self.rank]
-        # The loaded place holds until the epoch was gone through: whoever draws one batch to look at it loses nothing.
-        for at in range(self._start, len(batches)):
-            self._position = at + 1
-            yield list(batches[at])
-        self._start, self._position = 0, len(batches)
+        yield from map(list, self._plan.batches[self.rank])
 
     def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch, from its start; the one that it is in already is left as it is, and where it is.
+        """Plan another epoch; the one that it is in already is left as it is.
 
         Raises:
             PackingError: not an int from 0 on, or as :func:`plan_batches`; then nothing has changed.
         """
         if epoch != self._epoch:
             self._plan = self._planned(epoch)
-            self._epoch, self._start, self._position = epoch, 0, 0
+            self._epoch = epoch
 
     def even_out(self, epochs: int) -> None:
         """Give the first so many epochs as many micro-batches as the one of them that needs most.
@@ -137,63 +124,18 @@ class TokenBudgetSampler(Sampler[list[int]]):
             self._micro_batches = max(self._planned(epoch).micro_batches for epoch in planned)
             self._plan = self._planned(self._epoch)
 
-    def state_dict(self, done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, as ints, floats and strings; the same on every rank, so one of them may save it.
-
-        Args:
-            done: how many micro-batches of this epoch were trained on, from its start. By default as many as were
-                drawn. A ``DataLoader`` with workers draws ahead: then pass it, or what waits in its queue is skipped.
-
-        Raises:
-            PackingError: ``done`` is not from 0 to ``len(self)``.
-        """
-        position = self._position if done is None else done
-        self._check_position(position, len(self))
-        return {"epoch": self._epoch, "position": position, "plan": self._plan.digest(), **self._settings()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state stopped: iterating then gives what remained of its epoch, in the same batches.
-
-        Of the data the lengths are known here, and nothing else: others of the same lengths pass.
-
-        Raises:
-            PackingError: the state is not one of this class, was made with other lengths, settings or ranks, or its
-                plan comes out differently now; nothing has changed then.
-        """
-        settings = self._settings()
-        missing = [name for name in ("epoch", "position", "plan", *settings) if name not in state]
-        if missing:
-            raise PackingError(
-                f"the state holds {', '.join(map(str, state)) or 'nothing'}, and no {', '.join(missing)}: pass what "
-                "TokenBudgetSampler.state_dict() returned."
-            )
-        for name, value in settings.items():
-            if state[name] != value:
-                mend = _MENDS.get(name, f"pass {name}={state[name]!r} to go on in the middle of its epoch")
-                raise PackingError(f"the state has {name} {state[name]!r}, and this sampler {value!r}: {mend}.")
-        plan = self._plan if state["epoch"] == self._epoch else self._planned(state["epoch"])
-        if plan.digest() != state["plan"]:
-            raise PackingError(
-                f"the state's epoch {state['epoch']} comes out in other batches here, from the same lengths: go on "
-                "with the releases of fastpack and torch that it was made with, or start an epoch anew."
-            )
-        self._check_position(state["position"], plan.micro_batches)
-        self._plan, self._epoch = plan, state["epoch"]
-        self._start = self._position = state["position"]
-
-    def check_ranks(self) -> None:
-        """Compare the data, the settings and the place in the epoch with every other rank's. A collective call.
-
-        Raises:
-            PackingError: on every rank, where they differ; or no process group exists, and there are several ranks.
-        """
-        if dist.is_available() and dist.is_initialized():
-            self._compare(self.state_dict())
-        elif self.ranks > 1:
-            raise PackingError(
-                f"ranks={self.ranks}, and torch.distributed has no process group, so they can't be compared. Call "
-                "torch.distributed.init_process_group first."
-            )
+    def _settings(self) -> dict[str, Any]:
+        """What the batches of an epoch depend on, as ints, floats and strings; the same on every rank."""
+        return {
+            "examples": len(self.lengths),
+            "lengths": self.fingerprint,
+            "max_tokens": self.max_tokens,
+            "seed": self.seed,
+            "ranks": self.ranks,
+            "look_ahead": self.look_ahead,
+            "too_long": self.too_long,
+            "cost": list(self.cost),
+        }
 
     def _compare(self, state: dict[str, Any]) -> None:
         found: list[Any] = [None] * dist.get_world_size()
@@ -222,23 +164,6 @@ class TokenBudgetSampler(Sampler[list[int]]):
             cost=self.cost,
             micro_batches=self._micro_batches,
         )
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "examples": len(self.lengths),
-            "lengths": self.fingerprint,
-            "max_tokens": self.max_tokens,
-            "seed": self.seed,
-            "ranks": self.ranks,
-            "look_ahead": self.look_ahead,
-            "too_long": self.too_long,
-            "cost": list(self.cost),
-        }
-
-    @staticmethod
-    def _check_position(position: Any, most: int) -> None:
-        if type(position) is not int or not 0 <= position <= most:
-            raise PackingError(f"{position!r} micro-batches are done; this epoch has from 0 to {most} of them.")
 
 
 def compare_ranks(states: Sequence[Mapping[str, Any]]) -> None:

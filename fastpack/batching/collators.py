@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.errors import PackingError
-from fastpack.layers.arguments import source_of
-from fastpack.packing_inputs import PACKING_KEYWORDS, pack_inputs
+from fastpack.packing.inputs import PACKING_KEYWORDS, pack_inputs
+from fastpack.utils.signatures import source_of
 
 Collator = Callable[[Any], Any]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
-from fastpack.packing import IGNORE_INDEX, Bucket, PackedSeqLens
-from fastpack.prefixes import find_prefixes
+from fastpack.packing.prefixes import find_prefixes
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
 
 Example = Mapping[str, Any]
 
@@ -35,78 +35,23 @@ class _Sequence:
     labels: Tensor
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PackedCollator:
-    """How large the row is. Frozen, and without closures, so that workers of a data loader can be handed one."""
-
-    pad_to: int | None = None
-    pad_to_multiple_of: int | None = None
-    max_sequences: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("pad_to", "pad_to_multiple_of", "max_sequences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}; pass 1 or more, or None.")
-        if self.pad_to is not None and self.pad_to_multiple_of is not None:
-            raise ValueError(
-                f"pad_to={self.pad_to} and pad_to_multiple_of={self.pad_to_multiple_of}: the length is fixed or "
-                "rounded up. Pass one of them."
-            )
-        if self.max_sequences is not None and self.pad_to is None:
-            raise ValueError(
-                f"max_sequences={self.max_sequences} fixes the number of offsets, which serves only where pad_to "
-                "fixes the length. Pass both, or neither."
-            )
-
-    def _collate(self, groups: Sequence[tuple[_Sequence, ...]]) -> dict[str, Any]:
-        """The batch of these examples, each with its sequences: all first ones, then all second ones."""
-        if not groups:
-            raise PackingError("there is no example to collate. Pass at least one.")
-        self._check_fit(groups)
-        sequences = list(chain.from_iterable(zip(*groups, strict=True)))
-        packed = PackedSeqLens.from_lengths([len(s.ids) for s in sequences])
-        ids_1T = torch.cat([s.ids for s in sequences])[None]
-        prefixes = find_prefixes(packed.lengths, ids_1T[0])
-        labels_1T = packed.mask_first_labels(torch.cat([s.labels for s in sequences])[None])
-        total = packed.total_tokens
-        if self.pad_to is not None:
-            # room for the tail in any case: whether there is one must not decide about shapes
-            count = (self.max_sequences or len(sequences)) + 1
-            packed = packed.bucketed(Bucket(self.pad_to, count, self.pad_to))
-        elif self.pad_to_multiple_of is not None and total % self.pad_to_multiple_of:
-            rest = self.pad_to_multiple_of - total % self.pad_to_multiple_of
-            packed = replace(PackedSeqLens.from_lengths([*packed.lengths, rest]), filler=rest)
-        packed = replace(packed.flattened(), prefixes=prefixes)
-        tail = packed.total_tokens - total
-        return {
-            "input_ids": torch.cat([ids_1T, ids_1T[:, :1].expand(1, tail)], 1),
-            "labels": torch.cat([labels_1T, labels_1T.new_full((1, tail), IGNORE_INDEX)], 1),
-            "position_ids": packed.position_ids,
-            "packed_seq_lens": packed,
-        }
-
-    def _check_fit(self, groups: Sequence[tuple[_Sequence, ...]]) -> None:
-        if self.pad_to is None:
-            return
-        tokens = count = 0
-        for number, group in enumerate(groups):
-            here = sum(len(s.ids) for s in group)
-            tokens, count = tokens + here, count + len(group)
-            if tokens > self.pad_to:
-                raise PackingError(
-                    f"example {number} of the batch does not fit: it has {here} tokens, with which there are {tokens}, "
-                    f"and pad_to is {self.pad_to}. Pass fewer or shorter examples, or a larger pad_to."
-                )
-            if self.max_sequences is not None and count > self.max_sequences:
-                raise PackingError(
-                    f"example {number} of the batch does not fit: with it there are {count} sequences, and "
-                    f"max_sequences is {self.max_sequences}. Pass fewer examples, or a larger max_sequences."
-                )
+def _collate(groups: Sequence[tuple[_Sequence, ...]]) -> dict[str, Any]:
+    """The batch of these examples, each with its sequences: all first ones, then all second ones."""
+    if not groups:
+        raise PackingError("there is no example to collate. Pass at least one.")
+    sequences = list(chain.from_iterable(zip(*groups, strict=True)))
+    packed = PackedSeqLens.from_lengths([len(s.ids) for s in sequences])
+    ids_1T = torch.cat([s.ids for s in sequences])[None]
+    return {
+        "input_ids": ids_1T,
+        "labels": packed.mask_first_labels(torch.cat([s.labels for s in sequences])[None]),
+        "position_ids": packed.position_ids,
+        "packed_seq_lens": replace(packed.flattened(), prefixes=find_prefixes(packed.lengths, ids_1T[0])),
+    }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedSFTCollator(_PackedCollator):
+@dataclass(frozen=True)
+class PackedSFTCollator:
     """Examples end to end in one row, for supervised fine-tuning.
 
     An example is a mapping with lists, arrays or 1-D tensors of equal lengths:
@@ -123,27 +68,18 @@ class PackedSFTCollator(_PackedCollator):
     - ``packed_seq_lens``: a :class:`fastpack.PackedSeqLens`, so that a patched model reads nothing from the device: no
       lengths, nor the prefixes that sequences share (``fastpack.patch(..., share_prefixes="auto")``).
 
-    Attributes:
-        pad_to: T of every batch, as compiled steps and CUDA graphs want it. What is missing is one sequence at the
-            end, of copies of the first token, whose labels are ignored (see :meth:`PackedSeqLens.bucketed`). It is no
-            longer than ``pad_to``; a model with a table of positions needs one for each of its tokens.
-        pad_to_multiple_of: T is rounded up to a multiple of this, in the same manner; not together with ``pad_to``.
-        max_sequences: with ``pad_to``: the most sequences that a batch has. The number of offsets follows from it; by
-            default from the number of examples, so that batches of as many examples have the same shapes.
-
     Raises:
-        ValueError: sizes below 1, or that exclude each other.
         PackingError: when called: no example; one without a token, whose columns differ in length or are not whole
-            numbers in one dimension, whose ``completion_mask`` keeps nothing, whose ``attention_mask`` has a hole; one
-            that does not fit. The message has its number in the batch.
+            numbers in one dimension, whose ``completion_mask`` keeps nothing, whose ``attention_mask`` has a hole. The
+            message has its number in the batch.
     """
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
-        return self._collate([(_supervised(example, f"example {i}"),) for i, example in enumerate(examples)])
+        return _collate([(_supervised(example, f"example {i}"),) for i, example in enumerate(examples)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class PackedPreferenceCollator(_PackedCollator):
+@dataclass(frozen=True)
+class PackedPreferenceCollator:
     """Pairs flattened into one row: all chosen sequences, then all rejected ones, each behind its prompt.
 
     An example is a mapping with TRL's columns, lists, arrays or 1-D tensors:
@@ -158,13 +94,7 @@ class PackedPreferenceCollator(_PackedCollator):
     ``ref_chosen_logps`` and ``ref_rejected_logps`` as float64 ``[P]`` where they came (see
     :mod:`fastpack.preference`).
 
-    Attributes:
-        pad_to: as there.
-        pad_to_multiple_of: as there.
-        max_sequences: as there; each pair has two.
-
     Raises:
-        ValueError: as there.
         PackingError: as there, and for a completion of which nothing is predicted: without a token, or with a single
             one and no prompt.
     """
@@ -175,7 +105,7 @@ class PackedPreferenceCollator(_PackedCollator):
             name = f"example {number}"
             prompt = _part(example, "prompt", name)
             pairs.append((_completed(prompt, example, "chosen", name), _completed(prompt, example, "rejected", name)))
-        batch = self._collate(pairs)
+        batch = _collate(pairs)
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
             given = [column in example for example in examples]
             if not any(given):

@@ -1,6 +1,6 @@
 """What this machine can do at best, measured: matrix products and copies. The floor under every time.
 
-Run as ``python -m fastpack.bench.ceiling`` in a process of its own, which prints ``CEILING {...}``.
+Run as ``python -m fastpack.bench.ceiling`` in a process of its own, whose last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 
 from fastpack.bench.measure import time_calls
 
-CEILING = "CEILING "
 PRODUCTS = 8
 
 
@@ -43,10 +42,10 @@ def measure() -> Ceiling:
         for _ in range(PRODUCTS):
             torch.mm(a, b, out=product)
 
-    flops = PRODUCTS * 2 * size**3 / time_calls([multiply], device, repeats=50 if on_gpu else 5).seconds
+    flops = PRODUCTS * 2 * size**3 / time_calls([multiply], device, repeats=50 if on_gpu else 5)
     source = torch.randn((1 << 30 if on_gpu else 1 << 26) // 4, device=device)
     target = torch.empty_like(source)
-    seconds = time_calls([lambda: target.copy_(source)], device, repeats=50 if on_gpu else 5).seconds
+    seconds = time_calls([lambda: target.copy_(source)], device, repeats=50 if on_gpu else 5)
     name = str(dtype).removeprefix("torch.")
     return Ceiling(flops, 2 * 4 * source.numel() / seconds, f"{size}^3 {name}", device_name())
 
@@ -74,4 +73,4 @@ def machine() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(CEILING + json.dumps({"ceiling": asdict(measure()), "machine": machine()}))
+    print(json.dumps({"ceiling": asdict(measure()), "machine": machine()}))

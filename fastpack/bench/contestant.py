@@ -1,15 +1,13 @@
 """One contestant: builds its model, trains it, and prints its figures.
 
-Run as ``python -m fastpack.bench.contestant '{"contestant": ...}'`` by :mod:`fastpack.bench.runner`, to which it
-speaks in lines: ``STEP`` after each step, and at the end ``FIGURES {...}``.
+Run as ``python -m fastpack.bench.contestant '{"contestant": ...}'`` by :mod:`fastpack.bench.runner`; the last line
+that it prints is its figures, as JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -18,55 +16,46 @@ from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.loops import train_plainly, train_with_trl
 from fastpack.bench.models import build_model
-from fastpack.bench.power import PowerMeter
 from fastpack.bench.preference import train_with_dpo
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
 from fastpack.metrics.counting import resident_bytes
 
-STEP, FIGURES = "STEP", "FIGURES "
 OUT_OF_MEMORY = "out of memory"
 
 
-def run(settings: Settings, on_step: Callable[[], None] | None = None) -> Figures:
+def run(settings: Settings) -> Figures:
     """Train ``warmup + steps`` steps, and measure the last ``steps``."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
+    clock = Clock(settings.warmup)
     try:
         model, backend = build_model(settings, device)
         if on_gpu:  # building may have taken more than training does
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        power = PowerMeter(str(torch.cuda.get_device_properties(device).uuid)) if settings.power else None
-        clock = Clock(settings.warmup, settings.steps, profile=on_gpu, power=power, on_step=on_step)
         vocabulary = make_config(settings.shape).vocab_size
-        with power or contextlib.nullcontext():
-            if settings.trainer == "dpo":
-                losses, norms, backend = train_with_dpo(model, backend, settings, vocabulary, clock)
-            else:
-                rows = make_rows(settings.row_lengths(extra_steps=int(on_gpu)), vocabulary, settings.seed)
-                train = train_plainly if settings.loop == "plain" else train_with_trl
-                losses, norms = train(model, settings, rows, clock)
+        if settings.trainer == "dpo":
+            losses, norms, backend = train_with_dpo(model, backend, settings, vocabulary, clock)
+        else:
+            rows = make_rows(settings.row_lengths(), vocabulary, settings.seed)
+            train = train_plainly if settings.loop == "plain" else train_with_trl
+            losses, norms = train(model, settings, rows, clock)
     except torch.OutOfMemoryError:
         return Figures(settings.contestant, error=OUT_OF_MEMORY)
-    measured = settings.warmup + settings.steps
     batches = settings.timed_batches()
     tokens = [sum(batch) for batch in batches]
     padded = sum(max(batch) * len(batch) for batch in batches)
     return Figures(
         contestant=settings.contestant,
         backend=backend,
-        seconds=clock.seconds,
+        seconds=clock.seconds(),
         tokens=tokens,
         slots=sum(tokens) if CONTESTANTS[settings.contestant].packed else padded,
-        peak_memory=(clock.peak_memory if on_gpu else resident_bytes() or 0) / 2**30,
-        held_memory=clock.held_memory / 2**30 if on_gpu else None,
-        losses=losses[:measured],
-        gradient_norms=norms[:measured],
-        kernels=clock.kernels,
-        launches=clock.launches,
-        busy=clock.busy,
-        drawn=None if power is None else asdict(power.drawn()),
+        peak_memory=(torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() or 0) / 2**30,
+        held_memory=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
+        losses=losses,
+        gradient_norms=norms,
     )
 
 
@@ -77,5 +66,4 @@ def make_rows(lengths: list[int], vocab_size: int, seed: int) -> list[list[int]]
 
 
 if __name__ == "__main__":
-    figures = run(Settings(**json.loads(sys.argv[1])), on_step=lambda: print(STEP, flush=True))
-    print(FIGURES + json.dumps(asdict(figures)))
+    print(json.dumps(asdict(run(Settings(**json.loads(sys.argv[1]))))))

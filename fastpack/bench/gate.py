@@ -14,6 +14,7 @@ from typing import Literal
 
 from fastpack.bench.loops import GATE_STEPS
 from fastpack.bench.settings import Figures
+from fastpack.text import counted
 
 Precision = Literal["full precision", "half precision"]
 LOSS_BOUND: dict[Precision, float] = {"full precision": 1e-4, "half precision": 2e-2}
@@ -50,43 +51,26 @@ class Verdict:
         if not self.compared:
             return "nothing was compared: fewer than two contestants ran"
         return (
-            f"{self._found()}: the furthest from {self.against!r} is "
-            f"{self.contestant!r}, in the {self.what} of step {self.step}, by {self.difference:.1e} of it "
-            f"(bound {self.bound:g})"
+            f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
+            f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.contestant!r}, in "
+            f"the {self.what} of step {self.step}, by {self.difference:.1e} of it (bound {self.bound:g})"
         )
-
-    def _found(self) -> str:
-        found, steps = "agree" if self.agree else "DISAGREE", _first(self.steps)
-        if self.norm_steps == self.steps:
-            return f"losses and gradients {found} over {steps}"
-        if self.norm_steps:
-            return f"losses over {steps} and gradients over {_first(self.norm_steps)} {found}"
-        return (
-            f"losses {found} over {steps}; gradients were not compared (--loop plain reads their norms in steps of "
-            "--warmup, which is 0)"
-        )
-
-
-def _first(steps: int) -> str:
-    return f"the first {steps} steps" if steps != 1 else "the first step"
 
 
 def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
-    """The verdict on all contestants that ran."""
+    """Return the verdict on all contestants that ran."""
     ran = [row for row in figures if row.error is None]
-    worst, worst_ratio = Verdict(agree=True), -1.0
     steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
     norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])
+    found: list[Verdict] = []
     for row in ran[1:]:
         for what, bound, ours, theirs in (
-            ("loss", LOSS_BOUND[precision], row.losses, ran[0].losses),
-            ("gradients' norm", NORM_BOUND[precision], row.gradient_norms, ran[0].gradient_norms),
+            ("loss", LOSS_BOUND[precision], row.losses[:steps], ran[0].losses),
+            ("gradients' norm", NORM_BOUND[precision], row.gradient_norms[:norm_steps], ran[0].gradient_norms),
         ):
-            for step, (our, their) in enumerate(zip(ours[:GATE_STEPS], theirs[:GATE_STEPS], strict=True), 1):
-                difference = abs(our - their) / abs(their) if their else math.inf
-                ratio = math.inf if math.isnan(difference) else difference / bound
-                if ratio > worst_ratio:
-                    worst_ratio = ratio
-                    where = (row.contestant, ran[0].contestant, what, step, difference, bound)
-                    worst = Verdict(ratio <= 1, *where, steps, norm_steps)
-    return worst
+            for step, (our, their) in enumerate(zip(ours, theirs, strict=False), 1):
+                off = abs(our - their) / abs(their) if their else math.inf
+                difference = math.inf if math.isnan(off) else off
+                where = (row.contestant, ran[0].contestant, what, step, difference, bound)
+                found.append(Verdict(difference <= bound, *where, steps, norm_steps))
+    return max(found, key=lambda verdict: verdict.difference / verdict.bound, default=Verdict(agree=True))

@@ -35,7 +35,7 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
     contestant = CONTESTANTS[settings.contestant]
     with tempfile.TemporaryDirectory() as folder:
         arguments = SFTConfig(
-            **trainer_arguments(settings, clock, folder),
+            **trainer_arguments(settings, folder),
             padding_free=contestant.packed,
             use_liger_kernel=contestant.liger,
             dataset_kwargs={"skip_prepare_dataset": True},
@@ -57,12 +57,12 @@ def train_with_trl(model: Any, settings: Settings, rows: list[Row], clock: Clock
     return logged_of_first_steps(trainer)
 
 
-def trainer_arguments(settings: Settings, clock: Clock, folder: str) -> dict[str, Any]:
+def trainer_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     """What the config of any of TRL's trainers is given."""
     return {
         "output_dir": folder,
         "per_device_train_batch_size": settings.rows,
-        "max_steps": clock.total_steps,
+        "max_steps": settings.total_steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
         "max_length": None,
@@ -113,7 +113,7 @@ def train_plainly(model: Any, settings: Settings, rows: list[Row], clock: Clock)
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=device.type == "cuda")
     losses: list[torch.Tensor] = []
     norms: list[float] = []
-    for step in range(clock.total_steps):
+    for step in range(settings.total_steps):
         ids = [torch.tensor(row) for row in rows[step * settings.rows : (step + 1) * settings.rows]]
         clock.begin()
         batch = {name: value.to(device) if hasattr(value, "to") else value for name, value in collator(ids).items()}

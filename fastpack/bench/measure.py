@@ -7,11 +7,11 @@ and keep as many results, so that what is read and written is not found in the c
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,16 +27,8 @@ TOTAL_SECONDS = 1.0
 FEWEST = 5
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Of one call: seconds on the device, and seconds that the host takes to ask for it (None on a CPU)."""
-
-    seconds: float
-    host_seconds: float | None
-
-
-def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 30) -> Timing:
-    """The median time of one call, taken in turn from ``calls``.
+def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 30) -> float:
+    """Return the median seconds of one call, taken in turn from ``calls``.
 
     Args:
         calls: each the same work on other data; what they return is kept until its turn comes again.
@@ -44,49 +36,37 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repe
         repeats: how many samples are taken.
     """
     kept: deque[Any] = deque(maxlen=len(calls))
-    for call in calls[:4]:  # warm up: compile, tune, plan
-        kept.append(call())
+    turns = itertools.cycle(calls)
+    for _ in range(min(len(calls), 4)):  # warm up: compile, tune, plan
+        kept.append(next(turns)())
     if device.type != "cuda":
-        return Timing(statistics.median(_on_host(calls[i % len(calls)], kept) for i in range(repeats)), None)
-    host, alone = _once(calls, kept)
+        return statistics.median(_seconds(next(turns), kept)[0] for _ in range(repeats))
+    host, alone = (
+        statistics.median(times) for times in zip(*(_seconds(next(turns), kept) for _ in range(5)), strict=True)
+    )
     batch = max(1, min(len(calls) * 4, 64, int(QUEUED_SECONDS / host), int(SAMPLE_SECONDS / alone) + 1))
     repeats = max(min(repeats, FEWEST), min(repeats, int(TOTAL_SECONDS / (batch * alone))))
-    turn = 0
     samples: list[float] = []
-    asked: list[float] = []
     for _ in range(repeats):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(int(PAUSE))
         begin.record()
-        began = time.perf_counter()
-        for _ in range(batch):
-            kept.append(calls[turn % len(calls)]())
-            turn += 1
-        asked.append((time.perf_counter() - began) / batch)
+        for call in itertools.islice(turns, batch):
+            kept.append(call())
         end.record()
         end.synchronize()
         samples.append(begin.elapsed_time(end) / 1e3 / batch)
-    return Timing(statistics.median(samples), statistics.median(asked))
+    return statistics.median(samples)
 
 
-def _on_host(call: Callable[[], Any], kept: deque[Any]) -> float:
+def _seconds(call: Callable[[], Any], kept: deque[Any]) -> tuple[float, float]:
+    """Seconds that the host takes to ask for a call, and until it is done; above 0."""
     began = time.perf_counter()
     kept.append(call())
-    return time.perf_counter() - began
-
-
-def _once(calls: Sequence[Callable[[], Any]], kept: deque[Any]) -> tuple[float, float]:
-    """Seconds that the host and the device take for one call, roughly."""
-    host: list[float] = []
-    both: list[float] = []
-    for i in range(5):
+    asked = time.perf_counter()
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-        began = time.perf_counter()
-        kept.append(calls[i % len(calls)]())
-        host.append(time.perf_counter() - began)
-        torch.cuda.synchronize()
-        both.append(time.perf_counter() - began)
-    return max(statistics.median(host), 1e-6), max(statistics.median(both), 1e-6)
+    return max(asked - began, 1e-9), max(time.perf_counter() - began, 1e-9)
 
 
 def peak_extra_memory(call: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from fastpack.bench.clock import Clock
 from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.flops import step_flops
+from fastpack.bench.lengths import Pair, sequences
 from fastpack.bench.loops import (
     GATE_STEPS,
     LEARNING_RATE,
@@ -20,7 +21,6 @@ from fastpack.bench.loops import (
     trainer_arguments,
 )
 from fastpack.bench.models import LORA_RANK, lora_config, patch
-from fastpack.bench.pair_lengths import Pair, sequences
 from fastpack.bench.settings import Settings
 
 
@@ -37,9 +37,8 @@ def train_with_dpo(
     from trl.trainer.dpo_trainer import DPOTrainer
 
     lora = settings.mode != "full"
-    pairs = settings.pair_lengths(extra_steps=clock.total_steps - settings.warmup - settings.steps)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = DPOConfig(**trainer_arguments(settings, clock, folder))
+        arguments = DPOConfig(**trainer_arguments(settings, folder))
         trainer = DPOTrainer(
             model,
             ref_model=None if lora else copy.deepcopy(model),
@@ -50,7 +49,7 @@ def train_with_dpo(
             callbacks=[clock_callback(clock), learn_later()],
         )
         # which tokenizes texts and takes nothing else; these are token ids already
-        trainer.train_dataset = Dataset.from_list(make_pairs(pairs, vocabulary, settings.seed))
+        trainer.train_dataset = Dataset.from_list(make_pairs(settings.pair_lengths(), vocabulary, settings.seed))
         if CONTESTANTS[settings.contestant].patched:
             backend = patch(trainer, settings)
         trainer.train()

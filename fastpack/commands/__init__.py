@@ -8,13 +8,11 @@ import os
 import warnings
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from fastpack.errors import FastpackError
-from fastpack.installation import install_command
-
-if TYPE_CHECKING:
-    import torch
+from fastpack.utils.versions import install_command
 
 
 class UsageError(FastpackError):
@@ -48,12 +46,25 @@ def read_dtype(name: str) -> torch.dtype:
     Raises:
         UsageError: there is none of this name.
     """
-    import torch
-
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise UsageError(f"--dtype {name}: no such dtype; auto, float32, bfloat16 or float16")
     return found
+
+
+READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
+"""The reader of ``datasets`` for each kind of local file."""
+
+
+def require_there(name: str) -> None:
+    """Raise where a name can only be a path, and nothing is there: the hub would be asked for it.
+
+    Raises:
+        UsageError: it names the path.
+    """
+    path = Path(name)
+    if (name.startswith((".", "/", "~")) or path.suffix in READERS) and not path.expanduser().exists():
+        raise UsageError(f"{name}: there is nothing there; pass a file or folder that exists, or a name on the hub")
 
 
 def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:
@@ -70,12 +81,11 @@ def require_file(flag: str, name: str | Path | None, *, made: str | Path | None 
     path = Path(name).absolute()
     if path.is_dir():
         raise UsageError(f"{flag} {name}: it is a folder; pass the name of a file.")
-    if made is not None and path.parent == Path(made).absolute() and not path.parent.exists():
-        return
-    if not path.parent.is_dir():
+    if path.parent.is_dir():
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"{flag} {name}: it can't be written; pass a file that can.")
+    elif made is None or path.parent != Path(made).absolute():
         raise UsageError(f"{flag} {name}: there is no folder {path.parent}; pass a file in one that exists.")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{flag} {name}: it can't be written; pass a file that can.")
 
 
 def require_one_process(command: str) -> None:

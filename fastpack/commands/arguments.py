@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import trl
@@ -18,15 +18,17 @@ from yaml import YAMLError
 
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.batching.budget import TOO_LONG
-from fastpack.commands import UsageError
+from fastpack.commands import UsageError, loading_errors
+from fastpack.commands.meter import Summary
 from fastpack.ops.implementation import IMPLEMENTATIONS
-from fastpack.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget, not_a_choice
+from fastpack.patching.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget
+from fastpack.patching.report import PatchReport
 
-if TYPE_CHECKING:
-    from fastpack.commands.training import Command
-
+Logs = Mapping[str, Any]
 PATCH_OPTIONS = ("attention", "kernels", "graphs", "loss", "offload", "share_prefixes")
 """Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
+BUDGET = ("max_tokens", "same_steps", "too_long")
+"""And which make a token budget."""
 
 
 @dataclass
@@ -111,29 +113,25 @@ class OwnArguments:
     )
 
     def patch_keywords(self) -> PatchKeywords:
-        """What of these :func:`fastpack.patch` takes, for a model."""
-        found: Any = {name: getattr(self, name) for name in PATCH_OPTIONS}
-        keywords: PatchKeywords = found
+        """Those that :func:`fastpack.patch` takes for a model."""
+        keywords: Any = {name: getattr(self, name) for name in PATCH_OPTIONS}
         return keywords
 
     def trainer_keywords(self) -> PatchKeywords:
         """The same for a trainer."""
-        if self.max_tokens is None:
-            return self.patch_keywords()
         too_long: Any = self.too_long
-        budget = TokenBudget(self.max_tokens, same_steps=self.same_steps, too_long=too_long)
+        budget = None if self.max_tokens is None else TokenBudget(self.max_tokens, self.same_steps, too_long)
         return {**self.patch_keywords(), "max_tokens": budget}
 
 
 @dataclass
-class Given:
+class ParsedArgs:
     """Everything that was asked for.
 
     Attributes:
         script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
             ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
         max_length: as asked for; ``training.max_length`` is None where the trainer refuses its own default.
-        uncut: that default, where it is off.
     """
 
     script: Any
@@ -142,7 +140,38 @@ class Given:
     mixture: Any
     ours: OwnArguments
     max_length: int | None
-    uncut: int | None = None
+
+    @property
+    def uncut(self) -> bool:
+        """True where the default of ``max_length`` is off."""
+        return self.max_length != self.training.max_length
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one of the commands is, and what its trainer has of its own.
+
+    Attributes:
+        name: of the subcommand; ``trainer`` and ``config`` name TRL's classes.
+        what, formats, flags: one sentence, the formats of data, and flags worth a mention, for people.
+        columns: from the trainer's config, the sets of columns of which a data set must have one.
+        advise: from the summary, the arguments, the number of ranks and the trainer's report, one line on what could be
+            saved, or None.
+        models: from the policy (a model, or where to load it) and the arguments, keyword arguments that the trainer
+            is given beside or instead of the usual ones.
+        rows: from what the last step logged, further rows of the summary.
+    """
+
+    name: str
+    trainer: str
+    config: str
+    what: str
+    formats: str
+    flags: str
+    columns: Callable[[Any], Collection[set[str]]]
+    advise: Callable[[Summary, ParsedArgs, int, PatchReport], str | None]
+    models: Callable[[Any, ParsedArgs], dict[str, Any]] = lambda source, args: {}
+    rows: Callable[[Logs], Mapping[str, str]] = lambda logs: {}
 
 
 _IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics metrics: false."
@@ -157,12 +186,29 @@ class _Parser(TrlParser):
         raise UsageError(f"{message} (see `{self.prog} --help`)")
 
 
-def parse(command: Command, arguments: Sequence[str]) -> Given:
+def parse(command: Command, arguments: Sequence[str]) -> ParsedArgs:
     """Parse the command line, and ``--config FILE`` as TRL does.
 
     Raises:
         UsageError: unknown flags, values out of range, or nothing to train.
     """
+    try:
+        parsed: Any = _parser(command).parse_args_and_config(list(arguments))
+    except (*loading_errors(), TypeError, YAMLError) as error:  # TypeError: of what TRL's dataclasses check
+        raise UsageError(f"{error}{_IN_A_FILE if 'from config file' in str(error) else ''}") from error
+    script, training, model, mixture, ours = parsed
+    args = ParsedArgs(script, training, model, mixture, ours, training.max_length)
+    _check(command, args)
+    training.resume_from_checkpoint = _checkpoint(training)
+    # TRL's SFT refuses any max_length with padding_free unless packing cuts the rows, and its own default is no reason;
+    # DPO packs nothing, and cuts all the same
+    cuts = not training.padding_free or getattr(training, "packing", True)
+    if isinstance(training.max_length, _Unset):
+        training.max_length = int(training.max_length) if cuts else None
+    return args
+
+
+def _parser(command: Command) -> _Parser:
     types: Any = (ScriptArguments, getattr(trl, command.config), ModelConfig, DatasetMixtureConfig, OwnArguments)
     parser = _Parser(
         types,
@@ -174,90 +220,58 @@ def parse(command: Command, arguments: Sequence[str]) -> Given:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--data", dest="dataset_name", metavar="DATA", help="The same as --dataset_name.")
-    default_length = _Unset(parser.get_default("max_length"))
     parser.set_defaults(
         logging_steps=1,
         output_dir=f"outputs/{command.name}",
-        max_length=default_length,
+        max_length=_Unset(parser.get_default("max_length")),
         dataloader_pin_memory=torch.accelerator.is_available(),
         ddp_find_unused_parameters=False,  # each has a gradient, and looking fails with reentrant checkpointing
     )
     if not torch.accelerator.is_available():
         # TRL's default is bfloat16, which it refuses on a CPU; and unless told, torchrun's processes each train alone
         parser.set_defaults(bf16=False, use_cpu=True)
-    try:
-        script, training, model, mixture, ours = parser.parse_args_and_config(list(arguments))
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        ImportError,
-        YAMLError,
-    ) as error:  # what TRL's dataclasses check
-        raise UsageError(f"{error}{_IN_A_FILE if 'from config file' in str(error) else ''}") from error
-    if (ours.random_init is None) == (model.model_name_or_path is None):
+    return parser
+
+
+def _check(command: Command, args: ParsedArgs) -> None:
+    """Raise for flags that don't go together, and for values of a ``--config``, which argparse did not see."""
+    script, ours, mixed = args.script, args.ours, bool(args.mixture.datasets)
+    if (ours.random_init is None) == (args.model.model_name_or_path is None):
         raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
-    _check_ours(ours)
+    if script.dataset_name is None and not mixed:
+        raise UsageError(
+            "pass --data (or --dataset_name): a .jsonl file, a folder or a hub id; or a --config with `datasets`"
+        )
+    if script.dataset_name is not None and mixed:
+        raise UsageError(f"pass one of them: --data {script.dataset_name}, or the `datasets` of the --config")
+    PatchOptions(**{name: getattr(ours, name) for name in PATCH_OPTIONS}).check()
+    changed = [name for name in (*PATCH_OPTIONS, *BUDGET) if getattr(ours, name) != getattr(OwnArguments(), name)]
+    if changed and not ours.patch:
+        flags = ", ".join(f"--{name}" for name in changed)
+        raise UsageError(f"{flags}: fastpack's, and --no_patch asks for a stock run; leave one or the other out")
+    if ours.max_tokens is None and (said := [f"--{name}" for name in changed if name in BUDGET]):
+        raise UsageError(f"{said[0]} says how --max_tokens is kept: pass that too")
     if ours.loss is not None and command.name != "sft":
         raise UsageError(
             f"--loss is for fastpack sft: TRL's {command.trainer} brings a loss of other things than labels"
         )
-    if training.use_liger_kernel and find_spec("liger_kernel") is None:
+    if args.training.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UsageError(
             "--use_liger_kernel needs Liger, not installed here: pip install liger-kernel, or leave it out"
         )
-    for flag, given in (("--same_steps", ours.same_steps), ("--too_long", ours.too_long != "error")):
-        if given and ours.max_tokens is None:
-            raise UsageError(f"{flag} says how --max_tokens is kept: pass that too")
-    if script.dataset_name is None and not mixture.datasets:
-        raise UsageError(
-            "pass --data (or --dataset_name): a .jsonl file, a folder or a hub id; or a --config with `datasets`"
-        )
-    if script.dataset_name is not None and mixture.datasets:
-        raise UsageError(f"pass one of them: --data {script.dataset_name}, or the `datasets` of the --config")
-    training.resume_from_checkpoint = _checkpoint(training)
-    wanted, uncut = training.max_length, None
-    if isinstance(wanted, _Unset):  # what the user did not ask for is no reason to refuse
-        uncut = int(wanted) if command.refuses_length(training) else None
-        training.max_length = int(wanted) if uncut is None else None
-    return Given(script, training, model, mixture, ours, None if wanted is None else int(wanted), uncut)
-
-
-def _check_ours(ours: OwnArguments) -> None:
-    """Raise for values that argparse did not see, in a ``--config``, and for flags that a stock run has no use for."""
-    PatchOptions(**{name: getattr(ours, name) for name in PATCH_OPTIONS}).check()
-    if ours.too_long not in TOO_LONG:
-        raise not_a_choice("too_long", ours.too_long, TOO_LONG)
-    if ours.max_tokens is not None and ours.max_tokens < 1:
-        raise UsageError(f"--max_tokens {ours.max_tokens}: pass the tokens of a micro-batch, 1 or more")
-    if ours.patch:
-        return
-    plain = OwnArguments()
-    names = [name for name in (*PATCH_OPTIONS, "max_tokens") if getattr(ours, name) != getattr(plain, name)]
-    if names:
-        flags = ", ".join(f"--{name}" for name in names)
-        raise UsageError(f"{flags}: fastpack's, and --no_patch asks for a stock run; leave one or the other out")
 
 
 def _checkpoint(training: Any) -> str | None:
     """The folder to go on from; ``True``, which a flag can only spell, is the last one in ``--output_dir``."""
-    asked = training.resume_from_checkpoint
-    named = str(asked).lower()
-    if named in ("none", "false"):
+    asked, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
+    if asked.lower() in ("none", "false"):
         return None
-    folder = Path(training.output_dir)
-    if named == "true":
-        last = get_last_checkpoint(folder) if folder.is_dir() else None
-        if last is None:
-            raise UsageError(
-                f"--resume_from_checkpoint {asked}: no checkpoint-N in {folder}, --output_dir; pass the folder of a "
-                "checkpoint, or leave the flag out to begin anew"
-            )
-        asked = last
-    if not (Path(asked) / TRAINER_STATE_NAME).is_file():
+    found = Path(asked)
+    if asked.lower() == "true":
+        found = Path((get_last_checkpoint(folder) if folder.is_dir() else None) or folder)
+    if not (found / TRAINER_STATE_NAME).is_file():
         raise UsageError(
-            f"--resume_from_checkpoint {asked}: no checkpoint of a trainer there (no {TRAINER_STATE_NAME}); pass the "
-            f"folder of one, as {folder / 'checkpoint-N'}, or True for the last one in --output_dir"
+            f"--resume_from_checkpoint {asked}: no checkpoint of a trainer there (no {TRAINER_STATE_NAME} in {found}); "
+            f"pass the folder of one, or True for the last checkpoint-N in --output_dir {folder}; or leave it out"
         )
-    return str(asked)
+    return str(found)

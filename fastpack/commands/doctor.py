@@ -6,14 +6,17 @@ import argparse
 import json
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 import fastpack
-from fastpack.installation import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
-
-if TYPE_CHECKING:
-    import torch
-    from rich.table import Table
+from fastpack.attention_dispatch import AttentionShape, explain
+from fastpack.utils.versions import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
 
 PACKAGES = {
     "torch": "tensors and kernels",
@@ -44,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(findings, indent=2))
     else:
         _print_findings(findings)
-    return 0 if all(package["supported"] is not False for package in findings["packages"].values()) else 1
+    return 1 if _too_old(findings) else 0
 
 
 def examine() -> dict[str, Any]:
@@ -54,123 +57,92 @@ def examine() -> dict[str, Any]:
         "fastpack": fastpack.__version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "packages": _packages(),
-        "devices": {name: what for name, (_, what) in devices.items()},
+        "packages": {name: _package(name) for name in PACKAGES},
+        "devices": {str(device): what for device, what in devices.items()},
         "attention": {
             "heads": HEADS,
             "kv_heads": KV_HEADS,
             "head_dim": HEAD_DIM,
-            "devices": {name: _backends(device) for name, (device, _) in devices.items()},
+            "devices": {str(device): _backends(device) for device in devices},
         },
     }
 
 
-def _packages() -> dict[str, dict[str, Any]]:
-    ranges = version_ranges()
-    found: dict[str, dict[str, Any]] = {}
-    for name, purpose in PACKAGES.items():
-        version = version_of(name)
-        found[name] = {
-            "version": version,
-            "needed": str(ranges[name]) if name in ranges else None,
-            "newest_tried": NEWEST_TRIED.get(name),
-            "supported": None if version is None or name not in ranges else not is_too_old(name, version),
-            "tried": None if version is None or name not in NEWEST_TRIED else not is_untried(name, version),
-            "purpose": purpose,
-        }
-    return found
+def _package(name: str) -> dict[str, Any]:
+    needed, version = version_ranges().get(name), version_of(name)
+    return {
+        "version": version,
+        "needed": None if needed is None else str(needed),
+        "newest_tried": NEWEST_TRIED.get(name),
+        "supported": None if version is None or needed is None else not is_too_old(name, version),
+        "tried": None if version is None or name not in NEWEST_TRIED else not is_untried(name, version),
+        "purpose": PACKAGES[name],
+    }
 
 
-def _devices() -> dict[str, tuple[torch.device, str]]:
-    import torch
+def _too_old(findings: dict[str, Any]) -> list[str]:
+    return [name for name, package in findings["packages"].items() if package["supported"] is False]
 
-    found = {"cpu": (torch.device("cpu"), f"{platform.machine()}, {torch.get_num_threads()} threads")}
+
+def _devices() -> dict[torch.device, str]:
+    found = {torch.device("cpu"): f"{platform.machine()}, {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found[f"cuda:{index}"] = (
-            torch.device("cuda", index),
-            f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, "
-            f"compute capability {properties.major}.{properties.minor}",
-        )
+        gpu = torch.cuda.get_device_properties(index)
+        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
+        found[torch.device("cuda", index)] = f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
     if torch.backends.mps.is_available():
-        found["mps"] = (torch.device("mps"), "Apple GPU")
+        found[torch.device("mps")] = "Apple GPU"
     return found
 
 
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
-    import torch
-
-    from fastpack.attention_dispatch import AttentionShape, explain
-
-    by_dtype = {
-        dtype: explain(
+    """Why a backend can't serve a dtype, or None, by backend and dtype."""
+    why = {
+        name: explain(
             AttentionShape(
                 device=device,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, name),
                 num_heads=HEADS,
                 num_kv_heads=KV_HEADS,
                 head_dim=HEAD_DIM,
                 value_dim=HEAD_DIM,
             )
         )
-        for dtype in DTYPES
+        for name in DTYPES
     }
-    return {name: {dtype: by_dtype[dtype][name] for dtype in DTYPES} for name in by_dtype[DTYPES[0]]}
+    return {backend: {dtype: why[dtype][backend] for dtype in DTYPES} for backend in why[DTYPES[0]]}
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table whose last column alone may wrap."""
+    table = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for heading in headings:
+        table.add_column(heading, no_wrap=heading != headings[-1])
+    return table
 
 
 def _print_findings(findings: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console()
-    console.print(
-        f"fastpack {findings['fastpack']}, python {findings['python']}, {findings['system']}", highlight=False
-    )
-    console.print(_package_table(findings["packages"]))
-    old = [name for name, package in findings["packages"].items() if package["supported"] is False]
-    if old:
-        console.print(f"[red]too old:[/red] {install_command(*old)}", highlight=False, markup=True, soft_wrap=True)
-    console.print(
-        f"Attention with {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green]: what attention='auto' takes",
-        highlight=False,
-    )
-    for device, what in findings["devices"].items():
-        console.print(_backend_table(device, what, findings["attention"]["devices"][device]))
-
-
-def _package_table(packages: dict[str, dict[str, Any]]) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(title="Packages", title_justify="left", box=box.ROUNDED)
-    for heading in ("package", "version", "range", "newest tried", "what for"):
-        table.add_column(heading, no_wrap=heading != "what for")
-    for name, package in packages.items():
-        version, style = package["version"] or "not installed", "dim" if package["version"] is None else ""
+    console = Console(highlight=False)
+    console.print(f"fastpack {findings['fastpack']}, python {findings['python']}, {findings['system']}")
+    table = _table("Packages", "package", "version", "range", "newest tried", "what for")
+    for name, package in findings["packages"].items():
+        version = package["version"] or "not installed"
         if package["supported"] is False:
             version = f"[red]{version}: too old[/red]"
         elif package["tried"] is False:
             version = f"[yellow]{version}: not tried[/yellow]"
-        ranges = package["needed"] or "any", package["newest_tried"] or ""
-        table.add_row(name, version, *ranges, package["purpose"], style=style)
-    return table
-
-
-def _backend_table(device: str, what: str, backends: dict[str, dict[str, str | None]]) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=f"{device}: {what}", title_justify="left", box=box.ROUNDED)
-    table.add_column("backend", style="bold", no_wrap=True)
-    for dtype in DTYPES:
-        table.add_column(dtype, no_wrap=True)
-    table.add_column("why not")
-    chosen = {dtype: next((name for name, why in backends.items() if why[dtype] is None), None) for dtype in DTYPES}
-    for name, why in backends.items():
-        cells = []
-        for dtype in DTYPES:
-            usable = "[green]auto[/green]" if chosen[dtype] == name else "yes"
-            cells.append(usable if why[dtype] is None else "[dim]no[/dim]")
-        reasons = dict.fromkeys(reason for reason in why.values() if reason is not None)
-        table.add_row(name, *cells, f"[dim]{escape('; '.join(reasons))}[/dim]")
-    return table
+        table.add_row(name, version, package["needed"] or "any", package["newest_tried"] or "", package["purpose"])
+    console.print(table)
+    if old := _too_old(findings):
+        console.print(f"[red]too old:[/red] {install_command(*old)}", soft_wrap=True)
+    console.print(
+        f"Attention with {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green]: what attention='auto' takes"
+    )
+    for device, backends in findings["attention"]["devices"].items():
+        table = _table(f"{device}: {findings['devices'][device]}", "backend", *DTYPES, "why not")
+        served: set[str] = set()
+        for name, why in backends.items():
+            cells = ["no" if why[dtype] else "yes" if dtype in served else "[green]auto[/green]" for dtype in DTYPES]
+            served |= {dtype for dtype in DTYPES if why[dtype] is None}
+            table.add_row(name, *cells, escape("; ".join(dict.fromkeys(filter(None, why.values())))))
+        console.print(table)

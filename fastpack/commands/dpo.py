@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
+
+from trl import get_quantization_config  # type: ignore[attr-defined]
+from trl.trainer.utils import create_model_from_path
 
 import fastpack
-from fastpack.commands.training import Command, Logs, run
-
-if TYPE_CHECKING:
-    from fastpack.commands.arguments import Given
-    from fastpack.commands.meter import Summary
-    from fastpack.report import PatchReport
+from fastpack.commands.arguments import Command, Logs, ParsedArgs
+from fastpack.commands.meter import WASTE, Summary
+from fastpack.commands.training import run
+from fastpack.patching.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -21,31 +22,23 @@ def main(arguments: Sequence[str]) -> int:
     return run(DPO, arguments)
 
 
-def _columns(training: Any) -> Collection[set[str]]:
-    return ({"chosen", "rejected"},)
-
-
-def _columns_in_words(training: Any) -> str:
-    return "DPO takes prompt, chosen and rejected (the prompt may also be the beginning of both)"
-
-
-def _models(source: Any, given: Given) -> dict[str, Any]:
+def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
     """Policy and reference where TRL's own way would not do.
 
     TRL loads the reference from where the policy came from; random weights came from nowhere, so a copy of them is
     passed. With adapters the reference is the policy without them, and precomputed log-probabilities need none. Those
     are computed while the trainer is built, so that the policy has to be patched before it.
     """
-    training = given.training
-    if training.precompute_ref_log_probs and given.ours.patch:
-        policy = _loaded(source, given) if isinstance(source, str) else source
-        fastpack.patch(policy, **given.ours.patch_keywords())
+    training = args.training
+    if training.precompute_ref_log_probs and args.ours.patch:
+        policy = _loaded(source, args) if isinstance(source, str) else source
+        fastpack.patch(policy, **args.ours.patch_keywords())
         return {"model": policy, "quantization_config": None}
-    if given.model.use_peft or training.precompute_ref_log_probs:
+    if args.model.use_peft or training.precompute_ref_log_probs:
         return {}
-    if given.ours.patch and _sharded(training):
-        reference = _loaded(source, given) if isinstance(source, str) else copy.deepcopy(source)
-        return {"ref_model": fastpack.patch(reference, **given.ours.patch_keywords())}
+    if args.ours.patch and _sharded(training):
+        reference = _loaded(source, args) if isinstance(source, str) else copy.deepcopy(source)
+        return {"ref_model": fastpack.patch(reference, **args.ours.patch_keywords())}
     return {} if isinstance(source, str) else {"ref_model": copy.deepcopy(source)}
 
 
@@ -55,24 +48,19 @@ def _sharded(training: Any) -> bool:
     return bool(training.fsdp or training.deepspeed or "true" in asked)
 
 
-def _loaded(source: str, given: Given) -> Any:
+def _loaded(source: str, args: ParsedArgs) -> Any:
     """The policy, as TRL loads it."""
-    from trl import get_quantization_config  # type: ignore[attr-defined]
-    from trl.trainer.utils import create_model_from_path
-
-    loading = dict(given.training.model_init_kwargs)
-    quantization = get_quantization_config(given.model)
+    loading = dict(args.training.model_init_kwargs)
+    quantization = get_quantization_config(args.model)
     if quantization is not None:
         loading["quantization_config"] = quantization
-    if given.training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+    if args.training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
         loading["device_map"] = None
     return create_model_from_path(source, **loading)
 
 
-def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> str | None:
-    from fastpack.commands.meter import WASTE
-
-    if given.ours.patch or summary.padding_share <= WASTE:
+def _advise(summary: Summary, args: ParsedArgs, ranks: int, report: PatchReport) -> str | None:
+    if args.ours.patch or summary.padding_share <= WASTE:
         return None
     padding = summary.slots - summary.real_tokens
     return (
@@ -82,11 +70,10 @@ def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> 
     )
 
 
-def _rows(logs: Logs) -> Sequence[tuple[str, str]]:
+def _rows(logs: Logs) -> dict[str, str]:
     if "rewards/margins" not in logs:
-        return ()
-    margin, accuracy = logs["rewards/margins"], logs["rewards/accuracies"]
-    return (("rewards, last step", f"margin {margin:.4f}, accuracy {accuracy:.0%}"),)
+        return {}
+    return {"rewards, last step": "margin {rewards/margins:.4f}, accuracy {rewards/accuracies:.0%}".format(**logs)}
 
 
 DPO = Command(
@@ -94,10 +81,9 @@ DPO = Command(
     trainer="DPOTrainer",
     config="DPOConfig",
     what="Train on preferences with TRL's DPOTrainer, padding-free.",
-    formats="prompt, chosen and rejected, as texts or as messages",
+    formats="prompt, chosen and rejected, as texts or as messages; the prompt may also be the beginning of both",
     flags="[--loss_type sigmoid] ",
-    columns=_columns,
-    columns_in_words=_columns_in_words,
+    columns=lambda training: ({"chosen", "rejected"},),
     advise=_advise,
     models=_models,
     rows=_rows,

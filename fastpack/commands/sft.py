@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from fastpack.commands.training import Command, run
-
-if TYPE_CHECKING:
-    from fastpack.commands.arguments import Given
-    from fastpack.commands.meter import Summary
-    from fastpack.report import PatchReport
+from fastpack.commands.arguments import Command, ParsedArgs
+from fastpack.commands.meter import Feeding, Summary, hint
+from fastpack.commands.training import run
+from fastpack.patching.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -18,30 +15,14 @@ def main(arguments: Sequence[str]) -> int:
     return run(SFT, arguments)
 
 
-def _columns(training: Any) -> Collection[set[str]]:
-    return {"messages"}, {"conversations"}, {"prompt", "completion"}, {training.dataset_text_field}, {"input_ids"}
-
-
-def _columns_in_words(training: Any) -> str:
-    text = training.dataset_text_field
-    return f"SFT takes messages, or prompt and completion, or {text} (--dataset_text_field names another)"
-
-
-def _refuses_length(training: Any) -> bool:
-    """TRL refuses a max_length with padding_free unless packing cuts the rows."""
-    return training.padding_free and not training.packing
-
-
-def _advise(summary: Summary, given: Given, ranks: int, report: PatchReport) -> str | None:
-    from fastpack.commands.meter import Feeding, hint
-
-    if given.ours.max_tokens is not None:
+def _advise(summary: Summary, args: ParsedArgs, ranks: int, report: PatchReport) -> str | None:
+    if args.ours.max_tokens is not None:
         return None  # each step is full, as far as whole examples go
-    training = given.training
+    training = args.training
     per_step = training.per_device_train_batch_size * training.gradient_accumulation_steps * ranks
-    full_step = per_step * given.max_length if given.max_length else None
-    fused = given.ours.loss is not None and "loss" not in dict(report.skipped)
-    return hint(summary, Feeding(given.ours.patch, training.packing, full_step, fused_loss=fused))
+    full_step = per_step * args.max_length if args.max_length else None
+    fused = args.ours.loss is not None and "loss" not in dict(report.skipped)
+    return hint(summary, Feeding(args.ours.patch, training.packing, full_step, fused_loss=fused))
 
 
 SFT = Command(
@@ -49,10 +30,14 @@ SFT = Command(
     trainer="SFTTrainer",
     config="SFTConfig",
     what="Fine-tune with TRL's SFTTrainer, padding-free.",
-    formats="messages; prompt and completion; text",
+    formats="messages; prompt and completion; text, or another column that --dataset_text_field names",
     flags="[--packing] ",
-    columns=_columns,
-    columns_in_words=_columns_in_words,
+    columns=lambda training: (
+        {"messages"},
+        {"conversations"},
+        {"prompt", "completion"},
+        {training.dataset_text_field},
+        {"input_ids"},
+    ),
     advise=_advise,
-    refuses_length=_refuses_length,
 )

@@ -5,10 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from fastpack.commands import UsageError, loading_errors, quiet, read_dtype
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fastpack
+from fastpack.commands import UsageError, loading_errors, read_dtype, require_there
+from fastpack.ops.implementation import use_triton
+
+EXIT_CODES = {"exact": 0, "not exact": 1, "can't tell": 3}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,9 +33,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
     parser.add_argument("--json", action="store_true", help="the figures for programs")
     given = parser.parse_args(arguments)
-    import fastpack
-
-    quiet()
     device = _device(given)
     model = _load(given, device)
     fastpack.patch(model, attention=given.attention, kernels=given.kernels)
@@ -39,40 +43,26 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         print(json.dumps({**found.to_dict(), "rung": fastpack.report(model).rung}, indent=2))
     else:
-        from rich.console import Console
-
         Console().print(fastpack.report(model), found)
     return EXIT_CODES[found.verdict]
 
 
-EXIT_CODES = {"exact": 0, "not exact": 1, "can't tell": 3}
-
-
-def _device(given: argparse.Namespace) -> Any:
+def _device(given: argparse.Namespace) -> torch.device:
     """Where the model is to be, which the kernels asked for can serve."""
-    import torch
-
-    from fastpack.ops.implementation import use_triton
-
     name = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         there = torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
         raise UsageError(f"--device {name} can't be used here: {str(error).splitlines()[0]}") from error
-    if there.is_meta:
-        raise UsageError("--device meta holds shapes without numbers, and nothing can be compared: pass cpu or cuda")
     use_triton(given.kernels, there)
     return there.device
 
 
 def _load(given: argparse.Namespace, device: Any) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     dtype: Any = given.dtype if given.dtype == "auto" else read_dtype(given.dtype)
-    if given.model.endswith(".json") and not (given.random and Path(given.model).is_file()):
-        raise UsageError(f"{given.model}: pass --random with a config.json that exists, or a model's folder or name")
-    if given.model.startswith((".", "/", "~")) and not Path(given.model).expanduser().exists():
-        raise UsageError(f"{given.model}: there is nothing there; pass a model's folder, or its name on the hub")
+    require_there(given.model)
+    if given.model.endswith(".json") and not given.random:
+        raise UsageError(f"{given.model}: a config has no weights; pass --random with it, or a model's folder or name")
     try:
         if given.random:
             settings = {} if dtype == "auto" else {"dtype": dtype}

@@ -18,8 +18,8 @@ from fastpack.exactness.choices import Choices, held, recorded
 from fastpack.exactness.probe import Distance, Pass, Probe
 from fastpack.exactness.rounding import LIKE_ONE, NEARLY_ALL, Nudge, attending_by, coarsest_dtype, other_attention_of
 from fastpack.exactness.rule import CONTROL, bound_of, is_half
-from fastpack.layers.arguments import accepted
-from fastpack.verification import Check
+from fastpack.exactness.verification import Check
+from fastpack.utils.signatures import accepted
 
 DRAWS, REPEATS = 3, 4
 """In half precision: of so many draws of tokens, how often each is run."""

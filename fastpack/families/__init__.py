@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fastpack.classes import stock_class, unwrapped
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.forms import FORMS
 from fastpack.families.mixers import MIXER_FAMILIES
@@ -40,6 +39,7 @@ from fastpack.families.spec import (
     Spec,
 )
 from fastpack.families.varlen import VARLEN_FAMILIES
+from fastpack.utils.classes import stock_class, unwrapped
 
 __all__ = [
     "FAMILIES",

@@ -165,7 +165,7 @@ class MixerSpec:
         carried: name of the argument through which the next of its kind is handed what this one returns last: picked
             keys, as places in a row.
         scan: what its forward mixes tokens with, where kernels that know boundaries can do that on packed tokens
-            (:mod:`fastpack.layers.packed_mixer`): a causal ``conv`` alone, or that and a recurrence; None for others.
+            (:mod:`fastpack.layers.mixers.packed`): a causal ``conv`` alone, or that and a recurrence; None for others.
         proved: hashes (:func:`fastpack.families.forward_hash`) of the upstream forwards that do so and nowhere else.
     """
 

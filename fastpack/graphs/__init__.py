@@ -1,7 +1,7 @@
 """Replaying a decoder stack's forward and backward from CUDA graphs, where a step waits for launches.
 
 ``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is a few
-launches forward and as many backward, recorded once for each :class:`~fastpack.packing.Bucket` of sizes
+launches forward and as many backward, recorded once for each :class:`~fastpack.packing.seqlens.Bucket` of sizes
 (:mod:`~fastpack.graphs.runner` decides whether to replay, :mod:`~fastpack.graphs.recordings` which,
 :mod:`~fastpack.graphs.step` does it, :mod:`~fastpack.graphs.pieces` cuts it in pieces, :mod:`~fastpack.graphs.stack`
 looks for what has changed, :mod:`~fastpack.graphs.recorder` talks to the device).
@@ -19,19 +19,3 @@ forwards before a backward, as in DPO), with dropout under gradient checkpointin
 waits for the device, where memory is too small for another recording, and for models whose layers have enough work to
 hide their launches. Dropout without checkpointing is drawn anew in each replay.
 """
-
-from __future__ import annotations
-
-import sys
-from typing import TYPE_CHECKING, Any
-
-from fastpack.layers.stock import bound_with
-
-if TYPE_CHECKING:
-    from fastpack.graphs.runner import GraphRunner
-
-
-def runner_of(backbone: Any) -> GraphRunner | None:
-    """Return the runner of a patched backbone, None where it was patched without ``graphs``."""
-    runner = sys.modules.get("fastpack.graphs.runner")  # heavy, and not imported before a model is patched with graphs
-    return None if runner is None else bound_with(backbone, runner.GraphRunner)

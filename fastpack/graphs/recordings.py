@@ -9,7 +9,7 @@ import torch
 
 from fastpack.graphs.recorder import CaptureRefusedError, NoMemoryError, Recorder, SpoiltError
 from fastpack.graphs.step import Buffers, RecordedStep, Request
-from fastpack.packing import Bucket
+from fastpack.packing.seqlens import Bucket
 
 NO_ROOM = "there are as many recordings as are kept"
 TOO_LARGE = "there was not enough memory to record as many tokens"

@@ -16,10 +16,11 @@ from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
 from fastpack.graphs.recordings import Circumstances, GraphSettings, Recordings
 from fastpack.graphs.stack import Stack
 from fastpack.graphs.step import RecordedStep, Request, Ticket
-from fastpack.hooks import has_hooks
-from fastpack.layers.stock import Forward, call_stock, mask_stand_in
-from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.packing.mask import mask_stand_in
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 from fastpack.text import counted
+from fastpack.utils.hooks import has_hooks
+from fastpack.utils.replacement import Forward
 
 WAITING = "the forward before still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"
@@ -121,11 +122,12 @@ class GraphRunner:
         stack = self._current_stack(backbone)
         return Seen(stack, stack.state())
 
-    def run(self, backbone: Any, stock: Forward | None, arguments: dict[str, Any], around: Around | None) -> Any:
+    def run(self, backbone: Any, stock: Forward, arguments: dict[str, Any], around: Around | None) -> Any:
         """The backbone's outputs for a packed batch.
 
         Args:
-            backbone: the module; ``stock``: the forward to call, as :func:`fastpack.layers.stock.call_stock` takes it.
+            backbone: the module.
+            stock: its forward from before the patch.
             arguments: what the stock forward is to be called with.
             around: what goes around it, recorded or not; it may copy on streams of its own.
         """
@@ -148,12 +150,12 @@ class GraphRunner:
         assert reason is not None
         self.stats.eager[reason] += 1
         with nullcontext() if around is None else around(backbone, packed.cu_seqlens.device):
-            return call_stock(backbone, stock, **arguments)
+            return stock(**arguments)
 
     def _find_step(
         self,
         backbone: Any,
-        stock: Forward | None,
+        stock: Forward,
         arguments: Mapping[str, Any],
         packed: PackedSeqLens,
         seen: Seen | None,
@@ -261,15 +263,13 @@ def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
 
 
 def _runner(
-    backbone: Any, stock: Forward | None, settings: Mapping[str, Any], around: Around | None
+    backbone: Any, stock: Forward, settings: Mapping[str, Any], around: Around | None
 ) -> Callable[[Tensor, PackedSeqLens], Any]:
     """What is recorded: the stock forward from embeddings on."""
 
     def run(embeddings: Tensor, packed: PackedSeqLens) -> Any:
         with nullcontext() if around is None else around(backbone, embeddings.device, recording=True):
-            return call_stock(
-                backbone,
-                stock,
+            return stock(
                 **settings,
                 input_ids=None,
                 inputs_embeds=embeddings,

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.hooks import checkpointing, has_hooks, hooks_for_every_module
-from fastpack.layers.find import decoder_layers
+from fastpack.utils.hooks import checkpointing, has_hooks, hooks_for_every_module
+from fastpack.utils.modules import decoder_layers
 
 _HELD = ("_modules", "_parameters", "_buffers")
 _NUMBERS = ("dropout", "eps", "scal", "multiplier", "window", "softcap", "top_k", "jitter")

@@ -20,7 +20,7 @@ from fastpack.graphs.recorder import CaptureRefusedError, Recorder, Tape
 from fastpack.graphs.stack import Stack
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import RowCount
-from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 
 MOST_WORK = 0.5
 """The share of a token's work, as weights tell it, that has to be left out for a tail to be called so."""

@@ -16,22 +16,18 @@ from torch.nn import functional as F
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 from fastpack.layers import latent_attention, shared_attention
-from fastpack.layers.positions import Tables, normalise_and_turn, repeated
 from fastpack.layers.projections import project_modules
-from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.layers.rope import Tables, normalise_and_turn, repeated
+from fastpack.layers.runtime import Runtime
 from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
-from fastpack.options import PatchOptions
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.mask import require_packing
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.replacement import Replacement
 
 
 def attention_forward(
-    module: Any,
-    spec: AnyAttentionSpec,
-    options: PatchOptions,
-    scope: PackingScope | None,
-    stock: Forward | None,
+    patched: Replacement[AnyAttentionSpec, Runtime],
     hidden_states: Tensor,
     position_embeddings: Tables | None = None,
     attention_mask: Any = None,
@@ -40,13 +36,11 @@ def attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Self-attention on ``[1, T, hidden]``; the stock forward where no lengths came."""
-    if packed_seq_lens is None and scope is not None:
-        packed_seq_lens = scope.required(module)
+    module, spec, runtime = patched.owner, patched.spec, patched.runtime
+    packed_seq_lens = runtime.packing_of(module, packed_seq_lens)
     require_packing(module, packed_seq_lens, attention_mask)
     if packed_seq_lens is None:
-        result: tuple[Tensor, Tensor | None] = call_stock(
-            module,
-            stock,
+        result: tuple[Tensor, Tensor | None] = patched.stock(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
@@ -54,17 +48,17 @@ def attention_forward(
         )
         return result
     count = packed_seq_lens.row_count
-    projected, _ = project_qkv(module, spec, options, hidden_states.squeeze(0), row_count=count)
+    projected, _ = project_qkv(module, spec, runtime, hidden_states.squeeze(0), row_count=count)
     shared = kwargs.get("shared_kv_states")
-    out = attend_heads(module, spec, options, projected, position_embeddings, packed_seq_lens, shared)
-    (out,), _ = project_modules([getattr(module, spec.out)], out, options, row_count=count)
+    out = attend_heads(module, spec, runtime, projected, position_embeddings, packed_seq_lens, shared)
+    (out,), _ = project_modules([getattr(module, spec.out)], out, runtime, row_count=count)
     return as_row(drop(module, spec.out_dropout, out)), None
 
 
 def project_qkv(
     module: Any,
     spec: AnyAttentionSpec,
-    options: PatchOptions,
+    runtime: Runtime,
     x: Tensor,
     norm: Any = None,
     row_count: RowCount | None = None,
@@ -78,13 +72,13 @@ def project_qkv(
         names = shared_attention.projections(module)
     elif spec.qkv is not None:
         names = (spec.qkv,)
-    return project_modules([getattr(module, name) for name in names], x, options, norm=norm, row_count=row_count)
+    return project_modules([getattr(module, name) for name in names], x, runtime, norm=norm, row_count=row_count)
 
 
 def attend_heads(
     module: Any,
     spec: AnyAttentionSpec,
-    options: PatchOptions,
+    runtime: Runtime,
     projected: list[Tensor],
     position_embeddings: Tables | None,
     packed: PackedSeqLens,
@@ -99,21 +93,21 @@ def attend_heads(
     gate = None
     if isinstance(spec, LatentAttentionSpec):
         assert position_embeddings is not None, "latent attention has rotary positions"
-        q, k, v = latent_attention.heads(module, options, projected, position_embeddings)
+        q, k, v = latent_attention.heads(module, runtime, projected, position_embeddings)
     elif isinstance(spec, SharedAttentionSpec):
         assert position_embeddings is not None
         assert shared is not None
-        q, k, v = shared_attention.heads(module, options, projected, position_embeddings, shared)
+        q, k, v = shared_attention.heads(module, runtime, projected, position_embeddings, shared)
         modifiers["window"] = module.sliding_window
     else:
         q, k, v, gate = _heads(module, spec, projected)
-        q, k = normalise_and_turn(module, spec, options, q, k, _tables(module, spec, position_embeddings))
+        q, k = normalise_and_turn(module, spec, runtime, q, k, _tables(module, spec, position_embeddings))
         if spec.window_if is None or getattr(module, spec.window_if):
             modifiers["window"] = _read(module, spec.window)
         modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
     dropout = 0.0 if spec.dropout is None or not module.training else getattr(module, spec.dropout)
     call = AttentionCall(q, k, v, packed, scale=module.scaling, dropout=dropout, **modifiers)
-    out = attend(call, options.attention).flatten(1)
+    out = attend(call, runtime.attention).flatten(1)
     return out if gate is None else out * torch.sigmoid(gate)
 
 

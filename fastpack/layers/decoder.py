@@ -13,25 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import DecoderSpec
-from fastpack.hooks import carries_hooks, checkpointing, has_hooks
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
-from fastpack.layers.projections import our_settings, project_modules
-from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import Forward, call_stock, require_packing
+from fastpack.layers.projections import fast_forward, project_modules
+from fastpack.layers.runtime import Runtime
 from fastpack.offload import KEPT
 from fastpack.ops.products import RowCount
 from fastpack.ops.views import as_row
-from fastpack.options import PatchOptions
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.mask import require_packing
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.hooks import carries_hooks, checkpointing, has_hooks
+from fastpack.utils.replacement import Replacement
 
 
 def decoder_forward(
-    layer: Any,
-    spec: DecoderSpec,
-    options: PatchOptions,
-    scope: PackingScope | None,
-    stock: Forward | None,
+    patched: Replacement[DecoderSpec, Runtime],
     hidden_states: Tensor,
     *args: Any,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -40,22 +36,20 @@ def decoder_forward(
     **kwargs: Any,
 ) -> Any:
     """``[1, T, hidden]`` to the same; the stock forward where no lengths came, or where attention is not ours."""
-    if packed_seq_lens is None and scope is not None:
-        packed_seq_lens = scope.required(layer)
-    attention = our_settings(layer.self_attn, attention_forward)
+    layer, runtime = patched.owner, patched.runtime
+    packed_seq_lens = runtime.packing_of(layer, packed_seq_lens)
+    attention = fast_forward(layer.self_attn, attention_forward)
     if packed_seq_lens is None or attention is None or args:
-        return call_stock(
-            layer,
-            stock,
+        return patched.stock(
             hidden_states,
             *args,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            **({} if scope is not None else {"packed_seq_lens": packed_seq_lens}),
+            **({} if runtime.context is not None else {"packed_seq_lens": packed_seq_lens}),
             **kwargs,
         )
     require_packing(layer, packed_seq_lens, attention_mask)
-    run = functools.partial(_run, layer, spec, options, attention[0], position_embeddings, packed_seq_lens)
+    run = functools.partial(_run, layer, patched.spec, runtime, attention.spec, position_embeddings, packed_seq_lens)
     if layer.gradient_checkpointing and layer.training and _checkpoints_in_forward(type(layer)):
         out: Tensor = layer._gradient_checkpointing_func(run, hidden_states)
         return out
@@ -92,7 +86,7 @@ def _is_run_again(layer: Any) -> bool:
 def _run(
     layer: Any,
     spec: DecoderSpec,
-    options: PatchOptions,
+    runtime: Runtime,
     attention: Any,
     position_embeddings: tuple[Tensor, Tensor] | None,
     packed: PackedSeqLens,
@@ -102,35 +96,35 @@ def _run(
     attention_dropout, mlp_dropout = _dropouts(layer, spec)
     module = layer.self_attn
     count = packed.row_count
-    projected, x = project_qkv(module, attention, options, x, _child(layer, spec.pre_attention), count)
-    out = attend_heads(module, attention, options, projected, position_embeddings, packed)
+    projected, x = project_qkv(module, attention, runtime, x, _child(layer, spec.pre_attention), count)
+    out = attend_heads(module, attention, runtime, projected, position_embeddings, packed)
     plain = spec.post_attention is None and spec.residual_scale is None
     fuses = plain and not attention_dropout and not drops(module, attention.out_dropout)
     out_projection, residual = getattr(module, attention.out), x if fuses else None
-    (out,), _ = project_modules([out_projection], out, options, residual=residual, row_count=count)
+    (out,), _ = project_modules([out_projection], out, runtime, residual=residual, row_count=count)
     if not fuses:
         out = _added(layer, spec, x, drop(module, attention.out_dropout, out), spec.post_attention, attention_dropout)
-    return as_row(_run_mlp(layer, spec, options, out, mlp_dropout, count))
+    return as_row(_run_mlp(layer, spec, runtime, out, mlp_dropout, count))
 
 
 def _run_mlp(
-    layer: Any, spec: DecoderSpec, options: PatchOptions, x: Tensor, dropout: Any, count: RowCount | None
+    layer: Any, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: Any, count: RowCount | None
 ) -> Tensor:
     """x ``[T, hidden]`` and its MLP's, or its experts', result added."""
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
-    settings = our_settings(mlp, mlp_forward)
-    if settings is None:
+    fast = fast_forward(mlp, mlp_forward)
+    if fast is None:
         found = mlp(x[None] if norm is None else norm(x[None]))
         out = (found[0] if isinstance(found, tuple) else found).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
-    mlp_spec = settings[0]
+    mlp_spec = fast.spec
     fuses = (
         spec.post_mlp is None and spec.residual_scale is None and not dropout and not drops(mlp, mlp_spec.out_dropout)
     )
     need_output = not (fuses and _is_run_again(layer))
     kept = layer.__dict__.get(KEPT)
     out = mlp_block(
-        mlp, mlp_spec, options, x, norm=norm, residual=fuses, need_output=need_output, kept=kept, row_count=count
+        mlp, mlp_spec, runtime, x, norm=norm, residual=fuses, need_output=need_output, kept=kept, row_count=count
     )
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 

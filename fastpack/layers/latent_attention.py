@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.layers.positions import repeated
 from fastpack.layers.projections import project_modules
+from fastpack.layers.rope import repeated
+from fastpack.layers.runtime import Runtime
 from fastpack.ops.rope import apply_rope
-from fastpack.options import PatchOptions
 
 
 def first_projections(module: Any) -> tuple[str, str]:
@@ -23,7 +23,7 @@ def first_projections(module: Any) -> tuple[str, str]:
 
 
 def heads(
-    module: Any, options: PatchOptions, projected: list[Tensor], tables: tuple[Tensor, Tensor]
+    module: Any, runtime: Runtime, projected: list[Tensor], tables: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys ``[T, H, N + R]`` and values ``[T, H, E]``.
 
@@ -34,12 +34,12 @@ def heads(
     """
     q, latent = projected
     if module.q_lora_rank is not None:
-        (q,), _ = project_modules([module.q_b_proj], q, options, norm=module.q_a_layernorm)
+        (q,), _ = project_modules([module.q_b_proj], q, runtime, norm=module.q_a_layernorm)
     size, rotated = module.qk_nope_head_dim, module.qk_rope_head_dim
     q = q.unflatten(-1, (-1, size + rotated))
     shared = latent[:, module.kv_lora_rank :].unsqueeze(1)
     (kv,), _ = project_modules(
-        [module.kv_b_proj], latent[:, : module.kv_lora_rank], options, norm=module.kv_a_layernorm
+        [module.kv_b_proj], latent[:, : module.kv_lora_rank], runtime, norm=module.kv_a_layernorm
     )
     kv = kv.unflatten(-1, (-1, size + module.v_head_dim))
     cos, sin = tables[0][0], tables[1][0]
@@ -53,7 +53,7 @@ def heads(
         cos,
         sin,
         layout="interleaved" if interleaved else "half",
-        implementation=options.kernels,
+        implementation=runtime.kernels,
     )
     k = torch.cat([kv[..., :size], shared.expand(-1, kv.shape[1], -1)], -1)
     return torch.cat([q[..., :size], turned], -1), k, kv[..., size:]

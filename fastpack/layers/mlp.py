@@ -11,24 +11,26 @@ from torch.nn import functional as F
 from fastpack.families.spec import MlpSpec
 from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
+from fastpack.layers.runtime import Runtime
 from fastpack.ops.gated_mlp import Kept, gated_mlp
-from fastpack.ops.glu import activation_kind, gated, gated_halves
+from fastpack.ops.glu import activation_kind, gated
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.views import reshaped
-from fastpack.options import PatchOptions
+from fastpack.utils.replacement import Replacement
 
 
-def mlp_forward(module: Any, spec: MlpSpec, options: PatchOptions, x: Tensor) -> Tensor:
+def mlp_forward(patched: Replacement[MlpSpec, Runtime], x: Tensor) -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
-    out = mlp_block(module, spec, options, x.reshape(-1, x.shape[-1]))
+    module, spec = patched.owner, patched.spec
+    out = mlp_block(module, spec, patched.runtime, x.reshape(-1, x.shape[-1]))
     return drop(module, spec.out_dropout, reshaped(out, x.shape))
 
 
 def mlp_block(
     module: Any,
     spec: MlpSpec,
-    options: PatchOptions,
+    runtime: Runtime,
     x: Tensor,
     *,
     norm: nn.Module | None = None,
@@ -46,7 +48,7 @@ def mlp_block(
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
-    kind, kernels = activation_kind(activation), options.kernels
+    kind, kernels = activation_kind(activation), runtime.kernels
     fused_norm = None if norm is None else read_norm(norm)
     group = None if kind is None else read_group([*inner, down], x, fused_norm)
     if group is not None and kind is not None and (norm is None or fused_norm is not None):
@@ -67,9 +69,10 @@ def mlp_block(
         if residual and not adds:
             return x + (out if x.dtype == stock else out.to(stock))
         return out.to(stock)
-    made, x = project_modules(inner, x, options, norm=norm, row_count=row_count)
-    h = gated_halves(made[0], activation, kernels) if len(made) == 1 else gated(made[0], made[1], activation, kernels)
-    (out,), _ = project_modules([down], h, options, residual=x if residual else None, row_count=row_count)
+    made, x = project_modules(inner, x, runtime, norm=norm, row_count=row_count)
+    gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+    h = gated(gate, up, activation, kernels)
+    (out,), _ = project_modules([down], h, runtime, residual=x if residual else None, row_count=row_count)
     return out
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from fastpack.families.spec import NormSpec
+from fastpack.layers.runtime import Runtime
 from fastpack.ops.norm import layer_norm, rms_norm
-from fastpack.options import PatchOptions
+from fastpack.utils.replacement import Replacement
 
 
-def norm_forward(module: Any, spec: NormSpec, options: PatchOptions, x: Tensor) -> Tensor:
+def norm_forward(patched: Replacement[NormSpec, Runtime], x: Tensor) -> Tensor:
     """Normalise the last dimension of ``x``, any shape, packed or not."""
-    eps, kernels = getattr(module, spec.eps), options.kernels
+    module, spec, kernels = patched.owner, patched.spec, patched.runtime.kernels
+    eps = getattr(module, spec.eps)
     if spec.kind == "layer":
         return layer_norm(x, module.weight, eps, implementation=kernels)
     return rms_norm(x, module.weight, eps, rounding=spec.rounding, unit_offset=spec.unit_offset, implementation=kernels)

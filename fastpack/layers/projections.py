@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpack.adapters import read_projection, read_update, refuse_rows, takes
 from fastpack.families.spec import NormSpec
-from fastpack.hooks import has_hooks
-from fastpack.layers.drop_ins import is_drop_in
+from fastpack.layers.adapters import read_projection, read_update, refuse_rows, takes
+from fastpack.layers.liger import is_drop_in
 from fastpack.layers.norm import norm_forward
-from fastpack.layers.stock import HELD, Held, binds
+from fastpack.layers.runtime import Runtime
 from fastpack.ops.lora import add_updates
 from fastpack.ops.products import RowCount
 from fastpack.ops.projection_parts import Norm, Projection
 from fastpack.ops.projections import project
-from fastpack.options import PatchOptions
-from fastpack.sharding import is_partitioned
+from fastpack.utils.hooks import has_hooks
+from fastpack.utils.replacement import KEPT_FORWARD, Replacement, replaces
+from fastpack.utils.sharding import is_partitioned
 
 
-def our_settings(module: nn.Module, function: Callable[..., Any]) -> tuple[Any, ...] | None:
-    """The settings that ``function`` was bound to ``module`` with; None where another forward stands there that
+def fast_forward(module: nn.Module, function: Callable[..., Any]) -> Replacement[Any, Runtime] | None:
+    """The replacement by which ``function`` computes a module's forward; None where another forward stands there that
     computes something else, or hooks do more than it."""
-    forward = module.__dict__.get("forward")
-    if not isinstance(forward, functools.partial) and not torch.compiler.is_compiling():
-        held: Held | None = module.__dict__.get(HELD)
-        if held is not None and is_drop_in(module, forward, held.spec):
-            forward = held.forward
-    if not binds(forward, function):
+    found = module.__dict__.get("forward")
+    if not isinstance(found, Replacement) and not torch.compiler.is_compiling():
+        kept: Replacement[Any, Runtime] | None = module.__dict__.get(KEPT_FORWARD)
+        if kept is not None and is_drop_in(module, found, kept.spec):
+            found = kept
+    if not replaces(found, function) or not found.enabled or has_hooks(module):
         return None
-    if has_hooks(module):
-        return None
-    return forward.args[1:]
+    return found
 
 
 def read_norm(module: Any) -> Norm | None:
     """What a swapped root-mean-square norm computes; None where it has to be called."""
-    settings = our_settings(module, norm_forward)
-    if settings is None:
+    fast = fast_forward(module, norm_forward)
+    if fast is None:
         return None
-    spec: NormSpec = settings[0]
+    spec: NormSpec = fast.spec
     if spec.kind != "rms" or is_partitioned(module.weight):
         return None
     return Norm(module.weight, getattr(module, spec.eps), spec.rounding, spec.unit_offset)
@@ -69,7 +66,7 @@ def read_group(modules: Sequence[nn.Module], x: Tensor, norm: Norm | None = None
 def project_modules(
     modules: Sequence[nn.Module],
     x: Tensor,
-    options: PatchOptions,
+    runtime: Runtime,
     *,
     norm: nn.Module | None = None,
     residual: Tensor | None = None,
@@ -90,7 +87,7 @@ def project_modules(
     group = read_group(modules, given, fused_norm)
     if group is None:
         n = given if norm is None or fused_norm is None else _call(norm, x)
-        outputs = _one_by_one(modules, n, options)
+        outputs = _one_by_one(modules, n, runtime)
         return ([residual + outputs[0]] if residual is not None else outputs), x
     adds = residual is not None and residual.dtype == group[0].dtype
     made, passed = project(
@@ -99,14 +96,14 @@ def project_modules(
         norm=fused_norm,
         residual=residual if adds else None,
         row_count=row_count,
-        implementation=options.kernels,
+        implementation=runtime.kernels,
     )
     if residual is not None and not adds:
         made = (residual + made[0],)
     return list(made), passed if given is x else x
 
 
-def _one_by_one(modules: Sequence[nn.Module], n: Tensor, options: PatchOptions) -> list[Tensor]:
+def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> list[Tensor]:
     """Modules called as modules; LoRA around a base that can't be read (8-bit, hooks) is fused all the same."""
     if torch.compiler.is_compiling():
         return [module(n) for module in modules]
@@ -116,7 +113,7 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor, options: PatchOptions) 
         return [_call(module, n) for module in modules]
     pairs: list[Any] = split
     bases = [_call(base, n) for base, _ in pairs]
-    return add_updates(n, bases, [update for _, update in pairs], options.kernels)
+    return add_updates(n, bases, [update for _, update in pairs], runtime.kernels)
 
 
 def _call(module: nn.Module, n: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.families.spec import AttentionSpec
-from fastpack.layers.positions import normalise_and_turn
-from fastpack.options import PatchOptions
+from fastpack.layers.rope import normalise_and_turn
+from fastpack.layers.runtime import Runtime
 
 SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
 """Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""
@@ -28,7 +28,7 @@ def projections(module: Any) -> tuple[str, ...]:
 
 
 def heads(
-    module: Any, options: PatchOptions, projected: list[Tensor], tables: tuple[Tensor, Tensor], shared: SharedStates
+    module: Any, runtime: Runtime, projected: list[Tensor], tables: tuple[Tensor, Tensor], shared: SharedStates
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, H, D]``, keys and values ``[T, K, D]``.
 
@@ -40,11 +40,11 @@ def heads(
     cos, sin = tables[0][0], tables[1][0]
     q, *rest = (x.unflatten(-1, (-1, module.head_dim)) for x in projected)
     if module.is_kv_shared_layer:
-        q, _ = normalise_and_turn(module, _QUERIES, options, q, q.detach()[:, :0], (cos, sin))
+        q, _ = normalise_and_turn(module, _QUERIES, runtime, q, q.detach()[:, :0], (cos, sin))
         k, v = (x.squeeze(0).transpose(0, 1).to(q.device) for x in shared[module.layer_type])
         return q, k, v
     k, v = rest[0], module.v_norm(rest[-1])
-    q, k = normalise_and_turn(module, _HEADS, options, q, k, (cos, sin))
+    q, k = normalise_and_turn(module, _HEADS, runtime, q, k, (cos, sin))
     if module.store_full_length_kv:
         shared[module.layer_type] = k.transpose(0, 1)[None], v.transpose(0, 1)[None]
     return q, k, v

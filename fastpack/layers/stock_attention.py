@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fastpack.classes import names_in, package_of, place_of
-from fastpack.compiling import constant, known_once
 from fastpack.errors import PatchError
+from fastpack.utils.classes import names_in, package_of, place_of
+from fastpack.utils.compile import constant, known_once
 
 STOCK_CONFIG = "_fastpack_stock_config"
 """The attribute of the private config of a module that attends through our interface: the config it stands for."""

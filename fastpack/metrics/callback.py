@@ -15,15 +15,15 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from fastpack.errors import FastpackWarning, PatchError, UnsupportedModelError
-from fastpack.layers.refusals import has_cache
 from fastpack.metrics.counting import BatchCounts, Count, batch_shape, count_batch, peak_memory, predicted_positions
 from fastpack.metrics.peaks import peak_of
 from fastpack.metrics.plan import ModelPlan, read_plan
 from fastpack.metrics.stopwatch import Stopwatch
 from fastpack.metrics.tally import Kind, Plans, Tally
 from fastpack.metrics.totals import NANO, Totals, cumulative, figures
-from fastpack.options import PatchOptions
-from fastpack.targets import STATE, refuse_wrapped
+from fastpack.model.checks import has_cache
+from fastpack.model.unwrap import STATE, refuse_wrapped
+from fastpack.patching.options import PatchOptions
 
 PREFIX = "fastpack/"
 

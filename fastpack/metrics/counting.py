@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.block_masks import may_be_blocks, read_blocks
 from fastpack.flops import Span
-from fastpack.layers.labels import targets_of
-from fastpack.packing import IGNORE_INDEX, PackedSeqLens, sent
+from fastpack.model.labels import targets_of
+from fastpack.packing.block_masks import may_be_blocks, read_blocks
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens, sent
 
 Count = Tensor | int
 """A whole number: a 0-dimensional int64 tensor on the batch's device, or one that the host knows."""

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from fastpack.flops import FULL, Attention, Layer, Load, Product, Span, StepFlops, forward_flops, training_flops
-from fastpack.layers.find import TOWERS, decoder_layers
-from fastpack.targets import find_parts
+from fastpack.model.unwrap import find_parts
+from fastpack.utils.modules import TOWERS, decoder_layers
 
 _RESULTS = frozenset(
     {"o_proj", "out_proj", "c_proj", "dense", "wo", "output_linear", "out_lin"}

@@ -13,7 +13,7 @@ from fastpack.flops import Load, Span, StepFlops
 from fastpack.metrics.counting import BatchCounts, Count
 from fastpack.metrics.plan import ModelPlan
 from fastpack.metrics.totals import Totals
-from fastpack.packing import sent
+from fastpack.packing.seqlens import sent
 
 Kind = Literal["train", "forward", "bare", "reference"]
 """What the model was called for: forward and backward; a forward of the policy, with its adapters or without; a forward

@@ -23,19 +23,5 @@ tensors".
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Any
-
-from fastpack.layers.stock import bound_with
-
-if TYPE_CHECKING:
-    from fastpack.offload.checkpoints import CheckpointOffload
-
 KEPT = "_fastpack_kept"
 """The attribute under which a layer that runs finds its slot for products."""
-
-
-def offload_of(backbone: Any) -> CheckpointOffload | None:
-    """Return the offloading of a patched backbone, None where it was patched without."""
-    checkpoints = sys.modules.get("fastpack.offload.checkpoints")  # heavy, and not imported before a model asks for it
-    return None if checkpoints is None else bound_with(backbone, checkpoints.CheckpointOffload)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from fastpack.layers.find import decoder_layers
 from fastpack.offload.products import Journey, with_slots
 from fastpack.offload.saved import Kept, Offloaded, Pass
 from fastpack.offload.transfer import Lane, Link, connect_cuda
+from fastpack.utils.modules import decoder_layers
 
 MIN_BYTES = 4 * 2**20
 """Smaller tensors stay: there is little to gain, and launching the copies would show."""

@@ -151,11 +151,6 @@ class HostPool:
         self._free: list[Tensor] = []
         self.count = self.nbytes = 0
 
-    @property
-    def in_use(self) -> int:
-        """How many are handed out."""
-        return self.count - len(self._free)
-
     def take(self, nbytes: int) -> Tensor:
         """uint8, at least ``nbytes`` of it, uninitialised."""
         sizes = [buffer.numel() for buffer in self._free]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
 
 KERNEL_CODES = ("nf4", "fp4")
 SMALLEST_BLOCK = 32
@@ -44,13 +44,10 @@ def dequantize(weight: Tensor, quant_state: Any, dtype: torch.dtype, implementat
     """
     if use_triton(implementation, weight):
         packed = weight.detach()  # a plain tensor: each look at an attribute of bitsandbytes' own class runs Python
-        reason = kernel_rejects(packed, quant_state, dtype)
-        if reason is None:
+        if kernel_serves(implementation, "dequantising", kernel_rejects(packed, quant_state, dtype)):
             from fastpack.ops.kernels import dequantize as kernels
 
             return kernels.dequantize(packed, quant_state, dtype)
-        if implementation == "triton":
-            raise ValueError(f"The kernel that dequantises was given {reason}. Pass implementation='auto' or 'torch'.")
     from bitsandbytes.functional import dequantize_4bit
 
     dense: Tensor = dequantize_4bit(weight, quant_state)

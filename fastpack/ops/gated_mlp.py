@@ -35,7 +35,7 @@ from fastpack.ops.projections import (
     normalise,
     normalise_backward,
 )
-from fastpack.ops.updated_glu import Factors, sums_on_the_way, updated_backward, updated_forward
+from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
 from fastpack.ops.updates import expand_forward, factors
 
 
@@ -149,16 +149,10 @@ class _GatedMlp(torch.autograd.Function):
             of_h = (low, kept["down a"]) if fuses and low is not None else None
             h: Tensor | None = None
             inside: list[Tensor] = []
-            summed: list[Tensor] = []  # what the gradients of gate's and up's B, and of down's A, are like
             if dh is not None:
-                trained = needs_down[2] and all(needs_inner[3::4])
-                if trained and sums_on_the_way(inner.implementation, gate, *updates, of_h):
-                    summed = [*(kept[f"inner b{i}"] for i in inner.owners), kept["down a"]]
-                    needs_inner = [need and at % 4 != 3 for at, need in enumerate(needs_inner)]
-                    needs_down = [need and at != 2 for at, need in enumerate(needs_down)]
                 # a retained graph may come back for what was saved; otherwise the gradients take its place
                 inside = made if is_last_pass() else [torch.empty_like(tensor) for tensor in made]
-                h, sums = updated_backward(
+                h = updated_backward(
                     dh,
                     gate,
                     up,
@@ -167,7 +161,6 @@ class _GatedMlp(torch.autograd.Function):
                     of_h,
                     out=_two(inside),
                     recompute=needs_input_again(needs_down),
-                    sums=_sizes_and_dtypes(summed, inner, down) if summed else None,
                     row_count=inner.row_count,
                     implementation=inner.implementation,
                 )
@@ -186,17 +179,9 @@ class _GatedMlp(torch.autograd.Function):
             passed_on = grad if ctx.residual else None
             n, dx, dnorm = normalise_backward(dn, ctx.norm, inner, kept, passed_on, needs[6], again=again)
             inner_weights = backward_to_weights(inside, low, n, inner, kept, needs_inner, prefix="inner ")
-        if summed:
-            *of_b, down_weights[2] = map(Tensor.view_as, sums, summed)
-            inner_weights[3::4] = of_b
         if dx is not None and dx.dtype != ctx.x_dtype:
             dx = dx.to(ctx.x_dtype)
         return (None,) * 5 + (dx, dnorm, *inner_weights, *down_weights)
-
-
-def _sizes_and_dtypes(summed: Sequence[Tensor], inner: Settings, down: Settings) -> list[tuple[int, torch.dtype]]:
-    dtypes = [*[inner.lora_dtype] * len(inner.owners), down.lora_dtype]
-    return [(tensor.numel(), dtype or torch.float32) for tensor, dtype in zip(summed, dtypes, strict=True)]
 
 
 def _two(made: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

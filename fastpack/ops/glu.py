@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpack.hooks import carries_hooks
-from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
 from fastpack.ops.once import differentiable_once
+from fastpack.utils.hooks import carries_hooks
 
 Activation = Callable[[Tensor], Tensor]
 ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
@@ -57,17 +57,6 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, implementation: Impl
         if _kernel_serves(implementation, gate, up, kind, activation):
             out: Tensor = _Gated.apply(gate, up, kind)
             return out
-    return activation(gate) * up
-
-
-def gated_halves(gate_up: Tensor, activation: Activation, implementation: Implementation = "auto") -> Tensor:
-    """:func:`gated` of the halves of ``[..., 2 I]``, gate first; the gradient is one tensor, without a copy (Phi-3)."""
-    if use_triton(implementation, gate_up):
-        kind = activation_kind(activation)
-        if _kernel_serves(implementation, gate_up, gate_up, kind, activation):
-            out: Tensor = _GatedHalves.apply(gate_up, kind)
-            return out
-    gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
 
 
@@ -110,24 +99,23 @@ def gated_backward(
     up: Tensor,
     kind: ActivationKind,
     *,
+    out: tuple[Tensor, Tensor],
     recompute: bool = False,
-    overwrite_grad: bool = False,
-    out: tuple[Tensor, Tensor] | None = None,
     implementation: Implementation = "auto",
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate and up, and with ``recompute`` the result of :func:`gated_forward` once more.
+) -> None:
+    """Write the gradients of gate and up, and with ``recompute`` the result of :func:`gated_forward` once more.
 
     Args:
-        grad: ``[..., I]``, of the result.
+        grad: ``[..., I]``, of the result; with ``recompute`` that is written over it.
         gate, up: ``[..., I]``.
-        overwrite_grad: the recomputed result is written over ``grad``, which the caller gives up.
         out: where the two gradients go, as the halves of one ``[..., 2 I]`` tensor for a projection to both; gate and
             up themselves, where the caller gives those up.
     """
     if use_triton(implementation, gate) and _kernel_serves(implementation, gate, up, kind):
         from fastpack.ops.kernels import glu as kernels
 
-        return kernels.backward(grad, gate, up, kind, recompute, overwrite_grad, out)
+        kernels.backward(grad, gate, up, kind, out, recompute)
+        return
     dtype = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
     wide, g = gate.to(dtype), grad.to(dtype)
     if kind == "silu":
@@ -135,11 +123,10 @@ def gated_backward(
     else:
         slope = torch.ops.aten.gelu_backward(g * up, wide, approximate="tanh" if kind == "gelu_tanh" else "none")
     of_up = g * _activate(wide, kind)
-    h = _activate(gate, kind) * up if recompute else None
-    dgate, dup = (torch.empty_like(gate), torch.empty_like(up)) if out is None else out
-    dgate.copy_(slope)
-    dup.copy_(of_up)
-    return dgate, dup, grad.copy_(h) if overwrite_grad and h is not None else h
+    if recompute:
+        grad.copy_(_activate(gate, kind) * up)
+    out[0].copy_(slope)
+    out[1].copy_(of_up)
 
 
 class _Gated(torch.autograd.Function):
@@ -155,29 +142,9 @@ class _Gated(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        dgate, dup, _ = gated_backward(grad, gate, up, ctx.kind, implementation="triton")
-        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
-
-
-class _GatedHalves(torch.autograd.Function):
-    """The same on one tensor, whose gradient is one tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, kind: ActivationKind) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.kind = kind
-        gate, up = gate_up.chunk(2, dim=-1)
-        return gated_forward(gate, up, kind, implementation="triton")
-
-    @staticmethod
-    @differentiable_once
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        dgate_up = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=gate_up.device)
-        dgate, dup = dgate_up.chunk(2, dim=-1)
+        dgate, dup = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
         gated_backward(grad, gate, up, ctx.kind, out=(dgate, dup), implementation="triton")
-        return dgate_up, None
+        return dgate if ctx.needs_input_grad[0] else None, dup if ctx.needs_input_grad[1] else None, None
 
 
 def _activate(x: Tensor, kind: ActivationKind) -> Tensor:
@@ -205,6 +172,4 @@ def _kernel_serves(
         reason = f"{gate.dtype} and {up.dtype}, and serves float32, bfloat16 and float16"
     elif gate.shape != up.shape:
         reason = f"gate of {tuple(gate.shape)} and up of {tuple(up.shape)}"
-    if reason is None or implementation == "auto":
-        return reason is None
-    raise ValueError(f"The kernel of gated units was given {reason}. Pass implementation='auto' or 'torch'.")
+    return kernel_serves(implementation, "gated units", reason)

@@ -49,6 +49,21 @@ def use_triton(implementation: Implementation, x: Tensor) -> bool:
     return implementation == "triton"
 
 
+def kernel_serves(implementation: Implementation, kernel: str, reason: str | None) -> bool:
+    """True unless there is a reason why the kernel, where :func:`use_triton` would take it, can't serve.
+
+    Args:
+        kernel: what it is called in the message.
+        reason: what it was given, and serves; None where it can.
+
+    Raises:
+        ValueError: there is, and the kernel was asked for by name.
+    """
+    if reason is not None and implementation == "triton":
+        raise ValueError(f"The kernel of {kernel} was given {reason}. Pass implementation='auto' or 'torch'.")
+    return reason is None
+
+
 def _interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 

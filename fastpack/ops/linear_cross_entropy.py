@@ -32,7 +32,7 @@ from torch import Tensor
 from fastpack.ops.cross_entropy import cross_entropy_
 from fastpack.ops.implementation import Implementation, use_triton
 from fastpack.ops.once import differentiable_once, is_last_pass
-from fastpack.packing import IGNORE_INDEX
+from fastpack.packing.seqlens import IGNORE_INDEX
 
 Reduction = Literal["sum", "mean", "none"]
 Weight = Tensor | Callable[[], Tensor]

@@ -1,11 +1,10 @@
-"""Root-mean-square and layer normalisation over the last dimension, alone or of a sum with the residual stream.
+"""Root-mean-square and layer normalisation over the last dimension.
 
 Definitions (Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4; Ba et al., "Layer
-Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + weight, and b = bias or 0:
+Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + weight:
 
     rms_norm(x)   = x / sqrt(mean(x^2) + eps) * w
-    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w + b
-    add_..._norm(x, residual) = norm(x + residual), x + residual
+    layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w
 
 Families differ in where they round to x's dtype, which is kept, so that results match theirs to the bit in most
 places: ``before`` the weight is applied (Llama) or ``after`` (Gemma, OLMo-2, Cohere).
@@ -13,7 +12,7 @@ places: ``before`` the weight is applied (Llama) or ``after`` (Gemma, OLMo-2, Co
 Gradients, with n the normalised x before its weight and g the gradient of the result (the terms in mean(x) belong to
 layer normalisation alone):
 
-    dx = rstd * (g w - n mean(g w n) - mean(g w)) + gradient of the sum,  dw = sum over tokens of g n
+    dx = rstd * (g w - n mean(g w n) - mean(g w)),  dw = sum over tokens of g n
 
 Suffixes: T tokens, H width of the last dimension.
 """
@@ -26,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
+from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
 from fastpack.ops.once import differentiable_once
 from fastpack.ops.products import RowCount, rows_of
 
@@ -71,12 +70,12 @@ def rms_norm(
     kind = Kind(False, rounding == "before", unit_offset)
     out: Tensor
     if _kernel_serves(implementation, x, weight):
-        out = _Norm.apply(x, None, weight, None, eps, kind, True)
+        out = _Norm.apply(x, weight, eps, kind, True)
         return out
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     if plain and not torch.compiler.is_compiling():
         # torch has no fused kernel here: results of the plain formula to the bit, with a third of the backward's passes
-        out = _Norm.apply(x, None, weight, None, eps, kind, False)
+        out = _Norm.apply(x, weight, eps, kind, False)
         return out
     scale = _scale(weight, kind)
     if rounding == "before":
@@ -85,70 +84,18 @@ def rms_norm(
     return F.rms_norm(_wide(x), (x.shape[-1],), scale, eps).to(x.dtype)
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    rounding: Rounding = "before",
-    unit_offset: bool = False,
-    implementation: Implementation = "auto",
-) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm` of ``x + residual``, and that sum.
-
-    Args:
-        x, residual: ``[..., H]``, of one shape; their sum is rounded to the dtype that the two promote to.
-        weight, eps, rounding, unit_offset, implementation: as of :func:`rms_norm`.
-
-    Raises:
-        ValueError: as :func:`rms_norm`, or the shapes differ.
-    """
-    _check_shapes(x, residual)
-    if _kernel_serves(implementation, x, weight, residual):
-        normed, summed = _Norm.apply(
-            x, residual, weight, None, eps, Kind(False, rounding == "before", unit_offset), True
-        )
-        return normed, summed
-    summed = x + residual
-    return rms_norm(summed, weight, eps, rounding=rounding, unit_offset=unit_offset, implementation="torch"), summed
-
-
-def layer_norm(
-    x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, implementation: Implementation = "auto"
-) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: Implementation = "auto") -> Tensor:
     """Layer normalisation of the last dimension, in float32, rounded once, to ``x.dtype`` (Cohere).
 
-    ``weight`` and ``bias`` may have leading dimensions of their own, the last ones of x (``[heads, D]``).
+    ``weight`` may have leading dimensions of its own, the last ones of x (``[heads, D]``).
 
     Raises:
         ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
     """
-    if _kernel_serves(implementation, x, weight, bias=bias):
-        out: Tensor = _Norm.apply(x, None, weight, bias, eps, LAYER, True)
+    if _kernel_serves(implementation, x, weight):
+        out: Tensor = _Norm.apply(x, weight, eps, LAYER, True)
         return out
-    out = weight.to(torch.float32) * F.layer_norm(x.float(), (x.shape[-1],), None, None, eps)
-    if bias is not None:
-        out = out + bias.to(torch.float32)
-    return out.to(x.dtype)
-
-
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    *,
-    bias: Tensor | None = None,
-    implementation: Implementation = "auto",
-) -> tuple[Tensor, Tensor]:
-    """:func:`layer_norm` of ``x + residual``, and that sum; see :func:`add_rms_norm`."""
-    _check_shapes(x, residual)
-    if _kernel_serves(implementation, x, weight, residual, bias):
-        normed, summed = _Norm.apply(x, residual, weight, bias, eps, LAYER, True)
-        return normed, summed
-    summed = x + residual
-    return layer_norm(summed, weight, eps, bias=bias, implementation="torch"), summed
+    return (weight.to(torch.float32) * F.layer_norm(x.float(), (x.shape[-1],), None, None, eps)).to(x.dtype)
 
 
 def rms_norm_forward(
@@ -158,25 +105,21 @@ def rms_norm_forward(
     *,
     rounding: Rounding = "before",
     unit_offset: bool = False,
-    residual: Tensor | None = None,
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
-) -> tuple[Tensor, Tensor, Tensor]:
-    """:func:`rms_norm` or :func:`add_rms_norm` without a graph, for use inside another autograd Function.
+) -> tuple[Tensor, Tensor]:
+    """:func:`rms_norm` without a graph, for use inside another autograd Function.
 
     Args:
         row_count: how many of the first tokens count: the others may be left out, and are zeros then. Here and below.
 
     Returns:
-        The normalised tensor, ``x + residual`` (x itself where there is no residual), and ``rstd``: float32 ``[T]``,
-        one over the root mean square of each row, leading dimensions flattened.
+        The normalised tensor, and ``rstd``: float32 ``[T]``, one over the root mean square of each row, leading
+        dimensions flattened.
     """
-    if residual is not None:
-        _check_shapes(x, residual)
     kind = Kind(False, rounding == "before", unit_offset)
-    kernel = _kernel_serves(implementation, x, weight, residual)
-    normed, summed, _, rstd = _forward(x, residual, weight, None, eps, kind, kernel, row_count)
-    return normed, summed, rstd
+    normed, _, rstd = _forward(x, weight, eps, kind, _kernel_serves(implementation, x, weight), row_count)
+    return normed, rstd
 
 
 def rms_norm_backward(
@@ -193,23 +136,23 @@ def rms_norm_backward(
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`rms_norm_forward` for what was normalised (the sum, where there was a residual) and weight.
+    """Gradients of :func:`rms_norm_forward` for x and weight.
 
     Args:
         grad: ``[..., H]``, of the normalised tensor.
         x: ``[..., H]``, what was normalised; rstd: ``[T]``, as the forward returned it.
-        grad_summed: the gradient that reaches the sum directly, added to the first result.
+        grad_summed: the gradient that reaches x past the norm, added to the first result.
         need_weight: False where the weight is frozen, which is less work.
         normed: contiguous, of the dtype that the forward's result has: where that result goes once more, as
             :func:`rms_norm_apply` gives it, on the way. It may be ``grad`` itself.
 
     Returns:
-        The gradient of x, of its dtype (and of the residual's, since they are added), and that of the weight or None.
+        The gradient of x, of its dtype, and that of the weight or None.
     """
     kind = Kind(False, rounding == "before", unit_offset)
     kernel = _kernel_serves(implementation, x, weight)
-    needed = (True, need_weight, False)
-    dx, dweight, _ = _backward(grad, x, weight, None, rstd, grad_summed, kind, needed, kernel, row_count, normed)
+    needed = (True, need_weight)
+    dx, dweight = _backward(grad, x, weight, None, rstd, grad_summed, kind, needed, kernel, row_count, normed)
     assert dx is not None
     return dx, dweight
 
@@ -224,78 +167,49 @@ def rms_norm_apply(
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """The normalised tensor once more, from x (or the sum) and the ``rstd`` that :func:`rms_norm_forward` returned:
-    one pass, equal to the first to the bit. No graph."""
+    """The normalised tensor once more, from x and the ``rstd`` that :func:`rms_norm_forward` returned: one pass, equal
+    to the first to the bit. No graph."""
     kind = Kind(False, rounding == "before", unit_offset)
     if _kernel_serves(implementation, x, weight):
         from fastpack.ops.kernels import norm as kernels
 
-        return kernels.forward(x, None, weight, None, 0.0, kind, rstd, rows_of(row_count))[0]
+        return kernels.forward(x, weight, 0.0, kind, rstd, rows_of(row_count))[0]
     return _weighted(_wide(x), rstd.reshape(*x.shape[:-1], 1), weight, x.dtype, kind)
 
 
 class _Norm(torch.autograd.Function):
-    """Every normalisation above: saves what was normalised, the weight and one or two figures a row."""
+    """Both normalisations: saves what was normalised, the weight and one or two figures a row."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        kind: Kind,
-        kernel: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        normed, summed, mean, rstd = _forward(x, residual, weight, bias, eps, kind, kernel)
-        ctx.save_for_backward(summed, weight, mean, rstd)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: Kind, kernel: bool) -> Tensor:
+        normed, mean, rstd = _forward(x, weight, eps, kind, kernel)
+        ctx.save_for_backward(x, weight, mean, rstd)
         ctx.kind, ctx.kernel = kind, kernel
-        ctx.dtypes = tuple(None if tensor is None else tensor.dtype for tensor in (x, residual, bias))
-        ctx.set_materialize_grads(False)
-        return normed if residual is None else (normed, summed)
+        return normed
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: Tensor | None, grad_summed: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        x_needed, residual_needed, weight_needed, bias_needed = ctx.needs_input_grad[:4]
-        dweight = dbias = None
-        dsum = grad_summed
-        if grad is not None:
-            summed, weight, mean, rstd = ctx.saved_tensors
-            needed = (x_needed or residual_needed, weight_needed, bias_needed)
-            dsum, dweight, dbias = _backward(
-                grad, summed, weight, mean, rstd, grad_summed, ctx.kind, needed, ctx.kernel
-            )
-        x_dtype, residual_dtype, bias_dtype = ctx.dtypes
-        dx = dsum.to(x_dtype) if x_needed and dsum is not None else None
-        dresidual = dsum.to(residual_dtype) if residual_needed and dsum is not None else None
-        dbias = None if dbias is None else dbias.to(bias_dtype)
-        return dx, dresidual, dweight, dbias, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:2]
+        dx, dweight = _backward(grad, x, weight, mean, rstd, None, ctx.kind, needed, ctx.kernel)
+        return dx, dweight, None, None, None
 
 
 LAYER = Kind(centred=True, round_before=False, unit_offset=False)
 
 
 def _forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    kind: Kind,
-    kernel: bool,
-    row_count: RowCount | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Normalised, sum, mean ``[T]`` (None unless centred), rstd ``[T]``; of a layer norm by the kernel alone."""
+    x: Tensor, weight: Tensor, eps: float, kind: Kind, kernel: bool, row_count: RowCount | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Normalised, mean ``[T]`` (None unless centred), rstd ``[T]``; of a layer norm by the kernel alone."""
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
-        return kernels.forward(x, residual, weight, bias, eps, kind, count=rows_of(row_count))
-    summed = x if residual is None else x + residual
-    wide = _wide(summed)
+        return kernels.forward(x, weight, eps, kind, count=rows_of(row_count))
+    wide = _wide(x)
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return _weighted(wide, rstd, weight, summed.dtype, kind), summed, None, rstd.reshape(-1)
+    return _weighted(wide, rstd, weight, x.dtype, kind), None, rstd.reshape(-1)
 
 
 def _backward(
@@ -306,13 +220,13 @@ def _backward(
     rstd: Tensor,
     grad_summed: Tensor | None,
     kind: Kind,
-    needed: tuple[bool, bool, bool],
+    needed: tuple[bool, bool],
     kernel: bool,
     row_count: RowCount | None = None,
     normed: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias (float32), those that are ``needed``; of a layer norm by the kernel alone. The
-    normalised tensor goes into ``normed``, last of all, where there is one."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight, those that are ``needed``; of a layer norm by the kernel alone. The normalised tensor
+    goes into ``normed``, last of all, where there is one."""
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
@@ -334,7 +248,7 @@ def _backward(
         dweight = dweight.reshape(weight.shape).to(weight.dtype)
     if normed is not None:
         normed.copy_(_weighted(wide, rstd.reshape(*x.shape[:-1], 1), weight, x.dtype, kind))
-    return dx, dweight, None
+    return dx, dweight
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -358,13 +272,7 @@ def _weighted(wide: Tensor, rstd: Tensor, weight: Tensor, dtype: torch.dtype, ki
     return normed.mul_(scale) if torch.promote_types(dtype, scale.dtype) == dtype else normed * scale
 
 
-def _kernel_serves(
-    implementation: Implementation,
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> bool:
+def _kernel_serves(implementation: Implementation, x: Tensor, weight: Tensor) -> bool:
     """True where the kernel is to run.
 
     Raises:
@@ -375,17 +283,8 @@ def _kernel_serves(
     reason = None
     if x.shape[-1] > MAX_WIDTH:
         reason = f"rows of {x.shape[-1]} elements, and holds at most {MAX_WIDTH}"
-    for parameter in (weight, bias):
-        if parameter is not None and parameter.shape != x.shape[x.ndim - weight.ndim :]:
-            reason = f"a parameter of shape {tuple(parameter.shape)} for x of {tuple(x.shape)}"
-    for tensor in (x, weight, residual, bias):
-        if tensor is not None and tensor.dtype not in KERNEL_DTYPES:
-            reason = f"{tensor.dtype}, and serves float32, bfloat16 and float16"
-    if reason is None or implementation == "auto":
-        return reason is None
-    raise ValueError(f"The normalisation kernel was given {reason}. Pass implementation='auto' or 'torch'.")
-
-
-def _check_shapes(x: Tensor, residual: Tensor) -> None:
-    if x.shape != residual.shape:
-        raise ValueError(f"x is {tuple(x.shape)} and residual {tuple(residual.shape)}: they must be of one shape.")
+    elif weight.shape != x.shape[x.ndim - weight.ndim :]:
+        reason = f"a weight of shape {tuple(weight.shape)} for x of {tuple(x.shape)}"
+    elif x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
+        reason = f"{x.dtype} and {weight.dtype}, and serves float32, bfloat16 and float16"
+    return kernel_serves(implementation, "normalisation", reason)

@@ -107,7 +107,7 @@ def normalise(x: Tensor, norm: Norm | None, settings: Settings, keep: dict[str, 
     """norm(x) in the group's dtype; what its backward needs goes into ``keep`` (x is there already)."""
     if norm is None:
         return x.to(settings.dtype)
-    n, _, rstd = rms_norm_forward(
+    n, rstd = rms_norm_forward(
         x,
         norm.weight,
         norm.eps,

@@ -22,9 +22,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
-from fastpack.ops.implementation import Implementation, use_triton
+from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
 from fastpack.ops.norm import Rounding, rms_norm
 from fastpack.ops.once import differentiable_once
 
@@ -40,7 +39,6 @@ class Turn(NamedTuple):
     in_float32: bool
     kernel: bool
     inverse: bool = False
-    in_place: bool = False
 
 
 def apply_rope(
@@ -52,7 +50,6 @@ def apply_rope(
     layout: Layout = "half",
     compute_in_float32: bool = False,
     positions: Tensor | None = None,
-    in_place: bool = False,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys. Differentiable in both, twice.
@@ -66,14 +63,6 @@ def apply_rope(
             always does, and rounds once.
         positions: int64 or int32 ``[T]``, the row of the tables that each token takes. On a GPU nothing checks that
             they lie within the tables.
-        in_place: q and k are given up: the results lie in their memory, and **neither q, k nor a tensor that they
-            are views of may be read there again** (other slices of a fused projection may). Autograd is none the
-            wiser about such reads, other than a tensor that it saved: that raises, since q's version is counted up.
-            So do other results of a ``split``, ``chunk`` or ``unbind`` that gave q; slices (``x[:, a:b]``) don't.
-            Ignored where ``torch.compile`` traces, whose compiler plans memory itself.
-
-            Torch's own way (``ctx.mark_dirty``) forbids views to a Function of two results, and to one of a single
-            result it copies the gradient of the whole base; hence this.
         implementation: ``auto`` takes the kernel where :func:`use_triton` says so, for what it serves: heads and
             tables whose last dimension has stride 1.
 
@@ -81,47 +70,17 @@ def apply_rope(
         q and k rotated, of the same shapes and dtypes. Float32 tables (OLMo-2, autocast) are used as they are.
 
     Raises:
-        ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve;
-            ``in_place`` for a leaf that requires grad (or a view of one), or for one that overlaps itself.
+        ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve.
     """
     _check_shapes(q, k, cos, sin, positions)
     kernel = _kernel_serves(implementation, (q, k, cos, sin), positions)
-    turn = Turn(layout, compute_in_float32, kernel, in_place=in_place)
+    turn = Turn(layout, compute_in_float32, kernel)
     if not kernel:
         cos, sin, positions = *_rows(cos, sin, positions, turn), None
         if torch.compiler.is_compiling():
             return _turned(q, cos, sin, layout), _turned(k, cos, sin, layout)
-    if in_place:
-        _check_given_up(q, k)
     out: tuple[Tensor, Tensor] = _Rope.apply(q, k, cos, sin, positions, turn)
     return out
-
-
-def rotate_(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    layout: Layout = "half",
-    compute_in_float32: bool = False,
-    positions: Tensor | None = None,
-    inverse: bool = False,
-    implementation: Implementation = "auto",
-) -> None:
-    """Rotate q and k where they lie, in one launch, unseen by autograd: for use inside other Functions.
-
-    ``inverse`` turns the other way, which is the backward: gradients in, gradients out. Arguments and errors
-    otherwise as of :func:`apply_rope`.
-    """
-    _check_shapes(q, k, cos, sin, positions)
-    kernel = _kernel_serves(implementation, (q, k, cos, sin), positions)
-    _check_given_up(q, k)
-    turn = Turn(layout, compute_in_float32, kernel, inverse, in_place=True)
-    if not kernel:
-        cos, sin, positions = *_rows(cos, sin, positions, turn), None
-    with torch.no_grad():
-        _turn_heads(q, k, cos, sin, positions, turn)
 
 
 def norm_rope(
@@ -143,8 +102,8 @@ def norm_rope(
     """Root-mean-square normalisation of each head, then rotation (Qwen 3, Gemma 3).
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``, where K may be 0; any strides. Both are kept for the backward, so never
-            overwritten: from the results, rounded and multiplied by a weight that may be 0, they can't be had again.
+        q: ``[T, H, D]``; k: ``[T, K, D]``, where K may be 0; any strides. Both are kept for the backward: from the
+            results, rounded and multiplied by a weight that may be 0, they can't be had again.
         q_weight, k_weight: ``[D]``. Weights of each head (``[H, D]``) or of all heads at once (``[H * D]``) are for
             the separate ops.
         eps, rounding, unit_offset: as of :func:`fastpack.ops.norm.rms_norm`; the kernel rounds once, at the end.
@@ -194,13 +153,11 @@ class _Rope(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(cos, sin, positions)
         ctx.turn = turn
-        outs = _turn_heads(q, k, cos, sin, positions, turn)
-        # in place: a new tensor in the old memory, which shares its version and gets this Function for its history
-        return tuple(None if out is None else out.detach() for out in outs) if turn.in_place else outs
+        return _turn_heads(q, k, cos, sin, positions, turn)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turn = ctx.turn._replace(inverse=not ctx.turn.inverse, in_place=False)
+        turn = ctx.turn._replace(inverse=not ctx.turn.inverse)
         q, k = (_unit(grad) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return *_Rope.apply(q, k, *ctx.saved_tensors, turn), None, None, None, None
 
@@ -258,18 +215,13 @@ def _unit(grad: Tensor) -> Tensor:
 def _turn_heads(
     q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn
 ) -> tuple[Tensor | None, ...]:
-    """Rotate q and k into new memory or their own; the kernel in one launch. Unseen by autograd."""
-    given = (q, k)
-    outs = given if turn.in_place else tuple(None if x is None else x.new_empty(x.shape) for x in given)
-    pairs = [(x, out) for x, out in zip(given, outs, strict=True) if x is not None and out is not None]
+    """q and k rotated, in new memory; by the kernel in one launch."""
+    outs = tuple(None if x is None else x.new_empty(x.shape) for x in (q, k))
+    pairs = [(x, out) for x, out in zip((q, k), outs, strict=True) if x is not None and out is not None]
     if turn.kernel:
         from fastpack.ops.kernels import rope as kernels
 
         kernels.rotate(pairs, cos, sin, positions, interleaved=turn.layout == "interleaved", inverse=turn.inverse)
-        if turn.in_place:
-            for x, _ in pairs:
-                if not x.is_inference():
-                    increment_version(x)  # as torch's own operations do: who saved x must not trust it
     else:
         for x, out in pairs:
             _turn(x, out, cos, sin, turn)
@@ -296,13 +248,11 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 
 def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
-    """The definition with as few passes over memory as torch can: ``x`` to ``out``, which may be x itself."""
+    """The definition with as few passes over memory as torch can: ``x`` to ``out``."""
     rotary = cos.shape[-1]
     wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    target = out if wide is x else wide
+    target = out if wide is x else torch.empty_like(wide)
     first, second = _pairs(wide[..., :rotary], turn.layout)
-    if target is wide:
-        first = first.clone()
     out_first, out_second = _pairs(target[..., :rotary], turn.layout)
     (cos, _), (sin, _) = _pairs(cos, turn.layout), _pairs(sin, turn.layout)
     sign = 1 if turn.inverse else -1
@@ -310,8 +260,7 @@ def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=-sign)
     if target is not out:
         out[..., :rotary] = target[..., :rotary]
-    if out is not x:
-        out[..., rotary:] = x[..., rotary:]
+    out[..., rotary:] = x[..., rotary:]
 
 
 def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
@@ -338,29 +287,13 @@ def _kernel_serves(implementation: Implementation, tensors: tuple[Tensor, ...], 
     """Whether the kernel runs; raises where it was asked for by name and can't."""
     if not use_triton(implementation, tensors[0]):
         return False
-    for x in tensors:
-        if x.stride(-1) != 1 or x.dtype not in KERNEL_DTYPES:
-            break
-    else:
-        if positions is None or (positions.stride(0) == 1 and positions.dtype in (torch.int64, torch.int32)):
-            return True
-    if implementation == "triton":
-        raise ValueError(
-            "The RoPE kernel takes bf16, fp16, float32 or float64 with a last dimension of stride 1, and positions of "
-            f"int64 or int32 of stride 1; got {[(x.dtype, x.stride()) for x in tensors]} and positions "
-            f"{None if positions is None else (positions.dtype, positions.stride())}. implementation='auto' or "
-            "'torch' takes any."
-        )
-    return False
-
-
-def _check_given_up(q: Tensor, k: Tensor) -> None:
-    for name, x in (("q", q), ("k", k)):
-        base = x._base if x._is_view() else x
-        if base is not None and base.requires_grad and base.is_leaf and torch.is_grad_enabled():
-            raise ValueError(f"{name} is a leaf that requires grad, or a view of one: it can't be rotated in place.")
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-            raise ValueError(f"{name} overlaps itself (strides {x.stride()}): it can't be rotated in place.")
+    reason = None
+    if any(x.stride(-1) != 1 or x.dtype not in KERNEL_DTYPES for x in tensors):
+        given = [(x.dtype, x.stride()) for x in tensors]
+        reason = f"{given}, and serves float dtypes of 16 to 64 bits, with a last dimension of stride 1"
+    elif positions is not None and (positions.stride(0) != 1 or positions.dtype not in (torch.int64, torch.int32)):
+        reason = f"positions of {positions.dtype} and stride {positions.stride(0)}, and serves integers of stride 1"
+    return kernel_serves(implementation, "RoPE", reason)
 
 
 def _pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
-from fastpack.packing import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
 
 
 def sequence_log_probs(

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError, ReferenceCacheError, UnsupportedModelError
-from fastpack.sharding import is_partitioned
-from fastpack.targets import find_parts
+from fastpack.model.unwrap import find_parts
+from fastpack.utils.sharding import is_partitioned
 
 FILE = "log_probs.json"
 FORMAT = "2"  # changes whenever an id or a value is made in another way

@@ -16,17 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpack.api import patched
 from fastpack.batching.packed import PackedPreferenceCollator
-from fastpack.coverage import covered_family
 from fastpack.errors import PackingError
 from fastpack.families import FORMS, HeadSpec, source_hash
-from fastpack.layers.loss import HeadProduct, read_head
+from fastpack.model.loss import HeadProduct, read_head
+from fastpack.model.unwrap import Parts, find_parts
 from fastpack.ops.linear_cross_entropy import CHUNK, linear_cross_entropy
 from fastpack.ops.sequence_log_probs import segment_sums
-from fastpack.packing import IGNORE_INDEX, PackedSeqLens
-from fastpack.patching import is_patched, patched
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.patching.state import is_patched
+from fastpack.patching.support import covered_family
 from fastpack.reference.cache import is_peft
-from fastpack.targets import Parts, find_parts
 
 Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 

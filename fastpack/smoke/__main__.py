@@ -14,14 +14,12 @@ from rich.table import Table
 
 from fastpack.cli import INTERRUPTED
 from fastpack.commands import UsageError
-from fastpack.smoke.chosen import Chosen, choose
-from fastpack.smoke.flags import check, make_parser
+from fastpack.smoke.flags import check, choose, make_parser
 from fastpack.smoke.processes import run
-from fastpack.smoke.record import Record
-from fastpack.smoke.row import Row
+from fastpack.smoke.record import Record, Row
 from fastpack.smoke.setting import Setting
 from fastpack.smoke.worker import Task
-from fastpack.text import counted, print_fitting, room_for, without_empty
+from fastpack.text import counted, room_for, without_empty
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,26 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(given)
     except UsageError as error:
         parser.error(str(error))
-    chosen = choose(given.families, everyone=given.all, tier=given.tier)
-    setting = Setting.of_this_machine(given.device, given.dtype, given.head_dim)
+    names, absent = choose(given.families, everyone=given.all, tier=given.tier)
+    setting = Setting.of_this_machine(given.device, given.dtype)
     task = Task(tuple(given.modes), given.backends, setting)
     start = time.monotonic()
     try:
-        rows = _run(chosen, task, given.jobs, given.timeout)
+        rows = _run(names, task, given.jobs, given.timeout)
     except KeyboardInterrupt:
         print("\nsmoke: interrupted", file=sys.stderr)
         return INTERRUPTED
-    record = Record.of_now(setting.named(), time.monotonic() - start, chosen.absent, rows)
+    record = Record.of_now(setting.named(), time.monotonic() - start, absent, rows)
     console = Console(width=room_for(150))
     console.print(heading(record), highlight=False)
-    print_fitting(console, without_empty(table(record)), SPARE)
+    console.print(without_empty(table(record)))
     for row in rows:
         if row.refused is not None:
             print(f"{row.family}: refused: {row.refused}")
         if row.left_out is not None:
             print(f"{row.family} ({row.mode}): left out: {row.left_out}")
-    if chosen.absent:
-        print(f"not in transformers {record.versions['transformers']}: {', '.join(chosen.absent)}")
+    if absent:
+        print(f"not in transformers {record.versions['transformers']}: {', '.join(absent)}")
     failed = [row for row in rows if row.problem is not None]
     for row in failed:
         print(f"{row.family} ({row.mode}, {row.backend or 'no backend'}): {row.problem}", file=sys.stderr)
@@ -60,19 +58,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _run(chosen: Chosen, task: Task, jobs: int, timeout: float) -> list[Row]:
+def _run(names: Sequence[str], task: Task, jobs: int, timeout: float) -> list[Row]:
     columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, transient=True) as progress:
-        bar = progress.add_task("", total=len(chosen.families))
+        bar = progress.add_task("", total=len(names))
 
         def done(family: str) -> None:
             progress.update(bar, advance=1, description=family)
 
-        return run(chosen.families, task, jobs=jobs, timeout=timeout, done=done)
+        return run(names, task, jobs=jobs, timeout=timeout, done=done)
 
 
-SPARE = ("dtype", "allowed", "losses off by", "x padded")
-"""Columns that go first where a terminal is narrow."""
 VERDICTS = ("exact", "refused", "left out", "FAILED")
 NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 

@@ -1,4 +1,4 @@
-"""The flags of ``python -m fastpack.smoke``, and what of them is refused before anything runs."""
+"""The flags of ``python -m fastpack.smoke``, what of them is refused before anything runs, and the families meant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,9 +15,11 @@ from fastpack.attention_dispatch import BACKENDS, AttentionShape
 from fastpack.attention_dispatch import choose as choose_backend
 from fastpack.commands import UsageError, require_file
 from fastpack.errors import BackendUnavailableError
-from fastpack.families import RUNGS
+from fastpack.exactness import tiny
+from fastpack.exactness.special import HEADS, KV_HEADS, NOT_BUILT, TRAITS
+from fastpack.families import FAMILIES, REFUSED, RUNGS
+from fastpack.smoke.most_used import MOST_USED
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import HEAD_DIM, HEADS, KV_HEADS
 from fastpack.smoke.worker import EACH, MODES, USUAL
 
 
@@ -38,9 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     cores = min(os.cpu_count() or 1, 8)
     parser.add_argument("--jobs", type=int, default=cores, help="processes at a time (default: one a core, 8 at most)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for a family")
-    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
-    parser.add_argument("--head-dim", type=int, help="a multiple of 16 (default: 16 on a CPU, 64 on a GPU)")
     parser.add_argument("--json", type=Path, help="write the run here; fastpack families reads it")
     return parser
 
@@ -63,22 +65,9 @@ def check(given: argparse.Namespace) -> None:
         raise UsageError(f"--jobs {given.jobs}: pass how many processes run at a time, 1 or more.")
     if not (given.timeout > 0 and math.isfinite(given.timeout)):
         raise UsageError(f"--timeout {given.timeout:g}: pass the seconds that a family may take, more than 0.")
-    if given.head_dim is not None and (given.head_dim < 1 or given.head_dim % HEAD_DIM):
-        raise UsageError(f"--head-dim {given.head_dim}: pass a positive multiple of {HEAD_DIM}.")
-    _check_device(given.device)
-    _check_backend(given.backends, Setting.of_this_machine(given.device, given.dtype, given.head_dim))
-
-
-def _check_device(device: str | None) -> None:
-    if device in (None, "cpu"):
-        return
-    if not re.fullmatch(r"cuda(:\d+)?", device):
-        raise UsageError(f"--device {device}: pass cpu, cuda or cuda:N.")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise UsageError(f"--device {device}: torch finds no CUDA device here; pass --device cpu.")
-    if int(device.partition(":")[2] or 0) >= count:
-        raise UsageError(f"--device {device}: there are {count} here, counted from 0; pass cuda:0 to cuda:{count - 1}.")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device here; pass --device cpu.")
+    _check_backend(given.backends, Setting.of_this_machine(given.device, given.dtype))
 
 
 def _check_backend(name: str, setting: Setting) -> None:
@@ -89,3 +78,21 @@ def _check_backend(name: str, setting: Setting) -> None:
         choose_backend(AttentionShape(device, dtype, HEADS, KV_HEADS, size, size), name)
     except BackendUnavailableError as error:
         raise UsageError(f"--backends {name}: {error}") from error
+
+
+def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> tuple[Sequence[str], Sequence[str]]:
+    """Return those named, or everyone in transformers' causal-LM mapping (of one tier), or those that people use most;
+    and those of them that this release of transformers does not have.
+
+    A name that nobody knows is run, and fails.
+    """
+    here = tiny.model_types()
+    known = {*FAMILIES, *REFUSED, *MOST_USED, *NOT_BUILT, *TRAITS}
+    if named:
+        absent = [name for name in named if name not in here and name in known]
+        return [name for name in named if name not in absent], absent
+    if tier is not None:
+        return [name for name in here if name in FAMILIES and FAMILIES[name].rung == tier], ()
+    if everyone:
+        return here, sorted(known - {*here})
+    return [name for name in here if name in MOST_USED], [name for name in MOST_USED if name not in here]

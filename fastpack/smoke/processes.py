@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from fastpack.smoke.row import Row
+from fastpack.smoke.record import Row
 from fastpack.smoke.worker import TRAINED, Task, work
 
 IMPORTED = (
@@ -38,7 +37,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
 
         def one(family: str) -> list[Row]:
-            found = list(_in_a_process(family, task, context, timeout, Path(folder) / family, stopped))
+            found = _in_a_process(family, task, context, timeout, Path(folder), stopped)
             done(family)
             return found
 
@@ -65,42 +64,29 @@ def _context(task: Task) -> Any:
 
 
 def _in_a_process(
-    family: str, task: Task, context: Any, timeout: float, words: Path, stopped: threading.Event
-) -> Iterator[Row]:
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(family, task, sending, words), daemon=True)
+    family: str, task: Task, context: Any, timeout: float, folder: Path, stopped: threading.Event
+) -> list[Row]:
+    sent, words = folder / f"{family}.rows", folder / family
+    process = context.Process(target=work, args=(family, task, sent, words), daemon=True)
     process.start()
     if stopped.is_set():  # while it started, and was not among those that were killed
         process.kill()
-    sending.close()
-    end = time.monotonic() + timeout
-    missing, last = [*task.modes], ""
-    problem = None
-    while problem is None:
-        ready = wait([receiving, process.sentinel], max(0.0, end - time.monotonic()))
-        if receiving in ready:
-            try:
-                row = receiving.recv()
-            except EOFError:
-                break
-            if row is None:
-                process.join(max(0.0, end - time.monotonic()))
-                process.kill()
-                if not missing:
-                    return
-                problem = "its process was done, and had sent no row of it"
-                continue
-            missing = [mode for mode in missing if mode != row.mode] if row.refused is None else []
-            last = row.mode
-            yield row
-        elif ready:
-            break
-        else:
-            process.kill()
-            problem = f"not done after {timeout:g} s"
+    process.join(timeout)
+    late = process.is_alive()
+    process.kill()
     process.join()
-    # an exit code of 0 is no end: rows may be missing until the word that those were all
-    yield Row(family, ", ".join(missing) or last, problem=problem or _last_word(words, process.exitcode or 0))
+    lines = sent.read_text().splitlines(keepends=True) if sent.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [Row(**row) for row in whole if row is not None]
+    sent_modes = {row.mode for row in rows}
+    missing = [mode for mode in task.modes if mode not in sent_modes and not any(row.refused for row in rows)]
+    if None not in whole:  # an exit code of 0 is no end: rows may be missing until the word that those were all
+        problem = f"not done after {timeout:g} s" if late else _last_word(words, process.exitcode or 0)
+    elif missing:
+        problem = "its process was done, and had sent no row of it"
+    else:
+        return rows
+    return [*rows, Row(family, ", ".join(missing) or rows[-1].mode, problem=problem)]
 
 
 def _last_word(words: Path, exitcode: int) -> str:

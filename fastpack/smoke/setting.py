@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fastpack.smoke.special import HEAD_DIM
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.special import HEAD_DIM
+from fastpack.exactness.tiny import build_tiny
 
 GPU_HEAD_DIM = 64
 
@@ -26,36 +26,19 @@ class Setting:
     head_dim: int = HEAD_DIM
 
     @classmethod
-    def of_this_machine(
-        cls, device: str | None = None, dtype: str | None = None, head_dim: int | None = None
-    ) -> Setting:
+    def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
         """What is None is what the machine is best tried with."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device != "cpu"
-        return cls(device, dtype or ("bfloat16" if gpu else "float32"), head_dim or (GPU_HEAD_DIM if gpu else HEAD_DIM))
+        return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
 
-    @property
-    def half(self) -> bool:
-        """Whether it is one of the half precisions."""
-        return self.dtype != "float32"
+    def build(self, model_type: str, dtype: torch.dtype | None = None) -> Any:
+        """This family's model, in this precision or another, in training mode: some write states in place otherwise.
 
-    def build(self, model_type: str) -> Any:
-        """This family's model, in training mode, since some families write states in place otherwise.
-
-        Raises what :func:`fastpack.smoke.tiny.build_tiny` raises.
+        Raises what :func:`fastpack.exactness.tiny.build_tiny` raises.
         """
-        dtype = getattr(torch, self.dtype)
+        dtype = dtype or getattr(torch, self.dtype)
         return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
-
-    def build_in(self, dtype: str, model_type: str) -> Any:
-        """Return the same model, of the same weights, in a finer dtype."""
-        fine = build_tiny(model_type, head_dim=self.head_dim, dtype=getattr(torch, dtype)).train().to(self.device)
-        with torch.no_grad():
-            for parameter, given in zip(fine.parameters(), self.build(model_type).parameters(), strict=True):
-                parameter.copy_(given)
-        if fine._can_set_experts_implementation():
-            fine.set_experts_implementation("eager")  # products over groups of rows know no float64
-        return fine
 
     def named(self) -> str:
         """For people."""

@@ -1,26 +1,28 @@
-"""What runs in a family's own process: its rows, one after the other, down a pipe."""
+"""What runs in a family's own process: its rows, one after the other, into a file."""
 
 from __future__ import annotations
 
 import faulthandler
+import functools
+import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import fastpack
-from fastpack.coverage import too_old
 from fastpack.errors import BackendUnavailableError, UnsupportedModelError
+from fastpack.exactness.oracle import Oracle
+from fastpack.exactness.special import NOT_BUILT
 from fastpack.families import FAMILIES, REFUSED
-from fastpack.smoke.row import Row
+from fastpack.patching.support import too_old
+from fastpack.smoke.record import Row
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.sweep import Oracle, oracle_of, sweep
-from fastpack.smoke.verified import verified
+from fastpack.smoke.train import train_rows, verified
 
 EXACT, VERIFY = "exact", "verify"
 TRAINED = ("plain", "lora", "packed")
@@ -43,8 +45,9 @@ class Task:
     setting: Setting
 
 
-def work(family: str, task: Task, pipe: Connection, words: Path) -> None:
-    """Send every row of this family down the pipe, and None behind them; what is printed goes to the file ``words``."""
+def work(family: str, task: Task, sent: Path, words: Path) -> None:
+    """Write every row of this family to the file ``sent``, a line of JSON each, and null behind them; what is printed
+    goes to the file ``words``."""
     with words.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -54,10 +57,10 @@ def work(family: str, task: Task, pipe: Connection, words: Path) -> None:
         torch.set_num_threads(1)  # tensors are small: a second thread only waits for the first
     else:
         torch.backends.cudnn.allow_tf32 = False  # convolutions in float32, or 1e-4 can't hold
-    for row in rows(family, task):
-        pipe.send(row)
-    pipe.send(None)  # that was all: what libraries do while the interpreter ends is no family's fault
-    pipe.close()
+    with sent.open("w") as lines:
+        for row in rows(family, task):
+            print(json.dumps(asdict(row)), file=lines, flush=True)
+        print("null", file=lines)  # that was all: what libraries do while the interpreter ends is no family's fault
 
 
 def rows(family: str, task: Task) -> Iterator[Row]:
@@ -80,14 +83,20 @@ def rows(family: str, task: Task) -> Iterator[Row]:
     if set(task.modes) == {VERIFY}:
         return
     oracle = oracle_of(family, task.setting)
-    backends = _backends(family, task.backends, oracle.setting)
+    setting = replace(task.setting, dtype=str(oracle.dtype).removeprefix("torch."))
+    backends = _backends(family, task.backends, setting)
     if EXACT in task.modes:
-        yield from _exact(family, oracle, backends)
-    trained = [mode for mode in task.modes if mode in TRAINED]
-    if trained:
-        from fastpack.smoke.train import train_rows  # TRL takes seconds to import
+        yield from _exact(family, oracle, setting, backends)
+    yield from train_rows(family, [mode for mode in task.modes if mode in TRAINED], setting, backends)
 
-        yield from train_rows(family, trained, oracle, backends)
+
+def oracle_of(family: str, setting: Setting) -> Oracle:
+    """Return what this family's tiny model gives for each sequence alone, with experts held to where a row names them.
+
+    Raises what building or running the stock model in float32 raises.
+    """
+    routers = FAMILIES[family].routers if family in FAMILIES else ()
+    return Oracle.of(functools.partial(setting.build, family), getattr(torch, setting.dtype), routers)
 
 
 def _refused(family: str, setting: Setting) -> Row:
@@ -98,28 +107,24 @@ def _refused(family: str, setting: Setting) -> Row:
     return Row(family, EXACT, problem="it is in the list of those that are refused, and was not")
 
 
-def _exact(family: str, oracle: Oracle, backends: Sequence[str]) -> Iterator[Row]:
+def _exact(family: str, oracle: Oracle, setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
     for backend in backends:
-        found = sweep(family, oracle, backend)
-        yield Row(
-            family,
-            EXACT,
-            found.rung,
-            found.backend or "",
-            oracle.setting.dtype,
-            error=found.errors[found.worst],
-            bound=found.bound,
-            kinds=dict(found.errors),
-            problem=found.problem,
-        )
+        model = fastpack.patch(setting.build(family), attention=backend)
+        found, names = oracle.prove(model), _names(model, family, EXACT, setting)
+        errors = dict(found.errors)
+        yield Row(*names, error=errors[found.worst], bound=found.bound, kinds=errors, problem=found.problem)
+
+
+def _names(model: Any, family: str, mode: str, setting: Setting) -> tuple[str, str, str, str, str]:
+    """Return what a row of a patched model begins with."""
+    report = fastpack.report(model)
+    return family, mode, report.rung, report.backend or "", setting.dtype
 
 
 def _verify(family: str, task: Task) -> Iterator[Row]:
     for backend in _backends(family, task.backends, task.setting):
         model = fastpack.patch(task.setting.build(family), attention=backend)
-        report = fastpack.report(model)
-        names = (family, VERIFY, report.rung, report.backend or "", task.setting.dtype)
-        yield Row(*names, **verified(model))
+        yield Row(*_names(model, family, VERIFY, task.setting), **verified(model))
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:

@@ -13,13 +13,13 @@ from fastpack.batching.budget import TOO_LONG
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.batching.collators import stock_collator
 from fastpack.batching.lengths import lengths_of
-from fastpack.changes import Attribute
 from fastpack.errors import PatchError
-from fastpack.options import TokenBudget
-from fastpack.patching import BUDGET, kept_on
+from fastpack.patching.options import TokenBudget
+from fastpack.patching.state import BUDGET, kept_on
 from fastpack.text import counted
 from fastpack.trainers import loader, steps
 from fastpack.trainers.kinds import Kind, averages, kind_of
+from fastpack.utils.replacement import Replacement
 
 
 @dataclass
@@ -31,7 +31,7 @@ class BudgetState:
     sampler: TokenBudgetSampler | None
     dataset: Any
     drop_last: bool
-    changes: list[Attribute] = field(default_factory=list)
+    changes: list[Replacement[Any, None]] = field(default_factory=list)
 
     def start(self, trainer: Any) -> TokenBudgetSampler:
         """The sampler of a run that begins now, with as many micro-batches in each epoch."""
@@ -188,12 +188,15 @@ def _set_up(trainer: Any, state: BudgetState) -> None:
     remove_budget(trainer)
     state.weighing.means = averages(trainer, state.weighing.kind)
     state.changes += [
-        Attribute.over(trainer, "get_batch_samples", steps.get_batch_samples, state.weighing),
-        Attribute.over(trainer, "compute_loss", steps.compute_loss, state.weighing),
-        Attribute.over(trainer.accelerator, "gather", steps.gather),
+        Replacement(trainer, "get_batch_samples", steps.get_batch_samples, state.weighing, None),
+        Replacement(trainer, "compute_loss", steps.compute_loss, state.weighing, None),
+        Replacement(trainer.accelerator, "gather", steps.gather, None, None),
     ]
     if state.sampler is not None:
-        state.changes.append(Attribute.over(trainer, "get_train_dataloader", loader.get_train_dataloader, state))
+        change = Replacement(trainer, "get_train_dataloader", loader.get_train_dataloader, state, None)
+        state.changes.append(change)
+    for change in state.changes:
+        change.put()
     if state.weighing.kind.planned:
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state

@@ -1,7 +1,7 @@
 """``fastpack.patch(trainer, loss="fused")`` of TRL's ``SFTTrainer``: its loss is the head's own, without logits.
 
 TRL's forward stays on the head: called without ``fused_lm_head=True`` it is the stock one, whose loss of ``labels=`` is
-what :mod:`fastpack.layers.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
+what :mod:`fastpack.model.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
 twice, forward and backward, and waits for the device four times in each micro-batch, for its metrics; these are
 computed in passing here, and read when they are logged: what TRL keeps of them lags behind until then.
 """
@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.changes import Attribute
-from fastpack.layers.loss import TOKEN_STATISTICS, TokenStatistics
-from fastpack.layers.stock import binds
-from fastpack.options import Loss
-from fastpack.patching import FUSED_LOSS, kept_on
-from fastpack.reporting import why_no_fused_loss
+from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
+from fastpack.patching.inspection import why_no_fused_loss
+from fastpack.patching.options import Loss
+from fastpack.patching.state import FUSED_LOSS, kept_on
 from fastpack.text import counted
 from fastpack.trainers import steps
 from fastpack.trainers.budget import remove_budget
+from fastpack.utils.replacement import Replacement, replaces
 
 
 @dataclass
@@ -47,7 +46,7 @@ class FusedLossState:
     stock: int = 0
     why_stock: str = ""
     pending: list[Tensor] = field(default_factory=list)
-    changes: list[Attribute] = field(default_factory=list)
+    changes: list[Replacement[Any, None]] = field(default_factory=list)
 
     def rejects(self, trainer: Any) -> str | None:
         """Why the trainer keeps its own loss now; its settings may have changed since."""
@@ -131,8 +130,8 @@ _SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
 
 def beneath(compute_loss: Any) -> Any:
     """The loss under a token budget and under ours; None where it is the class's."""
-    while binds(compute_loss, steps.compute_loss) or binds(compute_loss, _compute_loss):
-        compute_loss = compute_loss.args[1]
+    while replaces(compute_loss, steps.compute_loss) or replaces(compute_loss, _compute_loss):
+        compute_loss = compute_loss.earlier
     return compute_loss
 
 
@@ -140,7 +139,8 @@ def _set_up(trainer: Any, state: FusedLossState) -> None:
     _remove(trainer)
     if state.rejected is None:
         for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
-            state.changes.append(Attribute.over(trainer, name, ours, state))
+            state.changes.append(Replacement(trainer, name, ours, state, None))
+            state.changes[-1].put()
     trainer.__dict__[FUSED_LOSS] = state
 
 
@@ -156,15 +156,14 @@ def _remove(trainer: Any) -> None:
 
 
 def _compute_loss(
-    trainer: Any,
-    stock: Any,
-    state: FusedLossState,
+    patched: Replacement[FusedLossState, None],
     model: Any,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
     """``SFTTrainer.compute_loss``: in training the head's own, where it is fused; else TRL's."""
+    trainer, stock, state = patched.owner, patched.stock, patched.spec
     training = trainer.model.training and torch.is_grad_enabled() and not return_outputs
     if not training:
         _settle(trainer, state)  # TRL's reads how many tokens there were
@@ -202,10 +201,10 @@ def _fused(trainer: Any, state: FusedLossState, model: Any, inputs: dict[str, An
     return loss
 
 
-def _log(trainer: Any, stock: Any, state: FusedLossState, *args: Any, **kwargs: Any) -> None:
+def _log(patched: Replacement[FusedLossState, None], *args: Any, **kwargs: Any) -> None:
     """``SFTTrainer.log``, with the metrics of the micro-batches before it."""
-    _settle(trainer, state)
-    stock(*args, **kwargs)
+    _settle(patched.owner, patched.spec)
+    patched.stock(*args, **kwargs)
 
 
 def _settle(trainer: Any, state: FusedLossState) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.block_masks import real_slots
-from fastpack.layers.labels import hands_on, shifts_labels
-from fastpack.packing import PackedSeqLens, check_lengths
-from fastpack.targets import find_parts
+from fastpack.model.labels import hands_on, shifts_labels
+from fastpack.model.unwrap import find_parts
+from fastpack.packing.block_masks import real_slots
+from fastpack.packing.seqlens import PackedSeqLens, check_lengths
 
 Inputs = Mapping[str, Any]
 Count = Callable[[Inputs], "Tensor | int"]

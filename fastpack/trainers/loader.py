@@ -13,7 +13,8 @@ from transformers.trainer_callback import ExportableState
 
 from fastpack.batching.budget_sampler import TokenBudgetSampler
 from fastpack.errors import PackingError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
+from fastpack.utils.replacement import Replacement
 
 _COPIED = (
     "collate_fn",
@@ -39,8 +40,8 @@ class BatchesOfEpochs(TokenBudgetSampler):
 
     def settings(self, args: Any) -> dict[str, Any]:
         """What a checkpoint's place in an epoch depends on."""
-        kept = {name: value for name, value in self.state_dict(0).items() if name not in ("epoch", "position", "plan")}
-        return {**kept, "micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
+        more = {"micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
+        return {**self._settings(), **more}
 
 
 def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: Any) -> BatchesOfEpochs:
@@ -56,15 +57,16 @@ def count_epochs(args: Any, micro_batches: int) -> int:
     return math.ceil(args.num_train_epochs)
 
 
-def get_train_dataloader(trainer: Any, stock: Any, budget: Any) -> Any:
+def get_train_dataloader(patched: Replacement[Any, None]) -> Any:
     """``Trainer.get_train_dataloader``, whose batches are those of a :class:`TokenBudgetSampler`.
 
     Accelerate divides the batches of a loader among ranks; these are each rank's own already, so it is told of one.
     """
     from accelerate.data_loader import prepare_data_loader
 
-    made = stock()
-    sampler = budget.start(trainer)
+    trainer = patched.owner
+    made = patched.stock()
+    sampler = patched.spec.start(trainer)
     kept = {name: getattr(made, name) for name in _COPIED if hasattr(made, name)}
     if sampler.too_long == "truncate":
         kept["collate_fn"] = functools.partial(_cut, kept["collate_fn"], sampler.max_tokens)

@@ -23,6 +23,7 @@ from fastpack.batching.budget import COST
 from fastpack.batching.budget_steps import split
 from fastpack.errors import PackingError
 from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, divides, lengths, piece, rows
+from fastpack.utils.replacement import Replacement
 
 
 @dataclass
@@ -52,10 +53,11 @@ class Weighing:
 
 
 def get_batch_samples(
-    trainer: Any, stock: Any, weighing: Weighing, *args: Any, **kwargs: Any
+    patched: Replacement[Weighing, None], *args: Any, **kwargs: Any
 ) -> tuple[list[Any], Tensor | int | None]:
     """``Trainer.get_batch_samples``: the micro-batches of an optimiser step; counts what they hold on all ranks."""
-    batches, num_items = stock(*args, **kwargs)
+    trainer, weighing = patched.owner, patched.spec
+    batches, num_items = patched.stock(*args, **kwargs)
     weighing.units = weighing.chosen = None
     of_labels = weighing.kind.unit in ("trained tokens", "labels")
     if weighing.means and of_labels:
@@ -74,15 +76,14 @@ def get_batch_samples(
 
 
 def compute_loss(
-    trainer: Any,
-    stock: Any,
-    weighing: Weighing,
+    patched: Replacement[Weighing, None],
     model: Any,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
     """``Trainer.compute_loss`` in training: weighed, and in pieces where the micro-batch is over the budget."""
+    trainer, stock, weighing = patched.owner, patched.stock, patched.spec
     if return_outputs or not (trainer.model.training and torch.is_grad_enabled()):
         return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
     parts = _pieces(trainer, weighing, inputs)
@@ -192,8 +193,9 @@ def _backward(trainer: Any, loss: Tensor, num_items: Tensor | int | None) -> Non
     trainer.accelerator.backward(loss)
 
 
-def gather(accelerator: Any, stock: Any, tensor: Any) -> Any:
+def gather(patched: Replacement[None, None], tensor: Any) -> Any:
     """``Accelerator.gather`` of a tensor whose first size differs between ranks, which the stock one can't do."""
+    accelerator, stock = patched.owner, patched.stock
     if accelerator.num_processes == 1 or not isinstance(tensor, Tensor) or tensor.ndim == 0:
         return stock(tensor)
     sizes = stock(torch.tensor([len(tensor)], device=tensor.device)).tolist()

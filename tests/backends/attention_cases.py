@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 FIXED_BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 HALF_FACTOR = 1.5

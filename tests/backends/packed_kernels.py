@@ -11,7 +11,7 @@ from attention_cases import Case
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import attention, attention_backward

@@ -30,7 +30,7 @@ from attention_cases import (
 from fastpack.attention_dispatch import BACKENDS, attend
 from fastpack.backends import flash_attn, flex, reference, segments, torch_varlen, xformers
 from fastpack.backends.call import AttentionCall
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 Pretend = Callable[[int, int], None]
 

@@ -19,7 +19,7 @@ from fastpack.attention_dispatch import BACKENDS, attend, choose
 from fastpack.backends import flex
 from fastpack.backends.call import AttentionCall
 from fastpack.graphs.recorder import no_synchronisation
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 pytestmark = pytest.mark.gpu
 

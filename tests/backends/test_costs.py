@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fastpack.attention_dispatch import attend
 from fastpack.backends import flex, reference, segments
 from fastpack.backends.call import AttentionCall
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 
 class Largest(TorchDispatchMode):

@@ -33,7 +33,7 @@ from fastpack.backends import reference, triton_packed
 from fastpack.backends.call import AttentionCall
 from fastpack.ops.kernels import attention, attention_backward, launch
 from fastpack.ops.kernels.attention import Scores, Tile
-from fastpack.packing import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 
 # Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled
 CASES = pairwise({**FACTORS, "lengths": ("mixed", "ones", "alone"), "head_dim": (8, 64), "groups": (1, 4, 7)})

@@ -16,9 +16,10 @@ from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import fastpack
-from fastpack import PackedSeqLens, PackingError, packing_inputs
+from fastpack import PackedSeqLens, PackingError
 from fastpack.graphs.recorder import no_synchronisation
-from fastpack.packing_inputs import pack_inputs
+from fastpack.packing import inputs as packing_inputs
+from fastpack.packing.inputs import pack_inputs
 
 
 def collated(kind: str) -> dict[str, Any]:

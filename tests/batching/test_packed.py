@@ -1,9 +1,9 @@
-"""Collators of packed batches: every token once, boundaries where they are, a tail that nobody sees."""
+"""Collators of packed batches: every token once, boundaries where they are."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,20 +14,18 @@ from hypothesis import strategies as st
 from oracle import FLOAT32_BOUND, Result, compare, relative
 from tiny import VOCAB, tiny_model
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastpack
-from fastpack import PackedSeqLens, PackingError, packing_inputs
+from fastpack import PackedSeqLens, PackingError
 from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
-from fastpack.packing import IGNORE_INDEX
+from fastpack.packing import inputs as packing_inputs
+from fastpack.packing.seqlens import IGNORE_INDEX
 
 Example = dict[str, Any]
 
 some_tokens = st.lists(st.integers(3, VOCAB - 1), min_size=1, max_size=40)
 supervised = st.lists(some_tokens.flatmap(lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids)))), min_size=1)
 pairs = st.lists(st.tuples(some_tokens, some_tokens, some_tokens), min_size=1)
-sizes = st.sampled_from([{}, {"pad_to_multiple_of": 16}, {"pad_to": 0}, {"pad_to": 37}])
-"""The number behind ``pad_to`` is how long the tail is."""
 
 
 def examples_of(lengths: tuple[int, ...], seed: int = 0) -> list[Example]:
@@ -50,59 +48,42 @@ def pairs_of(*lengths: tuple[int, int, int], seed: int = 0) -> list[Example]:
     ]
 
 
-def check(batch: Example, wanted: list[tuple[list[int], list[int]]], size: dict[str, int]) -> None:
-    """That a batch holds these ids and labels, one sequence each, and a tail that makes up the size."""
+def check(batch: Example, wanted: list[tuple[list[int], list[int]]]) -> None:
+    """That a batch holds these ids and labels, one sequence each."""
     packed = batch["packed_seq_lens"]
     ids, labels, positions = (batch[key] for key in ("input_ids", "labels", "position_ids"))
     assert isinstance(packed, PackedSeqLens)
     assert ids.shape == labels.shape == positions.shape == packed.batch_shape == (1, packed.total_tokens)
     assert all(x.dtype == torch.int64 for x in (ids, labels, positions))
-    total = sum(len(x) for x, _ in wanted)
-    tail = packed.total_tokens - total
-    if "pad_to" in size:
-        assert tail == size["pad_to"]
-        assert len(packed.cu_seqlens) == len(wanted) + 2
-    else:
-        assert 0 <= tail < size.get("pad_to_multiple_of", 1)
-        assert packed.total_tokens % size.get("pad_to_multiple_of", 1) == 0
-    assert packed.lengths == (*(len(x) for x, _ in wanted), *([tail] if tail else []))
-    offsets = packed.cu_seqlens.tolist()
-    for (want_ids, want_labels), start, stop in zip(wanted, offsets, offsets[1:], strict=False):
+    assert packed.total_tokens == sum(len(x) for x, _ in wanted)
+    assert packed.lengths == tuple(len(x) for x, _ in wanted)
+    for (want_ids, want_labels), (start, stop) in zip(wanted, pairwise(packed.cu_seqlens.tolist()), strict=True):
         assert ids[0, start:stop].tolist() == want_ids
         assert labels[0, start:stop].tolist() == [IGNORE_INDEX, *want_labels[1:]]
         assert positions[0, start:stop].tolist() == list(range(len(want_ids)))
-    assert offsets[len(wanted)] == total, "the tail begins where the last sequence ends"
-    assert set(offsets[len(wanted) + 1 :]) <= {packed.total_tokens}
-    assert labels[0, total:].tolist() == [IGNORE_INDEX] * tail
-    assert positions[0, total:].tolist() == list(range(tail))
 
 
-def sized(collator: Callable[..., Any], size: dict[str, int], total: int) -> Any:
-    return collator(**({"pad_to": total + size["pad_to"]} if "pad_to" in size else size))
-
-
-@given(supervised, sizes)
+@given(supervised)
 @settings(deadline=None)
-def test_every_token_once(rows: list[tuple[list[int], int]], size: dict[str, int]) -> None:
+def test_every_token_once(rows: list[tuple[list[int], int]]) -> None:
     masks = [[0] * (len(ids) - kept) + [1] * kept for ids, kept in rows]
     examples = [{"input_ids": ids, "completion_mask": mask} for (ids, _), mask in zip(rows, masks, strict=True)]
-    batch = sized(PackedSFTCollator, size, sum(len(ids) for ids, _ in rows))(examples)
     labels = [
         [i if m else IGNORE_INDEX for i, m in zip(ids, mask, strict=True)]
         for (ids, _), mask in zip(rows, masks, strict=True)
     ]
-    check(batch, [(ids, want) for (ids, _), want in zip(rows, labels, strict=True)], size)
+    check(PackedSFTCollator()(examples), [(ids, want) for (ids, _), want in zip(rows, labels, strict=True)])
 
 
-@given(pairs, sizes)
+@given(pairs)
 @settings(deadline=None)
-def test_every_token_of_pairs_once(rows: list[tuple[list[int], ...]], size: dict[str, int]) -> None:
+def test_every_token_of_pairs_once(rows: list[tuple[list[int], ...]]) -> None:
     examples = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in rows]
     wanted = [(p + x, [IGNORE_INDEX] * len(p) + x) for kind in (1, 2) for p, x in ((row[0], row[kind]) for row in rows)]
-    batch = sized(PackedPreferenceCollator, size, sum(len(ids) for ids, _ in wanted))(examples)
-    check(batch, wanted, size)
+    batch = PackedPreferenceCollator()(examples)
+    check(batch, wanted)
     with pytest.raises(AssertionError):
-        check(batch, wanted[::-1] if wanted[0] != wanted[-1] else [], size)
+        check(batch, wanted[::-1] if wanted[0] != wanted[-1] else [])
 
 
 @given(pairs, st.data())
@@ -140,7 +121,7 @@ def test_what_examples_may_hold() -> None:
 def test_labels_and_ids_of_examples_stay_as_they_were() -> None:
     ids = torch.arange(3, 9)
     example = {"input_ids": ids, "labels": ids}
-    assert PackedSFTCollator(pad_to=8)([example, {"input_ids": [5]}])["labels"][0, 0] == IGNORE_INDEX
+    assert PackedSFTCollator()([example, {"input_ids": [5]}])["labels"][0, 0] == IGNORE_INDEX
     assert torch.equal(example["labels"], torch.arange(3, 9))
 
 
@@ -209,25 +190,6 @@ def test_missing_columns() -> None:
             collator([])
 
 
-def test_an_example_that_does_not_fit() -> None:
-    with pytest.raises(PackingError, match=r"example 2 .* has 3 tokens, with which there are 9, and pad_to is 8"):
-        PackedSFTCollator(pad_to=8)([GOOD] * 4)
-    with pytest.raises(PackingError, match=r"example 1 .* has 7 tokens, with which there are 14, and pad_to is 13"):
-        PackedPreferenceCollator(pad_to=13)([PAIR] * 2)
-    assert PackedPreferenceCollator(pad_to=14)([PAIR] * 2)["input_ids"].shape == (1, 14)
-    with pytest.raises(PackingError, match=r"example 1 .* there are 4 sequences, and max_sequences is 3"):
-        PackedPreferenceCollator(pad_to=64, max_sequences=3)([PAIR] * 2)
-
-
-@pytest.mark.parametrize("collator", [PackedSFTCollator, PackedPreferenceCollator])
-def test_sizes_that_exclude_each_other(collator: Any) -> None:
-    for wrong in ({"pad_to": 0}, {"pad_to_multiple_of": 0}, {"pad_to": 8, "pad_to_multiple_of": 8}):
-        with pytest.raises(ValueError, match="pad_to"):
-            collator(**wrong)
-    with pytest.raises(ValueError, match="max_sequences=4"):
-        collator(max_sequences=4)
-
-
 def run(function: Any, model: Any, batch: Example) -> Result:
     model.zero_grad(set_to_none=True)
     out = function(**batch)
@@ -250,11 +212,10 @@ def stock_padded(examples: list[Example]) -> tuple[Tensor, dict[str, Tensor]]:
     return found.loss, found.grads
 
 
-@pytest.mark.parametrize("size", [{}, {"pad_to_multiple_of": 16}, {"pad_to": 96}, {"pad_to": 96, "max_sequences": 9}])
-def test_the_loss_is_that_of_the_padded_batch(size: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_is_that_of_the_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     examples = examples_of((7, 2, 19, 33, 5))
     loss, grads = stock_padded(examples)
-    batch = PackedSFTCollator(**size)(examples)
+    batch = PackedSFTCollator()(examples)
     model = fastpack.patch(tiny_model("llama"))
 
     def read(*_: Any) -> Any:
@@ -265,45 +226,12 @@ def test_the_loss_is_that_of_the_padded_batch(size: dict[str, int], monkeypatch:
     assert compare(Result(found.logits, found.loss, found.grads), Result(found.logits, loss, grads)).worst <= (
         FLOAT32_BOUND
     )
-    if size:
-        batch["labels"][0, -1] = 5  # the control: a tail that is not ignored shows
-        assert relative(run(model, model, batch).loss, loss) > 1e-3
-
-
-@pytest.mark.usefixtures("compile_anew")
-def test_batches_of_a_fixed_length_share_one_graph() -> None:
-    """Other lengths, another number of examples, with a tail and without one."""
-    collate = PackedSFTCollator(pad_to=64, max_sequences=6)
-    model = fastpack.patch(tiny_model("llama"))
-    compiler = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(model, fullgraph=True, backend=compiler)
-    shapes = set()
-    for lengths in ((7, 2, 19, 33), (20, 5, 9, 8, 3), (40, 24), (31, 2)):
-        batch = collate(examples_of(lengths))
-        packed = batch["packed_seq_lens"]
-        tensors = [*(batch[key] for key in ("input_ids", "labels", "position_ids")), packed.cu_seqlens]
-        shapes.add((*(tuple(x.shape) for x in tensors), packed.max_seqlen))
-        alone = run(model, model, PackedSFTCollator()(examples_of(lengths)))
-        found = run(compiled, model, batch)
-        real = Result([found.logits[0][:, : sum(lengths)]], found.loss, found.grads)
-        assert compare(real, alone).worst <= FLOAT32_BOUND
-    assert shapes == {((1, 64), (1, 64), (1, 64), (8,), 64)}
-    assert compiler.frame_count == 1
-
-
-def test_pairs_of_a_fixed_length_have_equal_shapes() -> None:
-    collate = PackedPreferenceCollator(pad_to=64)
-    full, other = collate(pairs_of((5, 7, 4), (8, 9, 18))), collate(pairs_of((1, 1, 2), (3, 4, 1)))
-    assert full["packed_seq_lens"].lengths == (12, 17, 9, 26), "no tail"
-    assert other["packed_seq_lens"].lengths == (2, 7, 3, 4, 48)
-    for key in ("input_ids", "labels", "position_ids"):
-        assert full[key].shape == other[key].shape == (1, 64)
-    assert full["packed_seq_lens"].cu_seqlens.shape == other["packed_seq_lens"].cu_seqlens.shape == (6,)
-    assert PackedPreferenceCollator()(pairs_of((5, 7, 4)))["input_ids"].shape == (1, 21), "by default no tail"
+    batch["labels"][0, 12] = 5  # the control: a prompt's token, were it trained, shows
+    assert relative(run(model, model, batch).loss, loss) > 1e-3
 
 
 def test_workers_can_be_handed_them() -> None:
-    for collator, examples in ((PackedSFTCollator(pad_to=16), [GOOD]), (PackedPreferenceCollator(), [PAIR])):
+    for collator, examples in ((PackedSFTCollator(), [GOOD]), (PackedPreferenceCollator(), [PAIR])):
         again = pickle.loads(pickle.dumps(collator))
         assert again == collator
         loader: Any = torch.utils.data.DataLoader(examples, collate_fn=again, num_workers=1)

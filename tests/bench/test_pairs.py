@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastpack.bench import pair_lengths
-from fastpack.bench.flags import add_arguments, choose, make_settings
+from fastpack.bench import lengths
 from fastpack.bench.flops import layer_projections, step_flops
-from fastpack.bench.pair_lengths import count_tokens, make_pair_lengths, sequences
+from fastpack.bench.lengths import make_pair_lengths, sequences
 from fastpack.bench.preference import dpo_step_flops, make_pairs
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import make_config
-from fastpack.commands.demo import data
+from fastpack.commands.bench import choose, make_parser, make_settings
 from fastpack.errors import FastpackError
 
 PAIRS = [(5, 7, 11), (3, 2, 4)]
@@ -28,9 +27,9 @@ def test_drawn_lengths_are_those_of_chats() -> None:
     drawn = make_pair_lengths(4000, seed=1)
     assert drawn == make_pair_lengths(4000, seed=1) != make_pair_lengths(4000, seed=2)
     prompt, chosen, rejected = zip(*drawn, strict=True)
-    assert statistics.median(prompt) == pytest.approx(pair_lengths.PROMPT, rel=0.1)
+    assert statistics.median(prompt) == pytest.approx(lengths.PROMPT, rel=0.1)
     for completions in (chosen, rejected):
-        assert statistics.median(completions) == pytest.approx(pair_lengths.COMPLETION, rel=0.1)
+        assert statistics.median(completions) == pytest.approx(lengths.COMPLETION, rel=0.1)
     assert 0.3 < statistics.correlation(chosen, rejected) < 0.7
 
 
@@ -61,90 +60,6 @@ def test_rows_of_a_batch() -> None:
     assert made[0]["chosen_ids"] != made[0]["rejected_ids"][:7]
 
 
-TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.content + (extra or '') }}{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("kind", ["messages", "text", "tools", "tools as text"])
-def test_tokens_are_counted_as_trl_does(kind: str, tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM
-
-    rows = data.make_pairs(12)
-    tokenizer = data.train_tokenizer(rows)
-    without = None
-    if kind.startswith("tools"):
-        tokenizer.chat_template = TEMPLATE
-        without = count_tokens(rows, tokenizer)
-        tools = [{"type": "function", "function": {"name": "add", "description": "a sum"}}]
-        columns = {"tools": json.dumps(tools) if "text" in kind else tools, "chat_template_kwargs": {"extra": " so"}}
-        rows = [{**row, **columns} for row in rows]
-    if kind == "text":
-        rows = [{name: text[0]["content"] for name, text in row.items()} for row in rows]  # type: ignore[misc]
-        rows[0]["chosen"] += tokenizer.eos_token  # which is not added twice
-    model = AutoModelForCausalLM.from_config(data.tiny_llama(tokenizer, hidden_size=32, num_hidden_layers=1))
-    trainer = trl.DPOTrainer(
-        model,
-        ref_model=AutoModelForCausalLM.from_config(model.config),
-        args=trl.DPOConfig(output_dir=str(tmp_path), report_to="none", bf16=False, use_cpu=True),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-    )
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    theirs = [tuple(len(row[name]) for name in names) for row in trainer.train_dataset]
-    assert count_tokens(rows, tokenizer) == theirs != without
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "line 3 is no JSON"),
-        ("5", "line 3: it is int, no object"),
-        ('{"chosen": "a", "rejected": "b"}', "line 3: it has no prompt (a prompt inside chosen and rejected has to be"),
-        ('{"prompt": null, "chosen": "a", "rejected": "b"}', "line 3: prompt is null, chosen is string"),
-        ('{"prompt": "a", "chosen": [], "rejected": "b"}', "chosen is a list that is not of messages"),
-        ('{"prompt": 1, "chosen": 2, "rejected": 3}', "line 3: prompt is int"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "line 3: tools is a string that is no JSON"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c", "chat_template_kwargs": 3}', "and should be an object"),
-    ],
-)
-def test_a_record_that_can_not_be_counted(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data.train_tokenizer(data.make_pairs(12)).save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n  \n' + line)
-    with pytest.raises(SystemExit) as ended:
-        pair_lengths.main([str(tmp_path / "a.jsonl"), str(tmp_path / "tokenizer"), str(tmp_path / "found.json")])
-    assert ended.value.code == 2
-    printed = capsys.readouterr().err
-    assert said in printed
-    assert "a line holds prompt, chosen and rejected, all three strings or" in printed
-    assert not (tmp_path / "found.json").exists()
-
-
-def test_the_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = data.make_pairs(12)
-    tokenizer = data.train_tokenizer(rows)
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    files = [str(data.write_rows(rows, tmp_path)), str(tmp_path / "tokenizer"), str(tmp_path / "found.json")]
-    pair_lengths.main(files)
-    assert make_pair_lengths(12, kind=str(tmp_path / "found.json")) == count_tokens(iter(rows), tokenizer)
-    (tmp_path / "odd.jsonl").write_text('{"question": "Why?"}\n')
-    (tmp_path / "empty.jsonl").touch()
-    for place, wrong, said in (
-        (0, "nowhere.jsonl", "no such file: nowhere.jsonl"),
-        (0, str(tmp_path / "odd.jsonl"), "line 1: it has no prompt and no chosen and no rejected; a line holds"),
-        (0, str(tmp_path / "empty.jsonl"), "is empty"),
-        (1, str(tmp_path), f"no tokenizer in {tmp_path}"),
-        (2, "/nowhere/found.json", "there is no folder /nowhere"),
-    ):
-        with pytest.raises(SystemExit):
-            pair_lengths.main([wrong if at == place else file for at, file in enumerate(files)])
-        assert said in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("mode", ["full", "lora"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_floor_counts_policy_reference_and_completions(mode: str, checkpointing: bool) -> None:
@@ -161,9 +76,7 @@ def test_the_floor_counts_policy_reference_and_completions(mode: str, checkpoint
 
 
 def flags(*given: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return parser.parse_args(given)
+    return make_parser().parse_args(given)
 
 
 def test_flags() -> None:

@@ -15,7 +15,6 @@ from transformers import TrainerState
 
 from fastpack import commands
 from fastpack.bench import contestant, loops, models, varlen_attention
-from fastpack.bench.clock import count_kernels
 from fastpack.bench.gate import compare
 from fastpack.bench.preference import learn_later
 from fastpack.bench.settings import Figures, Settings
@@ -158,7 +157,7 @@ def test_the_verdict_names_the_worst() -> None:
         1,
     )
     assert "'fastpack packed'" in str(verdict)
-    assert "losses over the first 2 steps and gradients over the first step DISAGREE" in str(verdict)
+    assert "losses of the first 2 steps and gradients of 1 of them DISAGREE" in str(verdict)
     assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], "half precision").agree
     assert compare([first], "half precision").contestant is None
     assert compare([first, Figures("fastpack", error="out of memory")], "half precision").contestant is None
@@ -166,14 +165,14 @@ def test_the_verdict_names_the_worst() -> None:
 
 def test_the_verdict_says_what_was_compared() -> None:
     for norms, said in (
-        ([1.0, 1.0], "losses and gradients agree over the first 2 steps"),
-        ([1.0], "losses over the first 2 steps and gradients over the first step agree"),
-        ([], "losses agree over the first 2 steps; gradients were not compared (--loop plain reads"),
+        ([1.0, 1.0], "losses of the first 2 steps and gradients of 2 of them agree"),
+        ([1.0], "losses of the first 2 steps and gradients of 1 of them agree"),
+        ([], "losses of the first 2 steps and gradients of 0 of them agree"),
     ):
         verdict = compare([figures_of(name, [2.0, 2.0], norms) for name in ("a", "b")], "full precision")
         assert str(verdict).startswith(said)
     figures = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
-    assert "gradients were not compared" in str(compare(figures, "full precision"))
+    assert "gradients of 0 of them" in str(compare(figures, "full precision"))
 
 
 def test_later_steps_may_drift_apart() -> None:
@@ -229,7 +228,7 @@ def test_quantised_as_from_pretrained_does(tmp_path: Path) -> None:
 def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through transformers' own extension points, with a stand-in for the kernel, which needs a GPU."""
     from fastpack.attention_dispatch import AttentionCall, attend
-    from fastpack.packing import PackedSeqLens
+    from fastpack.packing.seqlens import PackedSeqLens
 
     calls: list[int] = []
 
@@ -269,26 +268,6 @@ def test_boundaries_are_those_of_trl() -> None:
         assert loops.with_boundaries(lambda _: batch)(rows)["cu_seq_lens_q"] is batch["cu_seq_lens_q"]
 
 
-def test_kernels_of_a_trace() -> None:
-    def event(category: str, name: str, begin: float, length: float) -> dict[str, Any]:
-        return {"cat": category, "name": name, "ts": begin, "dur": length}
-
-    found = count_kernels(
-        [
-            event("kernel", "gemm", 0, 10),
-            event("kernel", "norm", 5, 10),  # on another stream, at the same time
-            event("kernel", "rope", 20, 5),
-            event("gpu_memcpy", "Memcpy HtoD", 30, 50),
-            event("cuda_runtime", "cudaLaunchKernel", 0, 1),
-            event("cuda_runtime", "cudaGraphLaunch", 0, 1),
-            event("cuda_driver", "cuLaunchKernelEx", 0, 1),
-            event("cuda_runtime", "cudaStreamSynchronize", 0, 1),
-            {"ph": "M", "name": "process_name"},
-        ]
-    )
-    assert found == (3, 3, pytest.approx(20e-6))
-
-
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two contestants in processes of their own, and everything that is written."""
     if torch.cuda.is_available():
@@ -302,7 +281,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "stock padded",
         "fastpack packed",
         "real tokens/s",
-        "losses over the first 3 steps and gradients over the first step agree",
+        "losses of the first 3 steps and gradients of 1 of them agree",
         "floor",
     ):
         assert text in printed
@@ -311,21 +290,18 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert record["floor_tokens_per_second"] > 0
     for row in record["contestants"]:
         assert row["floor_share"] == pytest.approx(row["tokens_per_second"] / record["floor_tokens_per_second"])
-        assert row["step_p10"] <= row["step_median"] <= row["step_p90"]
         assert len(row["seconds"]) == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.gpu
 def test_the_stock_kernel_on_a_gpu() -> None:
-    """FlashAttention-2 for the stock model: the losses of sdpa, and figures from the profiler."""
+    """FlashAttention-2 for the stock model: the losses of sdpa, and what the device tells."""
     figures = train(replace(SMALL, shape="tiny", rows=8), "stock padding_free", "stock + FA2", "fastpack packed")
     verdict = compare(figures, "half precision")
     assert verdict.agree, str(verdict)
     for row in figures:
-        assert row.launches is not None
-        assert row.busy is not None
-        assert row.kernels is not None
-        assert row.kernels > 50
-        assert 0 < row.busy < 10
+        assert row.held_memory is not None
+        assert row.held_memory >= row.peak_memory > 0
+        assert all(0 < seconds < 10 for seconds in row.seconds)
         assert len(row.losses) == 4

@@ -19,7 +19,7 @@ from fastpack.cli import main
 from fastpack.commands.families import family_rows
 from fastpack.commands.meter import Feeding, Summary, count_slots, hint
 from fastpack.families import FAMILIES
-from fastpack.installation import NEWEST_TRIED
+from fastpack.utils.versions import NEWEST_TRIED
 
 
 @trains_on_cpu
@@ -99,15 +99,12 @@ def test_padding_free_has_the_losses_of_padded_batches(work: Path) -> None:
 
 
 @trains_on_cpu
-def test_lora_on_four_bit_weights(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lora_on_four_bit_weights(work: Path) -> None:
     pytest.importorskip("bitsandbytes")
     flags = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj", "--load_in_4bit")
     figures = run_sft(work, *flags)
     assert figures["summary"]["rung"] == "fast"
     assert any("LoRA" in kind or "lora" in kind for kind in figures["report"]["projections"])
-    assert "the random weights that it was trained over are gone" in capsys.readouterr().out
-    adapter = json.loads(Path("outputs/sft/adapter_config.json").read_text())
-    assert adapter["base_model_name_or_path"] == str(work / "llama.json"), "not a folder that is gone"
     stock = run_sft(work, *flags, "--no_patch")
     assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
 

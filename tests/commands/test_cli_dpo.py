@@ -53,13 +53,15 @@ def test_dpo_patched_and_stock_are_the_same(
 def test_dpo_counts_both_sides_of_each_pair(work: Path) -> None:
     from transformers import AutoTokenizer
 
-    from fastpack.bench.pair_lengths import count_tokens, sequences
-
     figures = run_dpo(work, "--train_sampling_strategy", "sequential")
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
-    pairs = count_tokens((json.loads(line) for line in (work / "pairs.jsonl").open()), tokenizer)
+    rows = [json.loads(line) for line in (work / "pairs.jsonl").open()]
+
+    def tokens(row: dict[str, Any], side: str) -> int:
+        return len(tokenizer.apply_chat_template(row["prompt"] + row[side], return_dict=True)["input_ids"])
+
     for at, step in enumerate(figures["steps"]):
-        batch = sequences(pairs[8 * at : 8 * at + 8])
+        batch = [tokens(row, side) for row in rows[8 * at : 8 * at + 8] for side in ("chosen", "rejected")]
         assert (step["real_tokens"], step["slots"]) == (sum(batch), 16 * max(batch))
 
 

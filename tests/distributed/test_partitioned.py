@@ -16,7 +16,7 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.adapters import read_projection
+from fastpack.layers.adapters import read_projection
 from fastpack.layers.projections import read_norm
 
 

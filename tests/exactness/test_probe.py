@@ -20,7 +20,7 @@ from fastpack.exactness.rounding import (
     moved_by,
     other_attention_of,
 )
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 
 def probe_of(model: Any) -> Probe:

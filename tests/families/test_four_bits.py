@@ -10,7 +10,7 @@ from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
 from torch import nn
 
 import fastpack
-from fastpack.smoke.tiny import FIRST_PLAIN, build_tiny
+from fastpack.exactness.tiny import FIRST_PLAIN, build_tiny
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 

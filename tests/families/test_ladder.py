@@ -12,7 +12,11 @@ from readme import MEND, claimed
 
 import fastpack
 from fastpack.errors import UnsupportedModelError
+from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
+from fastpack.exactness.oracle import SHARED_STATES, Proof
 from fastpack.exactness.rule import FULL_BOUND
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import model_types
 from fastpack.families import (
     FAMILIES,
     FAST_FAMILIES,
@@ -22,12 +26,9 @@ from fastpack.families import (
     SCOPED_FAMILIES,
     Family,
 )
-from fastpack.smoke.inputs import INPUT_KINDS
 from fastpack.smoke.most_used import MOST_USED
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.sweep import LENGTHS, SHARED_STATES, Swept, make_sequences, oracle_of, sweep
-from fastpack.smoke.tiny import model_types
+from fastpack.smoke.worker import oracle_of
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
 TINY = Setting()
@@ -42,20 +43,21 @@ EACH = [*(f for f in FAST_FAMILIES if f.model_type in model_types()), *FURTHER]
 @pytest.mark.parametrize("model_type", HERE)
 def test_exact(model_type: str) -> None:
     """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""
-    found = sweep(model_type, oracle_of(model_type, TINY))
+    model = fastpack.patch(TINY.build(model_type))
+    rung = fastpack.report(model).rung
+    found = oracle_of(model_type, TINY).prove(model)
     assert found.problem is None, found.errors
     assert found.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
-    assert found.rung != "stock"
-    checkpointing = TINY.build(model_type).supports_gradient_checkpointing * (2 - (model_type in SHARED_STATES))
+    assert rung != "stock"
+    checkpointing = model.supports_gradient_checkpointing * (2 - (model_type in SHARED_STATES))
     assert len(found.errors) == len(INPUT_KINDS) + checkpointing
-    assert claimed().get(model_type) == found.rung, f"the README is stale: {MEND}"
+    assert claimed().get(model_type) == rung, f"the README is stale: {MEND}"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba2"])
-def test_a_leak_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leak_is_seen(model_type: str) -> None:
     """The stock model takes every kind of input too, and does not tell sequences apart in all of them."""
-    monkeypatch.setattr(fastpack, "patch", lambda model, **_: model)
-    found = sweep(model_type, oracle_of(model_type, TINY))
+    found = oracle_of(model_type, TINY).prove(TINY.build(model_type))
     assert (found.problem or "").startswith("not exact")
     assert found.errors["packed_seq_lens"] > 0.1
 
@@ -63,12 +65,12 @@ def test_a_leak_is_seen(model_type: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_no_proof() -> None:
     """Too far off, no number at all, or a control that could not have told."""
     errors = {"padded right": 1e-6, "padded left": 1e-5}
-    assert Swept("fast", "segments", errors, FULL_BOUND, 0.9).problem is None
+    assert Proof(errors, FULL_BOUND, 0.9).problem is None
     for error in (2e-4, float("inf")):
-        problem = Swept("fast", "segments", {**errors, "packed_seq_lens": error}, FULL_BOUND, 0.9).problem
+        problem = Proof({**errors, "packed_seq_lens": error}, FULL_BOUND, 0.9).problem
         assert (problem or "").startswith("not exact: packed_seq_lens")
     for control in (1e-3, float("nan")):
-        assert "would not be seen" in (Swept("fast", "segments", errors, FULL_BOUND, control).problem or "")
+        assert "would not be seen" in (Proof(errors, FULL_BOUND, control).problem or "")
 
 
 @pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])

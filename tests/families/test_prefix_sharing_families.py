@@ -7,18 +7,19 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, INPUT_KINDS, Result, relative
-from torch import Tensor, nn
+from torch import Tensor
 
 import fastpack
 from fastpack.errors import PatchError
+from fastpack.exactness.oracle import run_alone, run_batch
 from fastpack.exactness.rule import compare
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families import FAMILIES
-from fastpack.layers.arguments import accepted
-from fastpack.layers.prefixes import PrefixSharing, sharing_of
+from fastpack.model.prefix_sharing import PrefixSharing
+from fastpack.model.runtime import runtime_of
+from fastpack.model.unwrap import find_parts
 from fastpack.smoke.setting import Setting
-from fastpack.smoke.special import NOT_BUILT
-from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens
-from fastpack.targets import find_parts
 
 TINY = Setting()
 BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_BUILT]
@@ -47,36 +48,8 @@ def sequences() -> list[Tensor]:
 SAVED = 9 + 1 + 14 + 14
 
 
-def objective(logits: Tensor, start: int = 0) -> Tensor:
-    """A sum with fixed weights for tokens ``start`` on."""
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(128, logits.shape[-1], generator=generator) / logits.shape[-1]
-    return (logits.float() * weights[start : start + len(logits)]).sum()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters()}
-    return {name: torch.zeros(()) if grad is None else grad.clone() for name, grad in found.items()}
-
-
-def alone(model: Any) -> Result:
-    model.zero_grad(set_to_none=True)
-    logits: list[Tensor] = []
-    for sequence in sequences():
-        given = {"input_ids": sequence[None], **accepted(type(model).forward, {"use_cache": False})}
-        found = model(**given).logits[0]
-        objective(found, sum(map(len, logits))).backward()
-        logits.append(found.detach())
-    return Result(logits, torch.ones(()), gradients(model))
-
-
 def together(model: Any) -> Result:
-    batch = INPUT_KINDS[KIND](sequences())
-    model.zero_grad(set_to_none=True)
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    real = logits[batch["attention_mask"] != 0]
-    objective(real).backward()
-    return Result(list(real.detach().split([len(s) for s in sequences()])), torch.ones(()), gradients(model))
+    return run_batch(model, INPUT_KINDS[KIND](sequences()), sequences())
 
 
 @pytest.mark.parametrize("model_type", ELIGIBLE)
@@ -84,10 +57,12 @@ def test_exact(model_type: str) -> None:
     model = TINY.build(model_type)
     if model_type in IN_FLOAT64:
         model = model.double()
-    wanted = alone(model)
+    wanted = run_alone(model, sequences())
     fastpack.patch(model, share_prefixes="auto")
     found = compare(together(model), wanted)
-    sharing = sharing_of(find_parts(model).backbone)
+    runtime = runtime_of(find_parts(model).backbone)
+    assert runtime is not None
+    sharing = runtime.sharing
     assert sharing is not None
     assert (sharing.stats.shared, sharing.stats.saved) == (1, SAVED), sharing.stats
     bound = FLOAT32_BOUND

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
+from fastpack.exactness.tiny import model_types
 from fastpack.families import FAST_FAMILIES, VARLEN_FAMILIES, Family
-from fastpack.smoke.tiny import model_types
 
 NAIVE_BOUND = 1e-2
 CALLS_PER_MODULE = {"diffllama": 2, "dory": 2}

@@ -10,7 +10,7 @@ from oracle import FLOAT32_BOUND, INPUT_KINDS, LENGTHS, Result, compare, make_se
 from tiny import VOCAB
 from torch import Tensor, nn
 
-from fastpack.layers import loss as module
+from fastpack.model import loss as module
 
 NAIVE_BOUND = 1e-2
 TRAITS: dict[str, dict[str, Any]] = {

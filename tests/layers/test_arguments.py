@@ -11,7 +11,7 @@ import torch
 from oracle import FLOAT32_BOUND, relative
 
 import fastpack
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 
 IDS = plain_tokens(3, 12, seed=0)
 MASK = (torch.arange(12) < torch.tensor([[12], [7], [3]])).long()

@@ -28,8 +28,8 @@ from transformers import Trainer
 
 import fastpack
 from fastpack import PackedSeqLens
-from fastpack.layers import labels as first_labels
-from fastpack.layers.labels import without_first_labels
+from fastpack.model import labels as first_labels
+from fastpack.model.labels import without_first_labels
 
 SEQUENCES = make_sequences(VOCAB)
 TRAINED = trained_tokens(SEQUENCES)

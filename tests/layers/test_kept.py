@@ -12,7 +12,7 @@ from tiny import VOCAB
 from torch import Tensor
 
 import fastpack
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
 
 T = 40
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastpack
-from fastpack.layers import causal_lm
-from fastpack.layers import loss as fused
-from fastpack.packing_inputs import pack_inputs
-from fastpack.smoke.tiny import build_tiny, plain_tokens
+from fastpack.exactness.tiny import build_tiny, plain_tokens
+from fastpack.model import head as head_module
+from fastpack.model import loss as fused
+from fastpack.packing.inputs import pack_inputs
 
 END = 2
 LENGTHS = (5, 9, 7, 12)
@@ -99,7 +99,9 @@ def test_labels_at_padding_are_no_items(
     fastpack.patch(model, loss=loss)
     wanted = (stock[0] / steps, {name: grad / steps for name, grad in stock[1].items()})
     assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) < FLOAT32_BOUND
-    monkeypatch.setattr(causal_lm, "without_padding", lambda head, arguments, targets: arguments["num_items_in_batch"])
+    monkeypatch.setattr(
+        head_module, "without_padding", lambda head, arguments, targets: arguments["num_items_in_batch"]
+    )
     assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) > NAIVE_BOUND
 
 
@@ -108,7 +110,7 @@ def test_negative_control(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = tiny_model("llama"), padded_with_the_end()
     stock = loss_and_grads(model, batch)
     dropped = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-    for module in (causal_lm, fused):
+    for module in (head_module, fused):
         plain = module.targets_of
         monkeypatch.setattr(
             module, "targets_of", lambda packed, _, ignored, plain=plain: plain(packed, dropped, ignored)

@@ -31,10 +31,10 @@ from tiny import FAST, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.layers import causal_lm
-from fastpack.layers import loss as module
+from fastpack.model import head as causal_lm
+from fastpack.model import loss as module
 from fastpack.ops import linear_cross_entropy as op
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 
 def alone_with_experts(model: Any, sequences: list[Tensor]) -> Result:
@@ -77,7 +77,7 @@ def test_what_a_head_does_beside_its_product_shows(model_type: str, monkeypatch:
         spec = dataclasses.replace(fused.spec, scale=None, divisor=None, softcap=None)
         return original(head, dataclasses.replace(fused, spec=spec), **kwargs)
 
-    monkeypatch.setattr("fastpack.layers.causal_lm.fused_head", plain)
+    monkeypatch.setattr("fastpack.model.head.fused_head", plain)
     fastpack.patch(model, loss="fused")
     assert compare(run_fused(model, sequences, "padded left", alone), alone).worst > NAIVE_BOUND
 

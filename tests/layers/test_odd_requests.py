@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpack
 from fastpack.errors import PackingError, UnsupportedModelError
+from fastpack.exactness.tiny import build_tiny
 from fastpack.families import FAMILIES
-from fastpack.layers.refusals import refuse_positions
-from fastpack.packing import PackedSeqLens
-from fastpack.smoke.tiny import build_tiny
+from fastpack.model.checks import refuse_positions
+from fastpack.packing.seqlens import PackedSeqLens
 
 LENGTHS = (9, 7)
 IDS = torch.randint(4, 80, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ import pytest
 from oracle import INPUT_KINDS, make_sequences
 
 import fastpack
-from fastpack.smoke.tiny import FIRST_PLAIN, build_tiny
+from fastpack.exactness.tiny import FIRST_PLAIN, build_tiny
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 

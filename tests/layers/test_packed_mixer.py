@@ -20,10 +20,10 @@ import fastpack
 from fastpack import PackedSeqLens
 from fastpack.backends import mixer_kernels
 from fastpack.backends.mixer_kernels import packed_conv, packed_ssd
+from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families import FAMILIES
 from fastpack.families.spec import MixerSpec
-from fastpack.layers.mixer import mixer_rung
-from fastpack.smoke.tiny import build_tiny, model_types, plain_tokens
+from fastpack.layers.mixers.forward import mixer_rung
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
 BOUND = 1e-4

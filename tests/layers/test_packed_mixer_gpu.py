@@ -23,7 +23,7 @@ import fastpack
 from fastpack import PackedSeqLens
 from fastpack.backends import mixer_kernels
 from fastpack.backends.mixer_kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
-from fastpack.layers import packed_mixer
+from fastpack.layers.mixers import packed as packed_mixer
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -15,8 +15,8 @@ from transformers import DataCollatorWithFlattening
 
 import fastpack
 from fastpack.errors import PackingError
+from fastpack.exactness.tiny import build_tiny
 from fastpack.families import FAMILIES, MIXER_FAMILIES
-from fastpack.smoke.tiny import build_tiny
 
 PADDING = 1
 SEQUENCES = make_sequences(VOCAB, (7, 1, 19, 12))

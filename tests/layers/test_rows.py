@@ -17,14 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack import PackedSeqLens, PatchError
+from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families.spec import MixerSpec
-from fastpack.layers.mixer import mixer_forward
-from fastpack.layers.rows import RATIO, put_back, row_groups, similar, take
-from fastpack.layers.scope import PackingScope
-from fastpack.layers.stock import mask_stand_in
-from fastpack.offload import offload_of
-from fastpack.smoke.tiny import build_tiny, plain_tokens
-from fastpack.targets import find_parts
+from fastpack.layers.mixers.forward import mixer_forward
+from fastpack.layers.mixers.rows import RATIO, put_back, row_groups, similar, take
+from fastpack.layers.runtime import Runtime
+from fastpack.model.runtime import runtime_of
+from fastpack.model.unwrap import find_parts
+from fastpack.packing.context import PackingContext
+from fastpack.packing.mask import mask_stand_in
+from fastpack.utils.replacement import Replacement
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
 
@@ -108,26 +110,31 @@ class Sum(nn.Module):
         return x.cumsum(1) * self.weight
 
 
+def mix(module: nn.Module, spec: MixerSpec, context: PackingContext, *args: Any, **kwargs: Any) -> Any:
+    patched = Replacement(module, "forward", mixer_forward, spec, Runtime(context=context))
+    return patched(*args, **kwargs)
+
+
 def ones(packed: PackedSeqLens) -> Tensor:
     return torch.ones(1, packed.total_tokens, 1, requires_grad=True)
 
 
 def test_a_mixer_sees_one_sequence_a_row() -> None:
-    packed, scope, module = PackedSeqLens.from_lengths([2, 3]), PackingScope(), Sum()
-    assert mixer_forward(module, MixerSpec(), scope, None, ones(packed)).flatten().tolist() == [1, 2, 3, 4, 5]
+    packed, scope, module = PackedSeqLens.from_lengths([2, 3]), PackingContext(), Sum()
+    assert mix(module, MixerSpec(), scope, ones(packed)).flatten().tolist() == [1, 2, 3, 4, 5]
     with scope.around(module, packed):
-        out = mixer_forward(module, MixerSpec(), scope, None, ones(packed))
+        out = mix(module, MixerSpec(), scope, ones(packed))
     assert out.flatten().tolist() == [1, 2, 1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["added", "seen", "hidden", None])
 @pytest.mark.parametrize("windowed", [True, False])
 def test_masks(kind: Any, windowed: bool) -> None:
-    packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingScope(), Sum()
+    packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingContext(), Sum()
     module.config.layer_types = ["sliding_attention" if windowed else "full_attention"]
     spec = MixerSpec(kind, window="config.window")
     with scope.around(module, packed):
-        mixer_forward(module, spec, scope, None, ones(packed), mask=mask_stand_in(packed))
+        mix(module, spec, scope, ones(packed), mask=mask_stand_in(packed))
     (mask,) = module.masks
     if kind is None:
         assert mask is None
@@ -139,12 +146,10 @@ def test_masks(kind: Any, windowed: bool) -> None:
 
 
 def test_chunks() -> None:
-    packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingScope(), Sum()
+    packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingContext(), Sum()
     module.config.layer_types = ["chunked_attention"]
     with scope.around(module, packed):
-        mixer_forward(
-            module, MixerSpec("seen", chunk="config.window"), scope, None, ones(packed), mask_stand_in(packed)
-        )
+        mix(module, MixerSpec("seen", chunk="config.window"), scope, ones(packed), mask_stand_in(packed))
     assert module.masks[0][0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]  # type: ignore[index]
 
 
@@ -293,7 +298,9 @@ def test_offloading_is_asked_on_every_rung(model_type: str) -> None:
     """On a CPU it can't be done, and says so; it was not asked at all where a scope is."""
     model = fastpack.patch(build_tiny(model_type).train(), offload="checkpoints")
     model(input_ids=plain_tokens(1, 8, seed=0), packed_seq_lens=[3, 5])
-    offload = offload_of(find_parts(model).backbone)
+    runtime = runtime_of(find_parts(model).backbone)
+    assert runtime is not None
+    offload = runtime.offload
     assert offload is not None
     assert sum(offload.stats.idle.values()) == 1
 

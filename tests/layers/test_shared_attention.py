@@ -7,8 +7,8 @@ import torch
 from oracle import FLOAT32_BOUND, compare, make_sequences, run_alone, run_batch
 
 import fastpack
+from fastpack.exactness.tiny import build_tiny
 from fastpack.ops.implementation import Implementation
-from fastpack.smoke.tiny import build_tiny
 
 KIND = "TRL's keywords"
 

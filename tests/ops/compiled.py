@@ -22,7 +22,7 @@ KERNELS = {"expand": thin._expand_kernel, "shrink": thin._shrink_kernel, "reduce
 SIZES = {"expand": thin.EXPAND, "shrink": {**thin.SHRINK, "EVEN": True}, "reduce": thin.REDUCE}
 GLU = {"KIND": "silu", "HAS_GATE": True, "HAS_UP": True, "HAS_GRAD": True, "RECOMPUTE": True}
 ONES = ("rank_step", "wide_rank", "weight_rank", "out_rank", "thin_rank")
-POINTERS = ("base", "thin", "wide", "out", "x", "weight", "grad", "gate", "up", "dgate", "dup", "sums")
+POINTERS = ("base", "thin", "wide", "out", "x", "weight", "grad", "gate", "up", "dgate", "dup")
 
 
 def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int) -> int:
@@ -34,7 +34,7 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
         if name in constants or name.rstrip("012").endswith(ONES):
             signature[name], constexprs[(at,)] = "constexpr", constants.get(name, 1)
         elif name.rstrip("012") in POINTERS or name.endswith(("_thin", "_wide")):
-            wide = name == "sums" or (kernel is thin._reduce_kernel and name.startswith("out"))
+            wide = kernel is thin._reduce_kernel and name.startswith("out")
             signature[name] = "*fp32" if wide else f"*{dtype}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
@@ -80,10 +80,9 @@ def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> di
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     thins = [torch.empty(4, rank, dtype=of)] * count
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
-    if name.startswith("glu"):
+    if name == "glu":
         stages = updated_glu.stages(3, *((x, x.t()) for x in thins))
         tile = {"BLOCK_T": updated_glu.BLOCK_T, "BLOCK_I": updated_glu.BLOCK_I}
-        tile |= {} if name == "glu and sums" else {"sums": None}
         kernel, constants, warps = updated_glu._backward_kernel, {**GLU, **tile}, updated_glu.WARPS
     else:
         stages, constants = thin.stages(name, thins), {**SIZES[name], "MEMBERS": count}

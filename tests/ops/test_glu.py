@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from fastpack.ops.glu import ActivationKind, activation_kind, gated, gated_backward, gated_forward, gated_halves
+from fastpack.ops.glu import ActivationKind, activation_kind, gated, gated_backward, gated_forward
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import glu as kernels
@@ -82,7 +82,6 @@ def test_what_no_kernel_serves_is_refused_by_name() -> None:
     gate, up = torch.randn(2, 3, 8)
     for call in (
         lambda: gated(gate, up, torch.relu, "triton"),
-        lambda: gated_halves(gate, torch.relu, "triton"),
         lambda: gated(gate.double(), up, nn.functional.silu, "triton"),
         lambda: gated_forward(gate, up.double(), "silu", implementation="triton"),
         lambda: gated(gate, up[:1], nn.functional.silu, "triton"),
@@ -105,6 +104,15 @@ def definition(gate: Tensor, up: Tensor, kind: ActivationKind, grad: Tensor) -> 
     gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
     out = ACTIVATIONS[kind](gate) * up
     return out.detach(), *torch.autograd.grad(out, (gate, up), grad)
+
+
+def backward(
+    grad: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: Any = "triton"
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, in memory of their own."""
+    out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
+    gated_backward(grad, gate, up, kind, out=out, implementation=implementation)
+    return out
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -152,7 +160,7 @@ def test_extreme_gates(device: str, dtype: torch.dtype) -> None:
     for kind in KINDS:
         found = (
             gated_forward(gate, one, kind, implementation="triton"),
-            *gated_backward(one, gate, one, kind, implementation="triton")[:2],
+            *backward(one, gate, one, kind),
         )
         for mine, right in zip(found, definition(gate.double(), one.double(), kind, one.double()), strict=True):
             assert (mine.double() - right).abs().max() <= 60000 * torch.finfo(dtype).eps
@@ -164,20 +172,19 @@ def test_extreme_gates(device: str, dtype: torch.dtype) -> None:
 def test_halves_of_one_tensor_are_not_copied(
     device: str, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, backward = (count_calls(monkeypatch, kernels, name) for name in ("forward", "backward"))
+    forward = count_calls(monkeypatch, kernels, "forward")
     gate_up = drawn(2, 3, 2 * width, device=device, dtype=dtype).requires_grad_()
     gate, up = gate_up.detach().chunk(2, -1)
     grad = drawn(3, 2, width, device=device, dtype=dtype).transpose(0, 1)
-    found = gated_halves(gate_up, nn.functional.silu, "triton")
+    found = gated(*gate_up.chunk(2, -1), nn.functional.silu, "triton")
     (dgate_up,) = torch.autograd.grad(found, gate_up, grad)
     assert [tensor.data_ptr() for tensor in forward[0][:2]] == [gate.data_ptr(), up.data_ptr()]
-    dgate, dup = backward[0][-1]
-    assert dup.data_ptr() - dgate.data_ptr() == width * dgate.element_size()
-    apart = gated_backward(grad, gate.contiguous(), up.contiguous(), "silu", implementation="triton")
+    apart = backward(grad, gate.contiguous(), up.contiguous(), "silu")
     assert torch.equal(found, gated_forward(gate.contiguous(), up.contiguous(), "silu", implementation="triton"))
-    assert torch.equal(dgate_up, torch.cat(apart[:2], -1))
-    plain = gated_halves(gate_up.detach(), nn.functional.silu, "torch")
-    assert_no_worse(found.detach(), plain, definition(gate.double(), up.double(), "silu", grad.double())[0])
+    assert torch.equal(dgate_up, torch.cat(apart, -1))
+    over = torch.empty_like(dgate_up)
+    gated_backward(grad, gate, up, "silu", out=over.chunk(2, -1), implementation="triton")
+    assert torch.equal(over, dgate_up)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -190,32 +197,24 @@ def test_any_strides(device: str) -> None:
         (base.transpose(0, 2), base.transpose(0, 2) + 1, base.transpose(0, 2)),
         (base[::2], base[1::2][:3].new_ones(4, 5, 40), base.new_ones(()).expand(4, 5, 40)),
     ):
-        found = gated_backward(grad, gate, up, "gelu", recompute=True, implementation="triton")
-        tight = [tensor.contiguous() for tensor in (grad, gate, up)]
-        expected = gated_backward(*tight, "gelu", recompute=True, implementation="triton")
+        found = (*backward(grad, gate, up, "gelu"), gated_forward(gate, up, "gelu", implementation="triton"))
+        grad, gate, up = (tensor.contiguous() for tensor in (grad, gate, up))
+        expected = (*backward(grad, gate, up, "gelu"), gated_forward(gate, up, "gelu", implementation="triton"))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert torch.equal(gated_forward(gate, up, "gelu", implementation="triton"), expected[2])
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_recomputed_in_the_backward(device: str, implementation: Any) -> None:
-    """The same bits as in the forward, over the gradient's own memory if that is given up; gradients unchanged."""
+    """The same bits as in the forward, over the gradient's own memory; gradients unchanged."""
     for width in (64, 70):
         buffer, gate, up, grad = drawn(4, 5, width, device=device, dtype=torch.float16).unbind()
-        how: dict[str, Any] = {"implementation": implementation}
-        h = gated_forward(gate, up, "silu", **how)
-        plain = gated_backward(grad, gate, up, "silu", **how)
-        assert plain[2] is None
-        again = gated_backward(grad, gate, up, "silu", recompute=True, **how)
+        h = gated_forward(gate, up, "silu", implementation=implementation)
+        plain = backward(grad, gate, up, "silu", implementation)
+        assert not torch.equal(grad, h)
         out = buffer.new_empty(5, 2 * width).chunk(2, -1)
-        over = gated_backward(grad, gate, up, "silu", recompute=True, overwrite_grad=True, out=out, **how)
-        for found in (again, over):
-            assert all(torch.equal(a, b) for a, b in zip(found, (*plain[:2], h), strict=True))
-        assert over[0] is out[0]
-        assert over[1] is out[1]
-        assert again[2] is not grad
-        assert over[2] is grad
+        gated_backward(grad, gate, up, "silu", recompute=True, out=out, implementation=implementation)
+        assert all(torch.equal(a, b) for a, b in zip((*out, grad), (*plain, h), strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -224,6 +223,9 @@ def test_results_of_uneven_rows_are_refused(device: str) -> None:
     uneven = torch.empty(3, 2, 8, device=device).transpose(0, 1)
     with pytest.raises(ValueError, match="evenly"):
         gated_backward(gate, gate, gate, "silu", out=(torch.empty_like(gate), uneven), implementation="triton")
+    out = (torch.empty_like(gate), torch.empty_like(gate))
+    with pytest.raises(ValueError, match="evenly"):
+        gated_backward(uneven, gate, gate, "silu", out=out, recompute=True, implementation="triton")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -267,7 +269,8 @@ def test_more_elements_than_int32_counts() -> None:
         assert out[-1].eq(out[-1, 0]).all()
         assert out[-1, 0] > 1.4
         assert not out[:-1].any()
-        dgate, dup, _ = gated_backward(out, gate, up, "silu", recompute=True, overwrite_grad=True)
+        dgate, dup = torch.empty_like(out), torch.empty_like(out)
+        gated_backward(out, gate, up, "silu", recompute=True, out=(dgate, dup))
         assert dgate[-1].all()
         assert dup[-1].all()
         assert not dgate[:-1].any()

@@ -13,7 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from fastpack.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from fastpack.ops.norm import layer_norm, rms_norm
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 WIDTHS = (1, 7, 64, 257, 1024)
@@ -169,18 +169,6 @@ def test_norm_gradients_are_the_stock_module_s(name: str) -> None:
         assert relative(mine, theirs) < 1e-5
         if theirs.ndim == 3:
             assert all(relative(mine[row], theirs[row]) < 1e-5 for row in range(len(theirs)))
-
-
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_of_a_sum_is_the_sum_and_its_norm(kind: str) -> None:
-    """In torch: what the stock decoder layer computes in two steps, to the bit."""
-    x, residual, weight = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8)
-    add, alone = (add_rms_norm, rms_norm) if kind == "rms" else (add_layer_norm, layer_norm)
-    normed, summed = add(x, residual, weight, EPS)
-    assert torch.equal(summed, x + residual)
-    assert torch.equal(normed, alone(x + residual, weight, EPS))
-    with pytest.raises(ValueError, match="of one shape"):
-        add(x, residual[:1], weight, EPS)
 
 
 def test_weight_gradient_is_float32_s_under_autocast() -> None:

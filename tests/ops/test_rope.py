@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from common import relative
-from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, counted, drawn
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from rope_cases import LAYOUTS
+from torch import Tensor
 from transformers.models.cohere import modeling_cohere
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3 import modeling_phi3
 
-from fastpack.ops.implementation import Implementation
-from fastpack.ops.rope import Layout, apply_rope, rotate_
+from fastpack.ops.rope import Layout, apply_rope
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -196,132 +194,11 @@ def test_shapes_that_do_not_fit_raise(change: dict[str, Tensor]) -> None:
         apply_rope(**{"q": q, "k": k, "cos": cos, "sin": sin, **change})
 
 
-# --- in place ---------------------------------------------------------------------------------------------------------
-
-
-class TwoOutputs(torch.autograd.Function):
-    """A projection to q and k with a backward of its own, as fused LoRA has."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        return x @ weight[:, : 4 * D], x @ weight[:, 4 * D :]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        grad = torch.cat(grads, -1)
-        return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2)
-
-
-def projected(kind: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, list[Tensor]]:
-    """q and k (and v) out of ``[1, T, hidden]``, and the weights that gave them."""
-    torch.manual_seed(0)
-    if kind == "function":
-        weight = torch.randn(x.shape[-1], 6 * D, device=DEVICE, requires_grad=True)
-        q, k = (y.squeeze(0).unflatten(-1, (-1, D)) for y in TwoOutputs.apply(x, weight))
-        return q, k, None, [weight]
-    if kind == "fused":
-        linear = nn.Linear(x.shape[-1], 8 * D, device=DEVICE)
-        y = linear(x).squeeze(0).unflatten(-1, (-1, D))
-        return y[:, :4], y[:, 4:6], y[:, 6:], [*linear.parameters()]
-    # without a bias its result is no view, with one it is
-    linears = [nn.Linear(x.shape[-1], n * D, bias=kind == "bias", device=DEVICE) for n in (4, 2)]
-    q, k = (linear(x).squeeze(0).unflatten(-1, (-1, D)) for linear in linears)
-    return q, k, None, [parameter for linear in linears for parameter in linear.parameters()]
-
-
-@pytest.mark.parametrize("checkpointed", [None, "reentrant", "not reentrant"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", ["no bias", "bias", "fused", "function"])
-def test_in_place_has_the_same_gradients(
-    kind: str, implementation: Implementation, checkpointed: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cos, sin = (x.to(DEVICE) for x in tables(12, "half", torch.float32))
-
-    def loss(x: Tensor, in_place: bool, weights: list[Tensor]) -> Tensor:
-        q, k, v, own = projected(kind, x)
-        weights[:] = weights or own
-        turned = apply_rope(q, k, cos, sin, in_place=in_place, implementation=implementation)
-        if in_place:
-            assert [y.data_ptr() for y in turned] == [q.data_ptr(), k.data_ptr()]
-        return sum(y.sin().sum() for y in (*turned, v) if y is not None)
-
-    def gradients(in_place: bool) -> list[Tensor]:
-        x = drawn(1, len(POSITIONS), 24).requires_grad_()
-        weights: list[Tensor] = []
-        if in_place and checkpointed is not None:
-            checkpoint(loss, x, True, weights, use_reentrant=checkpointed == "reentrant").backward()
-            assert x.grad is not None
-            return [x.grad]  # a recomputed forward has weights of its own here
-        value = loss(x, in_place, weights)
-        value.backward(retain_graph=True)
-        once = [t.grad.clone() for t in (x, *weights)]
-        value.backward()
-        assert all(torch.equal(t.grad, 2 * g) for t, g in zip((x, *weights), once, strict=True))
-        return once
-
-    kept = gradients(in_place=False)
-    with counted(monkeypatch, "rope", "turn_kernel") as (launches, _):
-        given_up = gradients(in_place=True)
-    assert launches.count == (0 if implementation == "torch" else 3), "forward, and twice backward or once more forward"
-    for x, y in zip(given_up, kept, strict=checkpointed is None):
-        assert relative(x, y) < 1e-6
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_in_place_is_seen_by_whoever_saved_q(implementation: Implementation) -> None:
-    x, k = drawn(len(POSITIONS), 4, D).requires_grad_(), drawn(len(POSITIONS), 2, D)
-    cos, sin = (t.to(DEVICE) for t in tables(D, "half", torch.float32))
-    q = x * 2
-    earlier = q.sin()
-    turned, _ = apply_rope(q, k, cos, sin, in_place=True, implementation=implementation)
-    turned.mul_(2)  # the results may be changed in place themselves
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        (earlier + turned).sum().backward()
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_siblings_of_a_split_raise(implementation: Implementation) -> None:
-    """As documented; slices don't (above, fused)."""
-    x = drawn(len(POSITIONS), 8, D).requires_grad_()
-    q, k, v = (x * 2).split((4, 2, 2), 1)
-    cos, sin = (t.to(DEVICE) for t in tables(D, "half", torch.float32))
-    apply_rope(q, k, cos, sin, in_place=True, implementation=implementation)
-    with pytest.raises(RuntimeError, match="returns multiple views"):
-        v.sin()
-
-
-def test_what_can_t_be_given_up_raises() -> None:
-    cos, sin = tables(D, "half", torch.float32)
-    q, k = heads(torch.float32)
-    leaf = q.clone().requires_grad_()
-    for x in (leaf, leaf[:, 1:], leaf.view(-1, 2, D)[: len(POSITIONS)]):
-        with pytest.raises(ValueError, match="leaf"):
-            apply_rope(x, k, cos, sin, in_place=True)
-    with torch.no_grad():
-        apply_rope(leaf, k, cos, sin, in_place=True)
-    with pytest.raises(ValueError, match="overlaps itself"):
-        apply_rope(q[:, :1].expand(-1, 4, -1), k, cos, sin, in_place=True)
-    with pytest.raises(ValueError, match="overlaps itself"):
-        rotate_(q, k[:1].expand(len(POSITIONS), -1, -1), cos, sin)
-
-
-def test_in_place_in_inference_mode() -> None:
-    cos, sin = (x.to(DEVICE) for x in tables(D, "half", torch.float32))
-    with torch.inference_mode():
-        q, k = drawn(len(POSITIONS), 4, D), drawn(len(POSITIONS), 2, D)
-        expected = apply_rope(q, k, cos, sin, implementation="torch")
-        for found in (apply_rope(q, k, cos, sin, in_place=True, implementation="triton"), (q, k)):
-            assert all(relative(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))
-
-
 def test_a_traced_region_takes_the_definition() -> None:
-    """One graph, also where ``in_place`` allows what only an eager call does."""
     cos, sin = tables(12, "interleaved", torch.float32)
     q, k = (x.requires_grad_() for x in heads(torch.float32))
     rope = functools.partial(apply_rope, layout="interleaved", compute_in_float32=True)
-    traced = torch.compile(lambda q, k: rope(q * 1, k * 1, cos, sin, in_place=True), fullgraph=True, backend="eager")
+    traced = torch.compile(lambda q, k: rope(q * 1, k * 1, cos, sin), fullgraph=True, backend="eager")
     found, expected = traced(q, k), rope(q, k, cos, sin)
     cotangents = [torch.randn_like(x) for x in expected]
     found += torch.autograd.grad(found, (q, k), cotangents)

@@ -28,7 +28,7 @@ from cross_entropy_cases import (
 from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
-from fastpack.packing import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 LENGTHS = (11, 1, 18, 7)
 WITH_EMPTY = (0, 11, 1, 0, 9, 9, 0, 6)

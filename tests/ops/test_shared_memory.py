@@ -23,7 +23,6 @@ FITS = [
     (90, "bf16", 128, 3, "reduce"),
     (90, "fp32", 16, 3, "reduce"),
     (90, "bf16", 128, 3, "glu"),
-    (90, "bf16", 32, 3, "glu and sums"),
     (90, "bf16", 16, 2, "products"),
     (90, "fp16", 48, 4, "products"),
     (90, "bf16", 16, 2, "outputs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,12 +10,18 @@ import torch
 from oracle import relative
 from torch import Tensor
 
+from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.products import RowCount
+from fastpack.ops.projection_parts import Lora, Norm, Projection
 from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
 
 pytest.importorskip("triton")
+from fastpack.ops.kernels import updated_glu as kernels
+from tests.ops.common import count_calls
+
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]
+TYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 ACTIVATIONS: dict[Any, Any] = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
@@ -56,7 +63,7 @@ def test_kernel_is_the_definition(kind: Any, tokens: int, width: int, rank: int,
     def run(implementation: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         h = updated_forward(gate, up, kind, g, u, implementation=implementation)
         out = (torch.full_like(gate, 9.0), torch.full_like(up, 9.0))
-        again, _ = updated_backward(
+        again = updated_backward(
             grad.clone(), gate, up, kind, g, u, d, out=out, recompute=True, implementation=implementation
         )
         return h, *out, again
@@ -90,7 +97,7 @@ def test_rows_that_do_not_count_are_left_out(device: str) -> None:
         options: Any = {"row_count": count, "implementation": "triton"}
         h = updated_forward(*parts, **options)  # type: ignore[arg-type]
         out = (torch.full_like(h, 9.0), torch.full_like(h, 9.0))
-        again, _ = updated_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
+        again = updated_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
         assert again is not None
         return [h, *out, again]
 
@@ -109,7 +116,7 @@ def test_h_is_not_made_where_nobody_reads_it(device: str) -> None:
     update = thin_and_wide(5, 40, 4, torch.float32, device)
     before = grad.clone()
     out = (torch.empty_like(gate), torch.empty_like(up))
-    made, _ = updated_backward(
+    made = updated_backward(
         grad, gate, up, "silu", update, None, None, out=out, recompute=False, implementation="triton"
     )
     assert made is None
@@ -127,7 +134,7 @@ def test_gradients_over_gate_and_up(device: str, implementation: Any, with_updat
 
     def run(out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         given = (grad.clone(), gate, up, "silu", update, update, update)
-        h, _ = updated_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
+        h = updated_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
         assert h is not None
         return h, *out
 
@@ -139,8 +146,6 @@ def test_gradients_over_gate_and_up(device: str, implementation: Any, with_updat
 
 
 def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack.ops.kernels import updated_glu as kernels
-
     calls: list[str] = []
     monkeypatch.setattr(kernels, "forward", lambda *_: calls.append("forward"))
     x, update = torch.randn(4, 16), thin_and_wide(4, 16, 4, torch.float32, "cpu")
@@ -148,3 +153,73 @@ def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     updated_forward(x, x, "silu", update, None, implementation="torch")
     updated_forward(x, x, "silu", thin_and_wide(4, 16, 200, torch.float32, "cpu"), None, implementation="triton")
     assert calls == ["forward"]
+
+
+# --- in the whole MLP ---
+
+
+def drawn(*shape: int, like: str, grad: bool = False) -> Tensor:
+    return torch.randn(*shape, device=like).to(TYPES[like]).requires_grad_(grad)
+
+
+T, H, INNER, RANK = 50, 24, 40, 3
+
+
+def projection(out: int, size: int, device: str, lora_dtype: torch.dtype, **lora: Any) -> Projection:
+    a, b = (drawn(*shape, like=device).to(lora_dtype).requires_grad_() for shape in ((RANK, size), (out, RANK)))
+    return Projection(drawn(out, size, like=device), TYPES[device], None, Lora(a, b, 1.7, **lora))
+
+
+FORMS: dict[str, Callable[[str], tuple[list[Projection], Projection]]] = {
+    "two": lambda d: (
+        [projection(INNER, H, d, torch.float32) for _ in range(2)],
+        projection(H, INNER, d, torch.float32),
+    ),
+    "one to both": lambda d: ([projection(2 * INNER, H, d, TYPES[d])], projection(H, INNER, d, TYPES[d])),
+    "of different dtypes": lambda d: (
+        [projection(INNER, H, d, torch.float32) for _ in range(2)],
+        projection(H, INNER, d, torch.float16),
+    ),
+    "B of gate is frozen": lambda d: FORMS["two"](d),
+    "A of down is frozen": lambda d: FORMS["two"](d),
+    "down's weight trains": lambda d: FORMS["two"](d),
+    "dropout before down": lambda d: (FORMS["two"](d)[0], projection(H, INNER, d, torch.float32, dropout=0.5)),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("retain", [False, True])
+def test_the_mlp_s_gradients(form: str, retain: bool, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch's products, with the kernel on the way."""
+    torch.manual_seed(0)
+    inner, down = FORMS[form](device)
+    assert inner[0].lora is not None
+    assert down.lora is not None
+    frozen = {"B of gate is frozen": inner[0].lora.b, "A of down is frozen": down.lora.a}.get(form)
+    if frozen is not None:
+        frozen.requires_grad_(False)
+    if form == "down's weight trains":
+        down.weight.requires_grad_()
+    x, norm = drawn(T, H, like=device, grad=True), Norm(drawn(H, like=device, grad=True), 1e-6)
+    wanted = [x, norm.weight, *(t for p in (*inner, down) for t in (p.weight, p.lora.a, p.lora.b) if p.lora)]  # type: ignore[union-attr]
+    wanted = [tensor for tensor in wanted if tensor.requires_grad]
+    cotangent = drawn(T, H, like=device)
+    made = count_calls(monkeypatch, kernels, "backward")
+
+    def gradients(implementation: Any, dtype: torch.dtype = TYPES[device]) -> list[Tensor]:
+        torch.manual_seed(1)
+        y = gated_mlp(x, inner, down, "silu", norm=norm, residual=True, implementation=implementation)
+        found = torch.autograd.grad(y, wanted, cotangent, retain_graph=retain)
+        if retain:  # nothing that a second backward needs was overwritten
+            again = torch.autograd.grad(y, wanted, cotangent)
+            assert all(map(torch.equal, again, found))
+        return list(found)
+
+    mine = gradients("triton")
+    theirs = gradients("torch")
+    assert [call[8] for call in made] == [form != "A of down is frozen"] * (1 + retain), "h again for down's gradients"
+    for ours, right in zip(mine, theirs, strict=True):
+        assert ours.dtype == right.dtype
+        assert ours.is_contiguous()
+        assert relative(ours, right) <= (1e-5 if device == "cpu" else 2e-2)

@@ -2,46 +2,52 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from fastpack.smoke.row import Row
+from fastpack.smoke.record import Row
 from fastpack.smoke.worker import Task
 
 
-def hang(family: str, task: Task, pipe: Any, words: Path) -> None:
+def send(sent: Path, row: Row | None) -> None:
+    with sent.open("a") as lines:
+        lines.write(json.dumps(row and asdict(row)) + "\n")
+
+
+def hang(family: str, task: Task, sent: Path, words: Path) -> None:
     """After the first row."""
-    pipe.send(Row(family, task.modes[0]))
+    send(sent, Row(family, task.modes[0]))
     time.sleep(600)
 
 
-def fail(family: str, task: Task, pipe: Any, words: Path) -> None:
+def fail(family: str, task: Task, sent: Path, words: Path) -> None:
     """After the first row, with a few words."""
-    pipe.send(Row(family, task.modes[0]))
+    send(sent, Row(family, task.modes[0]))
     words.write_text("Traceback\nValueError: no good\n\n")
     raise SystemExit(1)
 
 
-def die(family: str, task: Task, pipe: Any, words: Path) -> None:
+def die(family: str, task: Task, sent: Path, words: Path) -> None:
     """At once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave(family: str, task: Task, pipe: Any, words: Path) -> None:
+def leave(family: str, task: Task, sent: Path, words: Path) -> None:
     """After the first row, as if nothing were wrong."""
-    pipe.send(Row(family, task.modes[0]))
+    send(sent, Row(family, task.modes[0]))
     os._exit(0)
 
 
-def leave_before_anything(family: str, task: Task, pipe: Any, words: Path) -> None:
+def leave_before_anything(family: str, task: Task, sent: Path, words: Path) -> None:
     """As if nothing were wrong."""
     os._exit(0)
 
 
-def forget(family: str, task: Task, pipe: Any, words: Path) -> None:
+def forget(family: str, task: Task, sent: Path, words: Path) -> None:
     """Say that the first row was all."""
-    pipe.send(Row(family, task.modes[0]))
-    pipe.send(None)
+    send(sent, Row(family, task.modes[0]))
+    send(sent, None)

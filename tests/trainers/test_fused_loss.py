@@ -19,7 +19,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer import utils as trl_utils
 
 import fastpack
-from fastpack.layers import loss as module
+from fastpack.model import loss as module
 from fastpack.trainers.fused_loss import fused_loss_of
 
 pytestmark = pytest.mark.usefixtures("accelerate_afresh")

@@ -12,7 +12,7 @@ from trainer_cases import Gradients, furthest, grpo, rloo
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 
 BUDGET = 45
 BOUND = 1e-5
@@ -43,7 +43,7 @@ def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
     assert len(ours.steps) == len(theirs.steps) == 2
     for mine, its in zip(ours.steps, theirs.steps, strict=True):
         assert furthest(mine, its) <= BOUND
-    weighing = trainer.compute_loss.args[2]
+    weighing = trainer.compute_loss.spec
     assert weighing.pieces > weighing.wholes == 4
     assert max(sizes) <= BUDGET
     assert len(sizes) == weighing.pieces
@@ -54,7 +54,7 @@ def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
 def test_negative_control(tmp_path: Path) -> None:
     """The pieces' means as they come: another gradient."""
     trainers = [fastpack.patch(grpo(tmp_path, loss_type="grpo"), max_tokens=BUDGET) for _ in range(2)]
-    trainers[1].compute_loss.args[2].kind = trainers[1].compute_loss.args[2].kind.__class__("nothing", lambda _: 1)
+    trainers[1].compute_loss.spec.kind = trainers[1].compute_loss.spec.kind.__class__("nothing", lambda _: 1)
     found = [Gradients(trainer) for trainer in trainers]
     for trainer in trainers:
         trainer.train()

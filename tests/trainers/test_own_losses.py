@@ -14,8 +14,8 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
 import fastpack
-from fastpack.options import TokenBudget
-from fastpack.smoke.tiny import build_tiny
+from fastpack.exactness.tiny import build_tiny
+from fastpack.patching.options import TokenBudget
 from fastpack.trainers import budget
 from fastpack.trainers.kinds import averages, divides, kind_of
 
@@ -91,7 +91,7 @@ def test_same_steps_with_a_loss_of_ones_own(build: Any, what: str, tmp_path: Pat
         assert furthest(mine, its) <= 3 * BOUND
     for mine, its in zip(trainer.state.log_history[:2], stock.state.log_history[:2], strict=True):
         assert mine["loss"] == pytest.approx(its["loss"], rel=BOUND)
-    assert trainer.compute_loss.args[2].pieces > 2
+    assert trainer.compute_loss.spec.pieces > 2
     assert averages(stock, kind_of(stock)) is OWN[what][1]
 
 
@@ -139,7 +139,7 @@ def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeyp
 
     whole, theirs = train(None)
     split, ours = train(SAME_STEPS)
-    assert split.compute_loss.args[2].pieces > 1
+    assert split.compute_loss.spec.pieces > 1
     assert furthest(ours, theirs) <= 3 * BOUND
     assert split.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], rel=BOUND)
     monkeypatch.setattr(budget, "averages", lambda trainer, kind: False)

@@ -14,7 +14,7 @@ from trainer_cases import BUILD, DATA, EXAMPLES, Gradients, furthest, ids_of, to
 import fastpack
 from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 from fastpack.trainers.kinds import KINDS, piece
 from fastpack.trainers.loader import count_epochs
 
@@ -119,7 +119,7 @@ def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path
         assert furthest(mine, its) <= 3 * BOUND
     for mine, its in zip(trainer.state.log_history[:2], stock.state.log_history[:2], strict=True):
         assert abs(mine["loss"] - its["loss"]) <= BOUND * max(1.0, abs(its["loss"]))
-    pieces = trainer.compute_loss.args[2]
+    pieces = trainer.compute_loss.spec
     assert pieces.wholes == 2 * accumulation
     assert pieces.pieces > pieces.wholes
     assert "pieces" in str(fastpack.report(trainer))

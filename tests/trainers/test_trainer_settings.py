@@ -42,7 +42,7 @@ from trl import SFTConfig, SFTTrainer
 import fastpack
 from fastpack.batching.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
-from fastpack.options import TokenBudget
+from fastpack.patching.options import TokenBudget
 from fastpack.trainers.kinds import kind_of
 from fastpack.trainers.loader import count_epochs, make_sampler
 

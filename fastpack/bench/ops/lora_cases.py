@@ -1,65 +1,155 @@
-"""Projections with LoRA, over dense and over 4-bit weights: bound by matrix products."""
+"""Projections with LoRA, over dense and over 4-bit weights, bound by matrix products; and 4-bit weights made dense,
+bound by the memory that is read and written. Plain is PEFT's formula over bitsandbytes' own, on a GPU where it is
+installed."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.bench.ops.case import OURS, PLAIN, Case, FourBit, Maker, Run, Work
-from fastpack.bench.ops.four_bit_cases import has_bitsandbytes, packed_weight
-from fastpack.ops.dequantize import definition
+from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run
+from fastpack.ops.dequantize import definition, dequantize
 from fastpack.ops.gated_mlp import gated_mlp
 from fastpack.ops.projection_parts import Lora, Projection
 from fastpack.ops.projections import project
 
 LORA_SCALE = 2.0
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""Dettmers et al., "QLoRA", arXiv:2305.14314, appendix E."""
+BLOCK, OUTER_BLOCK = 64, 256
+"""Weights that share a scale, and scales that share one."""
 
 
-def _lora_inputs(make: Maker, shapes: Sequence[tuple[int, int]], *, four_bit: bool) -> list[Any]:
-    """x, then the frozen weight, A and B of each projection; A and B are float32, as PEFT keeps them."""
+def _four_bit_weight(make: Maker, *sizes: int) -> tuple[Tensor, Any]:
+    """Random bytes, and a state as bitsandbytes keeps it, for a weight of these sizes; absmax is quantised too."""
+    shape, device = torch.Size(sizes), make.generator.device
+    blocks = -(-shape.numel() // BLOCK)
+    outer = SimpleNamespace(
+        absmax=torch.full((-(-blocks // OUTER_BLOCK),), 0.01, device=device),
+        code=torch.linspace(-1, 1, 256, device=device),
+        blocksize=OUTER_BLOCK,
+        dtype=torch.float32,
+        nested=False,
+    )
+    state = SimpleNamespace(
+        shape=shape,
+        dtype=make.dtype,
+        quant_type="nf4",
+        blocksize=BLOCK,
+        code=torch.tensor(NF4, device=device),
+        absmax=make.integers(256, blocks, dtype=torch.uint8),
+        nested=True,
+        state2=outer,
+        offset=torch.tensor(0.05, device=device),
+    )
+    return make.integers(256, shape.numel() // 2, 1, dtype=torch.uint8), state
+
+
+def _has_bitsandbytes() -> bool:
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+def _where_made_dense(inputs: Inputs, runs: dict[str, Run]) -> dict[str, Run]:
+    """Ours too where 4-bit weights are made dense by a kernel, or by bitsandbytes."""
+    return runs if inputs[0].is_cuda or _has_bitsandbytes() else {PLAIN: runs[PLAIN]}
+
+
+def _dequantize_runs(inputs: Inputs) -> dict[str, Run]:
+    dtype = inputs[1].dtype
+    theirs = inputs[0].is_cuda and _has_bitsandbytes()
+    plain = functools.partial(dequantize, dtype=dtype, implementation="torch") if theirs else definition
+    return _where_made_dense(inputs, {PLAIN: plain, OURS: functools.partial(dequantize, dtype=dtype)})
+
+
+def _unrounded(weight: Tensor, state: Any) -> Tensor:
+    return definition(weight, SimpleNamespace(**{**vars(state), "dtype": torch.float32}))
+
+
+def _dequantize_bytes(make: Maker) -> int:
+    weights = make.tokens * make.sizes.hidden
+    return weights // 2 + weights // BLOCK + weights * make.dtype.itemsize
+
+
+def _lora_inputs(make: Maker, shapes: Sequence[tuple[int, int]], *, four_bit: bool) -> Inputs:
+    """x, then of each projection the frozen weight, its state or None, A and B, float32 as PEFT keeps them."""
     wide = torch.promote_types(make.dtype, torch.float32)
-    inputs: list[Any] = [make.tensor(make.tokens, shapes[0][0])]
+    inputs: Inputs = [make.tensor(make.tokens, shapes[0][0])]
     for ins, outs in shapes:
-        dense = functools.partial(make.tensor, outs, ins, scale=ins**-0.5, grad=False)
-        inputs.append(FourBit(*packed_weight(make, outs, ins)) if four_bit else dense())
+        if four_bit:
+            inputs += _four_bit_weight(make, outs, ins)
+        else:
+            inputs += [make.tensor(outs, ins, scale=ins**-0.5, grad=False), None]
         inputs.append(make.tensor(make.sizes.rank, ins, scale=ins**-0.5, dtype=wide))
         inputs.append(make.tensor(outs, make.sizes.rank, scale=0.1, dtype=wide))
     return inputs
 
 
-def _base_product(x: Tensor, weight: Tensor | FourBit) -> Tensor:
-    """Of a 4-bit weight bitsandbytes' own, on a GPU where it is installed."""
-    if isinstance(weight, Tensor):
+def _by_projection(flat: Sequence[Any]) -> list[tuple[Tensor, Any, Tensor, Tensor]]:
+    return [(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4)]
+
+
+def _base_product(x: Tensor, weight: Tensor, state: Any) -> Tensor:
+    if state is None:
         return F.linear(x, weight)
-    if x.is_cuda and x.dtype == weight.state.dtype and has_bitsandbytes():
+    if x.is_cuda and x.dtype == state.dtype and _has_bitsandbytes():
         from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 
-        product: Tensor = matmul_4bit(x, weight.packed, quant_state=weight.state)
+        product: Tensor = matmul_4bit(x, weight, quant_state=state)
         return product
-    return F.linear(x, definition(*weight).to(x.dtype))
+    return F.linear(x, definition(weight, state).to(x.dtype))
 
 
-def _peft(x: Tensor, weight: Tensor | FourBit, a: Tensor, b: Tensor) -> Tensor:
-    """What a LoRA layer of PEFT computes: the update in A's dtype, added to the base product and rounded."""
-    base = _base_product(x, weight)
+def _peft(x: Tensor, weight: Tensor, state: Any, a: Tensor, b: Tensor) -> Tensor:
+    """A LoRA layer of PEFT: the update in A's dtype, added to the base product and rounded."""
+    base = _base_product(x, weight, state)
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * LORA_SCALE).to(base.dtype)
 
 
-def _threes(flat: Sequence[Any]) -> list[tuple[Any, Tensor, Tensor]]:
-    return [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, len(flat), 3)]
+def _plain_qkv(x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    return tuple(_peft(x, *each) for each in _by_projection(flat))
+
+
+def _plain_mlp(x: Tensor, *flat: Any) -> Tensor:
+    gate, up, down = _by_projection(flat)
+    return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
+
+
+def _under_autocast(run: Run) -> Run:
+    """A trainer's bf16: in half precision LoRA's products are, too."""
+
+    def inside(x: Tensor, *flat: Any) -> Any:
+        with torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype.itemsize < 4):
+            return run(x, *flat)
+
+    return inside
 
 
 def _projections(x: Tensor, flat: Sequence[Any]) -> list[Projection]:
-    made: list[Projection] = []
-    for weight, a, b in _threes(flat):
-        packed, state = weight if isinstance(weight, FourBit) else (weight, None)
-        made.append(Projection(packed, x.dtype, lora=Lora(a, b, LORA_SCALE), quant_state=state))
-    return made
+    return [
+        Projection(weight, x.dtype, lora=Lora(a, b, LORA_SCALE), quant_state=state)
+        for weight, state, a, b in _by_projection(flat)
+    ]
+
+
+def _our_qkv(x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
+    return project(x, _projections(x, flat))[0]
+
+
+def _our_mlp(x: Tensor, *flat: Any) -> Tensor:
+    gate, up, down = _projections(x, flat)
+    return gated_mlp(x, [gate, up], down, "silu")
 
 
 def _qkv_shapes(make: Maker) -> list[tuple[int, int]]:
@@ -72,71 +162,37 @@ def _mlp_shapes(make: Maker) -> list[tuple[int, int]]:
     return [(size.hidden, size.inner)] * 2 + [(size.inner, size.hidden)]
 
 
-def _plain_group(x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_peft(x, *three) for three in _threes(flat))
-
-
-def _our_group(x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return project(x, _projections(x, flat))[0]
-
-
-def _under_autocast(run: Run) -> Run:
-    """A trainer's bf16: LoRA's products in half precision too."""
-
-    def inside(x: Tensor, *flat: Any) -> Any:
-        with torch.autocast(x.device.type, dtype=x.dtype):
-            return run(x, *flat)
-
-    return inside
-
-
-def _plain_mlp(x: Tensor, *flat: Any) -> Tensor:
-    gate, up, down = _threes(flat)
-    return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
-
-
-def _our_mlp(x: Tensor, *flat: Any) -> Tensor:
-    gate, up, down = _projections(x, flat)
-    return gated_mlp(x, [gate, up], down, "silu")
-
-
-def _group_runs(inputs: Sequence[Any]) -> dict[str, Run]:
-    return _where_ours_can_run(inputs, {PLAIN: _plain_group, OURS: _our_group})
-
-
-def _mlp_runs(inputs: Sequence[Any]) -> dict[str, Run]:
-    return _where_ours_can_run(inputs, {PLAIN: _plain_mlp, OURS: _our_mlp})
-
-
-def _where_ours_can_run(inputs: Sequence[Any], runs: dict[str, Run]) -> dict[str, Run]:
-    """4-bit weights are made dense by a kernel, or by bitsandbytes."""
-    x, first, *_ = inputs
-    return runs if x.is_cuda or not isinstance(first, FourBit) or has_bitsandbytes() else {PLAIN: runs[PLAIN]}
-
-
-def _lora_work(make: Maker, shapes: Sequence[tuple[int, int]], *, backward: bool) -> Work:
+def _lora_flops(make: Maker, shapes: Sequence[tuple[int, int]]) -> int:
     """Base products and updates; backward again both, and the gradients of A and B."""
     base = sum(2 * make.tokens * ins * outs for ins, outs in shapes)
     low = sum(2 * make.tokens * make.sizes.rank * (ins + outs) for ins, outs in shapes)
-    return Work(flops=base + low * (2 if backward else 1))
+    return 2 * base + 3 * low
 
 
-def _case(name: str, of_weights: str, *, mlp: bool, four_bit: bool) -> Case:
-    shapes, what = (_mlp_shapes, "a gated MLP") if mlp else (_qkv_shapes, "q, k and v projections")
+def _case(name: str, what: str, *, mlp: bool, four_bit: bool) -> Case:
+    shapes = _mlp_shapes if mlp else _qkv_shapes
+    runs = {PLAIN: _under_autocast(_plain_mlp if mlp else _plain_qkv), OURS: _our_mlp if mlp else _our_qkv}
     return Case(
         name,
-        f"{what} with LoRA, {of_weights}",
+        what,
         lambda make: _lora_inputs(make, shapes(make), four_bit=four_bit),
-        _mlp_runs if mlp else _group_runs,
-        lambda make: _lora_work(make, shapes(make), backward=False),
-        lambda make: _lora_work(make, shapes(make), backward=True),
-        plain_in_half=_under_autocast(_plain_mlp if mlp else _plain_group),
+        lambda inputs: _where_made_dense(inputs, runs) if four_bit else runs,
+        lambda make: _lora_flops(make, shapes(make)),
+        "flops",
     )
 
 
 CASES = [
-    _case("lora_qkv", "A and B in float32", mlp=False, four_bit=False),
-    _case("lora_mlp", "A and B in float32", mlp=True, four_bit=False),
-    _case("lora_qkv_4bit", "over NF4", mlp=False, four_bit=True),
-    _case("lora_mlp_4bit", "over NF4", mlp=True, four_bit=True),
+    Case(
+        "dequantize",
+        "an NF4 weight of T rows made dense, its scales quantised too",
+        lambda make: [*_four_bit_weight(make, make.tokens, make.sizes.hidden)],
+        _dequantize_runs,
+        _dequantize_bytes,
+        reference=_unrounded,
+    ),
+    _case("lora_qkv", "q, k and v projections with LoRA, A and B in float32", mlp=False, four_bit=False),
+    _case("lora_mlp", "a gated MLP with LoRA, A and B in float32", mlp=True, four_bit=False),
+    _case("lora_qkv_4bit", "q, k and v projections with LoRA over NF4", mlp=False, four_bit=True),
+    _case("lora_mlp_4bit", "a gated MLP with LoRA over NF4", mlp=True, four_bit=True),
 ]

@@ -1,35 +1,60 @@
-"""``fastpack demo``: a tiny model trained padded and stock, and patched, in one run; no network, no arguments.
+"""``fastpack demo``: a tiny model trained stock, on padded batches, and patched; no network, no arguments.
 
-Same seed, same weights, same batches, float32, TRL's SFTTrainer. The losses must agree; the speed may not.
+Both are runs of ``fastpack sft``, each in a process of its own, so that its peak memory is its own: same seed, weights
+and batches, float32. The losses must agree; the speed may not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import fastpack
 from fastpack.commands import (
     PICTURES,
     UsageError,
-    quiet,
-    require,
     require_file,
     require_one_process,
     require_picture,
     require_trl_on_cpu,
 )
+from fastpack.commands.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
 
 TOLERANCE = 1e-4
 """How far apart the losses of a step may be, relative to the stock one."""
 WARM_UP = 2
 """Steps of each run that are trained but not timed."""
 BATCH_SIZE = 16
-THREADS = 1
+TRAINING = {
+    "learning_rate": "2e-3",
+    "warmup_steps": "2",
+    "lr_scheduler_type": "cosine",
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": "True",
+    "bf16": "False",
+    "gradient_checkpointing": "False",
+    "dataloader_pin_memory": "False",
+    "log_level": "error",
+    "metrics": "False",
+}
+"""Flags of both runs."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
 """Threads wait for each other many times a step; with one, whatever else the machine does costs its share, no more."""
 
 
@@ -37,11 +62,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the demo; the exit code is 1 where the losses disagree."""
     given = _parse(arguments)
     require_one_process("demo")
-    require("demo", "trl", "datasets")
-    require("demo", "matplotlib")
     require_trl_on_cpu("demo")
-    from fastpack.commands.demo.plot import save_plot
-    from fastpack.commands.demo.tables import print_figures
+    from fastpack.commands.demo.shown import print_figures, save_plot  # matplotlib; the data are made without
 
     figures = compare(rows=given.rows, steps=given.steps, seed=given.seed)
     save_plot(figures, Path(given.plot))
@@ -74,97 +96,78 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
-    """Train both ways, a step of one and a step of the other in turn, and return the figures."""
-    quiet()
-    import transformers
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from fastpack.commands.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
-    from fastpack.commands.demo.worker import Settings, runs
-
-    transformers.logging.set_verbosity_error()
-    console = Console(stderr=True)
+    """Train both ways, one after the other, and return the figures."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chats = make_rows(rows, seed)
         tokenizer = train_tokenizer(chats)
-        write_rows(chats, folder)
         tokenizer.save_pretrained(folder)
         tiny_llama(tokenizer).save_pretrained(folder)
-        settings = Settings(folder, steps, BATCH_SIZE, seed, THREADS)
-        bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        )
-        with bar:
-            task = bar.add_task("starting a stock and a patched run", total=steps)
-            with runs(settings) as (stock, patched):
-                told: dict[Any, Any] = {}
-                for step in range(steps):
-                    for run in (stock, patched) if step % 2 == 0 else (patched, stock):
-                        told[run] = run.step()
-                    description = f"step {step + 1}"
-                    if step + 1 < steps:
-                        description = f"loss {told[stock].loss:.3f} stock, {told[patched].loss:.3f} patched"
-                    bar.update(task, advance=1, description=description)
-        results = {"stock": told[stock], "patched": told[patched]}
-    return _figures(results, settings, rows)
+        flags = {
+            **TRAINING,
+            "random_init": name,
+            "dataset_name": str(write_rows(chats, folder)),
+            "max_steps": str(steps),
+            "per_device_train_batch_size": str(BATCH_SIZE),
+            "seed": str(seed),
+        }
+        stock = _train("stock, padded", folder, {**flags, "patch": "False"})
+        patched = _train("patched", folder, flags)
+    data = {"rows": rows, "batch_size": BATCH_SIZE, "seed": seed}
+    return {"machine": _machine(), "data": data, **_figures(stock, patched)}
 
 
-def _figures(results: dict[str, Any], settings: Any, rows: int) -> dict[str, Any]:
-    stock, patched = results["stock"]["records"], results["patched"]["records"]
-    if [(r.real_tokens, r.slots) for r in stock] != [(r.real_tokens, r.slots) for r in patched]:
-        raise UsageError("the two runs were not given the same batches: nothing to compare")
-    differences = [abs(p.loss - s.loss) / abs(s.loss) for s, p in zip(stock, patched, strict=True)]
-    real, slots = sum(r.real_tokens for r in stock), sum(r.slots for r in stock)
-    speeds = {name: _speed(result["records"]) for name, result in results.items()}
+def _train(what: str, folder: Path, flags: dict[str, str]) -> dict[str, Any]:
+    """Run ``fastpack sft`` with these flags; return what it wrote as ``--json``."""
+    print(f"{what}:", file=sys.stderr)
+    written = folder / "figures.json"
+    flags = {**flags, "output_dir": str(folder / "run"), "json": str(written)}
+    command = [sys.executable, "-m", "fastpack", "sft", *(f"--{name}={value}" for name, value in flags.items())]
+    environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise UsageError(f"the {what} run ended with exit code {done.returncode}, see above")
+    figures: dict[str, Any] = json.loads(written.read_text())
+    return figures
+
+
+def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
+    """What both runs say, step by step and in sum."""
+    steps = [
+        {
+            "step": s["step"],
+            "stock_loss": s["loss"],
+            "patched_loss": p["loss"],
+            "relative_difference": abs(p["loss"] - s["loss"]) / abs(s["loss"]),
+            "real_tokens": s["real_tokens"],
+            "slots": s["slots"],
+            "stock_seconds": s["seconds"],
+            "patched_seconds": p["seconds"],
+        }
+        for s, p in zip(stock["steps"], patched["steps"], strict=True)
+    ]
+    summaries = {"stock": stock["summary"], "patched": patched["summary"]}
+    # Of the median step: when something else takes the processor for a while, a few steps are slow.
+    speeds = {
+        name: statistics.median(row["real_tokens"] / row[f"{name}_seconds"] for row in steps[WARM_UP:])
+        for name in summaries
+    }
+    furthest = max(row["relative_difference"] for row in steps)
     return {
-        "machine": _machine(settings.threads),
-        "model": {
-            "family": results["patched"]["report"]["family"],
-            "rung": results["patched"]["report"]["rung"],
-            "backend": results["patched"]["report"]["backend"],
-            "parameters": results["patched"]["parameters"],
-        },
-        "data": {"rows": rows, "batch_size": settings.batch_size, "seed": settings.seed},
-        "steps": [
-            {
-                "step": s.step,
-                "stock_loss": s.loss,
-                "patched_loss": p.loss,
-                "relative_difference": difference,
-                "real_tokens": s.real_tokens,
-                "slots": s.slots,
-                "stock_seconds": s.seconds,
-                "patched_seconds": p.seconds,
-            }
-            for s, p, difference in zip(stock, patched, differences, strict=True)
-        ],
+        "model": {name: patched["report"][name] for name in ("family", "rung", "backend")},
+        "steps": steps,
         "warm_up_steps": WARM_UP,
-        "real_tokens": real,
-        "slots": slots,
-        "padding_share": 1 - real / slots,
+        **{name: stock["summary"][name] for name in ("real_tokens", "slots", "padding_share", "memory_kind")},
         "tokens_per_second": speeds,
         "speed_ratio": speeds["patched"] / speeds["stock"],
-        "peak_memory_bytes": {name: result["peak_memory_bytes"] for name, result in results.items()},
-        "memory_kind": results["stock"]["memory_kind"],
-        "max_relative_difference": max(differences),
+        "peak_memory_bytes": {name: summary["peak_memory_bytes"] for name, summary in summaries.items()},
+        "max_relative_difference": furthest,
         "tolerance": TOLERANCE,
-        "losses_agree": max(differences) < TOLERANCE,
+        "losses_agree": furthest < TOLERANCE,
     }
 
 
-def _speed(records: Sequence[Any]) -> float:
-    # Of the median step: when something else takes the processor for a while, both runs are slow for a few steps.
-    return statistics.median(r.real_tokens / r.seconds for r in records[WARM_UP:])
-
-
-def _machine(threads: int) -> dict[str, str]:
-    import platform
-    from importlib.metadata import version
-
-    import fastpack
-
+def _machine() -> dict[str, str]:
     packages = {"fastpack": fastpack.__version__} | {name: version(name) for name in ("torch", "transformers", "trl")}
-    system = f"{platform.system()} {platform.machine()}, CPU, {threads} thread{'s' if threads > 1 else ''}"
+    system = f"{platform.system()} {platform.machine()}, CPU, 1 thread"
     return {"system": system, "python": platform.python_version(), **packages}

@@ -8,6 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
 Row = dict[str, list[dict[str, str]]]
 """Chats by name, in TRL's format: ``{"messages": [{"role": ..., "content": ...}, ...]}``; of pairs, three."""
 
@@ -20,7 +23,6 @@ FOODS = ("carrots", "lentils", "apples", "barley", "onions", "pears", "beans", "
 DISHES = ("soup", "pie", "salad", "stew", "bread", "porridge")
 ACTS = ("Wash", "Chop", "Weigh", "Roast", "Stir in", "Set aside", "Mash", "Simmer")
 
-ROWS_FILE = "rows.jsonl"
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -114,22 +116,14 @@ def make_pairs(count: int, seed: int = 0) -> list[Row]:
 
 
 def write_rows(rows: Sequence[Row], folder: Path) -> Path:
-    """Write the rows as JSON lines into the folder."""
-    path = folder / ROWS_FILE
+    """Write the rows as JSON lines into ``rows.jsonl`` of the folder; return its path."""
+    path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def read_rows(folder: Path) -> list[Row]:
-    """What :func:`write_rows` wrote."""
-    return [json.loads(line) for line in (folder / ROWS_FILE).read_text(encoding="utf-8").splitlines()]
-
-
 def train_tokenizer(rows: Sequence[Row], vocab_size: int = 768) -> Any:
     """A byte-level BPE tokenizer of at most ``vocab_size`` ids with a ChatML template, trained on the rows."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -149,8 +143,6 @@ def train_tokenizer(rows: Sequence[Row], vocab_size: int = 768) -> Any:
 
 def tiny_llama(tokenizer: Any, **sizes: Any) -> Any:
     """The config of a Llama of 4 small layers over this tokenizer's ids; ``sizes`` override."""
-    from transformers import LlamaConfig
-
     defaults = {
         "hidden_size": 256,
         "intermediate_size": 704,

@@ -321,7 +321,6 @@ def forward(
     sinks: Tensor | None,
     cu_seqlens: Tensor,
     scores: Scores,
-    tile: Tile | None = None,
     dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -331,7 +330,6 @@ def forward(
         q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; of one dtype, contiguous in the last dimension.
         sinks: ``[H]`` or None.
         cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
-        tile: for measuring.
         dtype: of the result; that of q where it is None.
         rows: int32 ``[1]``, or None: sequences that begin so far behind don't count, and their results are zeros.
 
@@ -341,8 +339,7 @@ def forward(
     tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, v.shape[2], dtype=dtype or q.dtype, device=q.device)
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=q.device)
-    if tile is None:
-        tile = chosen(FORWARD, q, v, streams_keys=True)
+    tile = chosen(FORWARD, q, v, streams_keys=True)
     part, parts = parts_of(heads // k.shape[1])
     with on_device(q):
         forward_kernel[(slots(cu_seqlens, tokens, tile.rows // part) * k.shape[1] * parts,)](

@@ -298,7 +298,6 @@ def queries(
     lse: Tensor,
     cu_seqlens: Tensor,
     scores: Scores,
-    tile: Tile | None = None,
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -308,15 +307,13 @@ def queries(
         grad: ``[T, H, V]``, of the result, :func:`~fastpack.ops.kernels.attention.readable`.
         q, k, v, cu_seqlens, scores, rows: as the forward took them.
         out, lse: what it returned.
-        tile: for measuring.
         arrivals: what :func:`make_arrivals` made, to be set to zero on the way.
 
     Returns:
         ``[T, H, D]`` contiguous in the dtype of q, and delta, float32 ``[T, H]``: the products of result and gradient
         summed over each head.
     """
-    if tile is None:
-        tile = chosen(QUERIES, q, v, streams_keys=True)
+    tile = chosen(QUERIES, q, v, streams_keys=True)
     part, parts = parts_of(q.shape[1] // k.shape[1])
     dq, delta = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(lse)
     with on_device(q):
@@ -337,14 +334,12 @@ def keys(
     delta: Tensor,
     cu_seqlens: Tensor,
     scores: Scores,
-    tile: Tile | None = None,
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`,
     which has set ``arrivals`` to zero."""
-    if tile is None:
-        tile = chosen(KEYS, q, v, streams_keys=False)
+    tile = chosen(KEYS, q, v, streams_keys=False)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tiles, constants = slots(cu_seqlens, len(q), tile.keys) * k.shape[1], sizes(q, k, v)
     pieces, sums = 1, None

@@ -19,6 +19,9 @@ from fastpack.ops.kernels.launch import early, in_rows, on_device, wait_for_inpu
 if TYPE_CHECKING:
     from fastpack.ops.glu import ActivationKind
 
+BLOCK, WARPS = 1024, 4
+"""Elements of a program, and its warps."""
+
 
 @triton.jit
 def _sigmoid(x):
@@ -143,70 +146,36 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
     up, up_stride = in_rows(up, width)
     flat = gate_stride == up_stride == width
     tokens = out.numel() // width
-    block, warps = forward_tile(width)
     with on_device(gate):
-        _forward_kernel[(_programs(tokens, width, block, flat),)](
-            gate, up, out, tokens, gate_stride, up_stride, width, kind, flat, block, num_warps=warps, **early(gate)
+        _forward_kernel[(_programs(tokens, width, flat),)](
+            gate, up, out, tokens, gate_stride, up_stride, width, kind, flat, BLOCK, num_warps=WARPS, **early(gate)
         )
     return out
 
 
 def backward(
-    grad: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    kind: ActivationKind,
-    recompute: bool,
-    overwrite_grad: bool,
-    out: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of gate and up, in ``out`` where it is given, and the result once more where it is wanted.
+    grad: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, out: tuple[Tensor, Tensor], recompute: bool
+) -> None:
+    """Gradients of gate and up into ``out``, and with ``recompute`` the forward's result over ``grad``.
 
     Raises:
         ValueError: ``out``, or a ``grad`` to be overwritten, has no rows at an even distance.
     """
     width = gate.shape[-1]
-    if out is None:
-        out = (
-            torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
-            torch.empty(up.shape, dtype=up.dtype, device=up.device),
-        )
-    grads, grad_stride = in_rows(grad, width)
-    h, h_stride = None, width
-    if recompute:
-        h = grad
-        if not overwrite_grad:
-            h = torch.empty(grad.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=grad.device)
-    written = [in_rows(tensor, width) for tensor in (*out, h)]
-    for tensor, (rows, _) in zip((*out, h), written, strict=True):
-        if tensor is not None and rows is not None and rows.data_ptr() != tensor.data_ptr():
+    for tensor in (*out, grad) if recompute else out:
+        if in_rows(tensor, width)[0].data_ptr() != tensor.data_ptr():
             raise ValueError(f"A result can't be written to strides {tensor.stride()}: rows must lie evenly.")
-    gate, gate_stride = in_rows(gate, width)
-    up, up_stride = in_rows(up, width)
-    (dgate, dgate_stride), (dup, dup_stride), (h_rows, h_stride) = written
-    strides = (grad_stride, gate_stride, up_stride, dgate_stride, dup_stride, h_stride)
+    rows, strides = zip(*(in_rows(tensor, width) for tensor in (grad, gate, up, *out)), strict=True)
     flat = all(stride == width for stride in strides)
     tokens = gate.numel() // width
-    block, warps = backward_tile(width)
     with on_device(gate):
-        _backward_kernel[(_programs(tokens, width, block, flat),)](
-            *(grads, gate, up, dgate, dup, h_rows, tokens, *strides),
-            *(width, kind, flat, block),
-            num_warps=warps,
+        _backward_kernel[(_programs(tokens, width, flat),)](
+            *(*rows, rows[0] if recompute else None, tokens, *strides, strides[0]),
+            *(width, kind, flat, BLOCK),
+            num_warps=WARPS,
             **early(gate),
         )
-    return (*out, h)
 
 
-def forward_tile(width: int) -> tuple[int, int]:
-    """Elements of a program's block, and its warps."""
-    return 1024, 4
-
-
-def backward_tile(width: int) -> tuple[int, int]:
-    """The same for the backward."""
-    return 1024, 4
-
-
-def _programs(tokens: int, width: int, block: int, flat: bool) -> int:
-    return triton.cdiv(tokens * width, block) if flat else tokens * triton.cdiv(width, block)
+def _programs(tokens: int, width: int, flat: bool) -> int:
+    return triton.cdiv(tokens * width, BLOCK) if flat else tokens * triton.cdiv(width, BLOCK)

@@ -48,46 +48,34 @@ def early(x: Tensor) -> dict[str, bool]:
     us of what lies between two kernels are gone then. None of ours lets the next one begin before its own end: programs
     that wait would take the place of those that work.
     """
-    if x.is_cuda and _can_launch_early(x.device.index):
+    if x.is_cuda and _can_launch_early(x.device):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 
 
 @functools.cache
-def _can_launch_early(index: int) -> bool:
+def _can_launch_early(device: torch.device) -> bool:
     compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter knows nothing of it
-    return compiled and _capability(index) >= (9, 0)
+    return compiled and capability(device) >= (9, 0)
 
 
+@functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability of an NVIDIA GPU; that of others, which count otherwise, is (0, 0)."""
-    return _capability(device.index)
+    return torch.cuda.get_device_capability(device) if torch.version.cuda is not None else (0, 0)
 
 
 @functools.cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index) if torch.version.cuda is not None else (0, 0)
-
-
 def processors(device: torch.device) -> int:
     """Multiprocessors; a few on a CPU, where Triton's interpreter runs programs one after another."""
-    return _processors(device.index) if device.type == "cuda" else 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache
-def _processors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
-
-
 def shared_memory(device: torch.device) -> int:
     """Bytes that a program may hold beside its registers; plenty on a CPU."""
-    return _shared_memory(device.index) if device.type == "cuda" else 2**20
-
-
-@functools.cache
-def _shared_memory(index: int) -> int:
-    properties: Any = torch.cuda.get_device_properties(index)
-    return int(properties.shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return 2**20 if properties is None else int(properties.shared_memory_per_block_optin)
 
 
 def stages_that_fit(device: torch.device, most: int, held: int, streamed: int) -> int:

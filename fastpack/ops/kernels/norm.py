@@ -70,7 +70,7 @@ def _weighted(normed, scale, dtype: tl.constexpr, ROUND_BEFORE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
-    X, RESIDUAL, WEIGHT, BIAS, OUT, SUM, MEAN, RSTD, COUNT, tokens, x_stride, residual_stride, eps,
+    X, WEIGHT, OUT, MEAN, RSTD, COUNT, tokens, x_stride, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -82,14 +82,7 @@ def _forward_kernel(
     mask = counts[:, None] & (column < WIDTH)[None, :]
     stored = there[:, None] & (column < WIDTH)[None, :]
     x = _load(X, x_stride, row, column, mask)
-    if RESIDUAL is not None:
-        residual = _load(RESIDUAL, residual_stride, row, column, mask)
     weight = _load_weight(WEIGHT, column, HEADS, WIDTH)
-    if BIAS is not None:
-        bias = _load_weight(BIAS, column, HEADS, WIDTH)
-    if RESIDUAL is not None:
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(SUM.dtype.element_ty)
-        tl.store(SUM + row[:, None] * WIDTH + column[None, :], x, mask=stored)
     wide = x.to(tl.float32)
 
     if GIVEN:
@@ -104,8 +97,6 @@ def _forward_kernel(
 
     normed = wide * tl.where(counts, rstd, 0.0)[:, None]  # one over the root of zero is infinite
     normed = _weighted(normed, _scale(weight, ROUND_BEFORE, UNIT_OFFSET), x.dtype, ROUND_BEFORE)
-    if BIAS is not None:
-        normed += bias.to(tl.float32)
     tl.store(OUT + row[:, None] * WIDTH + column[None, :], normed.to(OUT.dtype.element_ty), mask=stored)
 
 
@@ -179,12 +170,11 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_weight_kernel(
-    GRAD, X, WEIGHT, GRAD_SUM, DX, NORMED, MEAN, RSTD, DWEIGHT, DBIAS, COUNT, tokens, grad_stride, x_stride,
-    grad_sum_stride,
+    GRAD, X, WEIGHT, GRAD_SUM, DX, NORMED, MEAN, RSTD, DWEIGHT, COUNT, tokens, grad_stride, x_stride, grad_sum_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same over many groups of rows, the next of which is on its way while one is worked on; DWEIGHT and DBIAS are
+    """The same over many groups of rows, the next of which is on its way while one is worked on; DWEIGHT is
     ``[programs, H]``."""
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
@@ -192,7 +182,6 @@ def _backward_weight_kernel(
     scale = _scale(_load_weight(WEIGHT, column, HEADS, WIDTH), ROUND_BEFORE, UNIT_OFFSET)
     counted = rows_that_count(COUNT, tokens)
     dweight = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    dbias = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
     begin, step = program // HEADS * ROWS, tl.num_programs(0) // HEADS * ROWS
     row, there, counts = _rows(HEADS, begin, tokens, counted, ROWS)
     x, grad, direct, mean, rstd = _load_rows(
@@ -209,71 +198,37 @@ def _backward_weight_kernel(
             ROUND_BEFORE, WIDTH, BLOCK,
         )  # fmt: skip
         dweight += wide * normed
-        if DBIAS is not None:
-            dbias += wide
         x, grad, direct, mean, rstd = x_after, grad_after, direct_after, mean_after, rstd_after
-    at = program * WIDTH + column
-    tl.store(DWEIGHT + at, tl.sum(dweight, 0), mask=column < WIDTH)
-    if DBIAS is not None:
-        tl.store(DBIAS + at, tl.sum(dbias, 0), mask=column < WIDTH)
+    tl.store(DWEIGHT + program * WIDTH + column, tl.sum(dweight, 0), mask=column < WIDTH)
 
 
 def forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    kind: Kind,
-    rstd: Tensor | None = None,
-    count: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Normalised, sum, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given.
+    x: Tensor, weight: Tensor, eps: float, kind: Kind, rstd: Tensor | None = None, count: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Normalised, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given.
 
     Args:
         count: int32 ``[1]``: how many of the first tokens count; results are zeros for the others. None for all.
     """
-    shape, device, width = x.shape, x.device, x.shape[-1]
-    summed = x
-    if residual is not None:
-        summed = torch.empty(shape, dtype=torch.promote_types(x.dtype, residual.dtype), device=device)
-    dtype = torch.promote_types(summed.dtype, weight.dtype) if kind.round_before else summed.dtype
-    out = torch.empty(shape, dtype=dtype, device=device)
+    device, width = x.device, x.shape[-1]
+    dtype = torch.promote_types(x.dtype, weight.dtype) if kind.round_before else x.dtype
+    out = torch.empty(x.shape, dtype=dtype, device=device)
     given = rstd is not None
     if rstd is None:
         rstd = torch.empty(x.numel() // width, dtype=torch.float32, device=device)
     mean = torch.empty_like(rstd) if kind.centred else None
     rows, x_stride = in_rows(x, width)
-    residual, residual_stride = in_rows(residual, width)
     heads = weight.numel() // width
     tokens = rstd.numel() // heads
-    tile, block, warps = forward_tile(width)
+    tile, block, warps = tile_of(width)
     with on_device(x):
         _forward_kernel[(triton.cdiv(tokens, tile) * heads,)](
-            rows,
-            residual,
-            weight.contiguous(),
-            None if bias is None else bias.contiguous(),
-            out,
-            None if residual is None else summed,
-            mean,
-            rstd,
-            count,
-            tokens,
-            x_stride,
-            residual_stride,
-            eps,
-            heads,
-            width,
-            kind.round_before,
-            kind.unit_offset,
-            given,
-            tile,
-            block,
+            *(rows, weight.contiguous(), out, mean, rstd, count, tokens, x_stride, eps),
+            *(heads, width, kind.round_before, kind.unit_offset, given, tile, block),
             num_warps=warps,
             **early(x),
         )
-    return out, summed, mean, rstd
+    return out, mean, rstd
 
 
 def backward(
@@ -284,15 +239,15 @@ def backward(
     rstd: Tensor,
     grad_summed: Tensor | None,
     kind: Kind,
-    needed: tuple[bool, bool, bool],
+    needed: tuple[bool, bool],
     count: Tensor | None = None,
     normed: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, weight and bias (float32), those that are ``needed``.
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x and weight, those that are ``needed``.
 
     Args:
         count: as of :func:`forward`.
-        normed: contiguous, where its result goes once more, without a bias; may be ``grad``.
+        normed: contiguous, where its result goes once more; may be ``grad``.
     """
     device, width = x.device, x.shape[-1]
     heads = weight.numel() // width
@@ -304,29 +259,26 @@ def backward(
     tensors = (grad, x, weight.contiguous(), grad_summed, dx, normed, mean, rstd)
     strides = (grad_stride, x_stride, grad_sum_stride)
     constants = (heads, width, kind.round_before, kind.unit_offset)
-    if not needed[1] and not needed[2]:
-        tile, block, warps = backward_tile(width)
+    if not needed[1]:
+        tile, block, warps = tile_of(width)
         with on_device(x):
             _backward_kernel[(triton.cdiv(tokens, tile) * heads,)](
                 *tensors, count, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
             )
-        return dx, None, None
+        return dx, None
     tile, block, warps, each = backward_weight_tile(width, tokens < FEW)
     walks = triton.cdiv(tokens, tile * max(1, each * processors(device) // heads))
     groups = max(1, triton.cdiv(tokens, tile * max(1, walks)))  # as many as walk as far, and no more
-    dweight = torch.empty((groups, *weight.shape), dtype=torch.float32, device=device)
-    dbias = torch.empty_like(dweight) if needed[2] else None
+    dweight = torch.empty(groups, weight.numel(), dtype=torch.float32, device=device)
     with on_device(x):
         _backward_weight_kernel[(groups * heads,)](
-            *tensors, dweight, dbias, count, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
+            *tensors, dweight, count, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
         )  # fmt: skip
-    partials = [partial.view(groups, -1) for partial in (dweight, dbias) if partial is not None]
-    sums = [found.view(weight.shape) for found in sum_rows(partials, (weight.dtype, torch.float32)[: len(partials)])]
-    return dx, sums[0] if needed[1] else None, sums[1] if needed[2] else None
+    return dx, sum_rows([dweight], [weight.dtype])[0].view(weight.shape)
 
 
 @functools.cache
-def forward_tile(width: int) -> tuple[int, int, int]:
+def tile_of(width: int) -> tuple[int, int, int]:
     """Rows and columns of a program's block, and its warps: 16 elements a thread, which are two loads of 16 bytes."""
     block = triton.next_power_of_2(width)
     rows = max(1, 1024 // block)
@@ -334,16 +286,10 @@ def forward_tile(width: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def backward_tile(width: int) -> tuple[int, int, int]:
-    """The same for the gradient of x alone."""
-    return forward_tile(width)
-
-
-@functools.cache
 def backward_weight_tile(width: int, few: bool) -> tuple[int, int, int, int]:
     """The same where a weight is trained, and how many programs a multiprocessor has, which walk over the rows: as few
     as keep it busy, since each adds a row to the last sum. Measured on an H200 for ``few`` rows and for many."""
-    rows, block, warps = forward_tile(width)
+    rows, block, warps = tile_of(width)
     if block < 1024:
         return 4 * 1024 // block, block, 8, 2
     if block == 1024:

@@ -16,7 +16,6 @@ from torch import Tensor
 from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 from fastpack.ops.kernels.rope import (
     NORM,
-    Tile,
     compute_dtype,
     load_angles,
     load_pairs,
@@ -194,17 +193,13 @@ def norm_rotate(
     sin: Tensor,
     positions: Tensor | None,
     norm: Norm,
-    *,
-    tile: Tile = NORM,
-    num_warps: int | None = None,
 ) -> None:
     """Normalise and rotate q ``[T, H, D]`` and k ``[T, K, D]`` into others of their shapes.
 
     Last dimensions have stride 1. Arguments otherwise as of :func:`fastpack.ops.rope.norm_rope`.
     """
     tokens, q_heads, head_dim = q.shape
-    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile)
-    constants = plan.constants if num_warps is None else {**plan.constants, "num_warps": num_warps}
+    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], NORM)
     with on_device(q):
         turn_kernel[(sum(plan.programs(tokens)),)](
             *(q, k, q_out, k_out, q_weight, k_weight, cos, sin, positions, tokens),
@@ -215,7 +210,7 @@ def norm_rotate(
             UNIT_OFFSET=norm.unit_offset,
             EPS=norm.eps,
             COMPUTE=compute_dtype(q),
-            **constants,
+            **plan.constants,
             **early(q),
         )
 
@@ -234,9 +229,6 @@ def norm_rotate_backward(
     positions: Tensor | None,
     norm: Norm,
     of_weights: bool,
-    *,
-    tile: Tile = NORM_BACKWARD,
-    num_warps: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of :func:`norm_rotate`: into ``dq`` and ``dk`` (contiguous, or None), from ``q_grad`` and ``k_grad``.
 
@@ -244,8 +236,7 @@ def norm_rotate_backward(
         Those of the weights, ``[D]`` in their dtypes, if ``of_weights``.
     """
     tokens, q_heads, head_dim = q.shape
-    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], tile)
-    constants = plan.constants if num_warps is None else {**plan.constants, "num_warps": num_warps}
+    plan = plan_of(q_heads, k.shape[1], head_dim, cos.shape[1], NORM_BACKWARD)
     q_shares, k_shares = plan.programs(tokens)
     blocks = max(1, (q_shares + k_shares) // BACKWARD_PROGRAMS)
     q_programs, k_programs = -(-q_shares // blocks), -(-k_shares // blocks)
@@ -261,7 +252,7 @@ def norm_rotate_backward(
             UNIT_OFFSET=norm.unit_offset,
             EPS=norm.eps,
             COMPUTE=compute_dtype(q),
-            **constants,
+            **plan.constants,
             **early(q),
         )
     if partial is None:

@@ -336,21 +336,14 @@ def rotate(
     *,
     interleaved: bool,
     inverse: bool,
-    tile: Tile = TURN,
-    num_warps: int | None = None,
 ) -> None:
-    """Rotate one or two tensors ``[T, heads, D]``, each into the other of its pair, or all into themselves.
+    """Rotate one or two tensors ``[T, heads, D]``, each into the other of its pair.
 
-    Last dimensions have stride 1. Arguments otherwise as of :func:`fastpack.ops.rope.apply_rope`; ``tile`` and
-    ``num_warps`` are for measuring.
+    Last dimensions have stride 1. Arguments otherwise as of :func:`fastpack.ops.rope.apply_rope`.
     """
     (q, q_out), (k, k_out) = pairs[0], pairs[-1]
     tokens, q_heads, head_dim = q.shape
-    rotary = cos.shape[1]
-    if q_out is q:
-        head_dim = rotary  # what is not rotated lies where it should already
-    plan = plan_of(q_heads, k.shape[1] if len(pairs) == 2 else 0, head_dim, rotary, tile)
-    constants = plan.constants if num_warps is None else {**plan.constants, "num_warps": num_warps}
+    plan = plan_of(q_heads, k.shape[1] if len(pairs) == 2 else 0, head_dim, cos.shape[1], TURN)
     with on_device(q):
         turn_kernel[(sum(plan.programs(tokens)),)](
             *(q, k, q_out, k_out, None, None, cos, sin, positions, tokens),
@@ -361,7 +354,7 @@ def rotate(
             UNIT_OFFSET=False,
             EPS=0.0,
             COMPUTE=compute_dtype(q),
-            **constants,
+            **plan.constants,
             **early(q),
         )
 

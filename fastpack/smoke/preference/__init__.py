@@ -1,4 +1,4 @@
 """``python -m fastpack.smoke.preference``: TRL's preference trainers, patched and stock, on the same pairs.
 
-``cases`` says what is trained, ``figures`` what is kept of a run, ``judge`` when two runs are equal.
+``cases`` says what is trained, ``judge`` when two runs are equal.
 """

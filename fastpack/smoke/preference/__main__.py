@@ -7,43 +7,25 @@ import itertools
 import json
 import math
 import sys
-import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
-from fastpack.bench.pair_lengths import read_preferences
 from fastpack.commands import UsageError, quiet, require, require_file, require_trl_on_cpu
 from fastpack.errors import FastpackError
 from fastpack.smoke.preference.cases import LOSSES, TRAINERS, WIDER, Case, Work, all_cases, run
-from fastpack.smoke.preference.judge import STEP_BOUND, SUM_BOUND, Differences, Verdict, judge
-from fastpack.text import counted, print_fitting, room_for
+from fastpack.smoke.preference.judge import FIGURES, STEP_BOUND, SUM_BOUND, differences, problems
+from fastpack.text import counted, room_for
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 MADE_UP_PAIRS = 256
 """Of which the tokenizer is trained where no data is given."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case: its verdict and what float32 itself is off by, or why the stock trainer can't be run so."""
-
-    case: Case
-    verdict: Verdict | None = None
-    noise: Differences | None = None
-    left_out: str | None = None
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Empty where the two runs are equal."""
-        return () if self.verdict is None else self.verdict.problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,24 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FastpackError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    begun = time.monotonic()
-    rows = _with_progress(cases, work, noise=given.noise)
+    rows = [row_of(case, work) for case in track(cases, "", transient=True)]
     console = Console(width=room_for(150))
-    each = f"{counted(work.steps, 'step')} of {counted(work.pairs, 'pair')}"
+    each = f"{counted(given.steps, 'step')} of {counted(given.pairs, 'pair')}"
     title = f"{counted(len(rows), 'run')} of {each} each, patched against stock"
-    print_fitting(console, table(rows, title), (OF_FLOAT32, *FIGURES))
-    console.print(_legend(time.monotonic() - begun), style="dim", highlight=False)
+    console.print(table(rows, title))
+    console.print(LEGEND, style="dim", highlight=False)
     for row in rows:
-        if row.left_out is not None:
-            print(f"{row.case.trainer}, {row.case.variant}: left out: {row.left_out}")
-        for problem in row.problems:
-            print(f"{row.case.trainer}, {row.case.variant}: {problem}", file=sys.stderr)
+        if row["left_out"] is not None:
+            print(f"{row['trainer']}, {row['variant']}: left out: {row['left_out']}")
+        for problem in row["problems"]:
+            print(f"{row['trainer']}, {row['variant']}: {problem}", file=sys.stderr)
     if given.json:
-        given.json.write_text(json.dumps([_record(row) for row in rows], indent=1))
-    if all(row.verdict is None for row in rows):
+        given.json.write_text(json.dumps(rows, indent=1))
+    if all(row["off"] is None for row in rows):
         print("error: nothing was compared", file=sys.stderr)
         return 2
-    return 1 if any(row.problems for row in rows) else 0
+    return 1 if any(row["problems"] for row in rows) else 0
 
 
 def make_work(given: argparse.Namespace) -> Work:
@@ -103,7 +84,7 @@ def make_work(given: argparse.Namespace) -> Work:
             raise UsageError("--data needs --tokenizer FOLDER")
         rows, tokenizer = read_pairs(given.data, count), _loaded(AutoTokenizer, "--tokenizer", given.tokenizer)
     config = _loaded(AutoConfig, "--config", given.config) if given.config else tiny_llama(tokenizer, **SIZES)
-    return Work(rows, tokenizer, config, given.pairs, given.steps, given.max_length, given.learning_rate, given.seed)
+    return Work(rows, tokenizer, config, given)
 
 
 def _loaded(auto: Any, flag: str, name: str) -> Any:
@@ -120,7 +101,9 @@ def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
         UsageError: there is no such file; there are fewer; one is no preference, and the message names its line.
     """
     try:
-        rows = [row for _, row in itertools.islice(read_preferences(path), count)]
+        with path.open(encoding="utf-8") as lines:
+            filled = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+            rows = [_read_pair(number, line) for number, line in itertools.islice(filled, count)]
     except OSError as error:
         raise UsageError(f"--data {path}: {error.strerror or error}; pass a file of JSON lines") from error
     except ValueError as error:
@@ -128,6 +111,23 @@ def read_pairs(path: Path, count: int) -> list[dict[str, Any]]:
     if len(rows) < count:
         raise UsageError(f"{path} holds {len(rows)} rows, the steps take {count}: pass fewer --pairs or --steps")
     return rows
+
+
+def _read_pair(number: int, line: str) -> dict[str, Any]:
+    """The preference of one line.
+
+    Raises:
+        ValueError: it is none, and the message names the line.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no JSON: {error}; a line holds prompt, chosen and rejected") from error
+    missing = [name for name in ("prompt", "chosen", "rejected") if not isinstance(row, dict) or name not in row]
+    if missing:
+        raise ValueError(f"line {number}: it has no {' and no '.join(missing)}")
+    found: dict[str, Any] = row
+    return found
 
 
 def chosen_cases(given: argparse.Namespace) -> list[Case]:
@@ -148,84 +148,60 @@ def chosen_cases(given: argparse.Namespace) -> list[Case]:
     return [case for case in cases if not given.variants or case.variant in given.variants]
 
 
-def rows_of(cases: Sequence[Case], work: Work, *, noise: bool) -> Iterator[Row]:
-    """Train every case stock and patched, and for the noise stock with wider padding."""
-    for case in cases:
-        try:
-            stock = run(case, work, patch=False)
-            wider = run(case, work, patch=False, wider=True) if noise else None
-        except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
-            yield Row(case, left_out=f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}")
-            continue
-        patched = run(case, work, patch=True)
-        verdict = judge(
-            patched,
-            stock,
-            starts_at_ln_2=case.starts_at_ln_2,
-            steepness=case.steepness,
-            has_log_probs=case.has_log_probs,
-        )
-        yield Row(case, verdict, None if wider is None else Differences.between(wider, stock))
+def row_of(case: Case, work: Work) -> dict[str, Any]:
+    """Train a case stock and patched, and for the noise stock with wider padding.
+
+    Returns:
+        ``trainer`` and ``variant``; how far it and float32 itself are ``off`` (``noise``); the ``problems``, of which
+        there are none where the two runs are equal; or why the stock trainer can't be run so, as ``left_out``.
+    """
+    row: dict[str, Any] = {"trainer": case.trainer, "variant": case.variant, "off": None, "noise": None}
+    row |= {"problems": [], "left_out": None}
+    try:
+        stock, beta = run(case, work, patch=False)
+        if work.given.noise:
+            row["noise"] = differences(run(case, work, patch=False, wider=True)[0], stock, beta)
+    except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
+        said = f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}"
+        return {**row, "left_out": said}
+    patched, _ = run(case, work, patch=True)
+    row["off"] = differences(patched, stock, beta)
+    row["problems"] = problems(
+        patched,
+        stock,
+        beta=beta,
+        starts_at_ln_2=case.starts_at_ln_2,
+        steepness=case.steepness,
+        has_log_probs=case.trainer in ("dpo", "kto"),
+    )
+    return row
 
 
-FIGURES = {"loss": "loss", "grad norm": "grad_norm", "log-probs": "log_probs", "rewards": "rewards"}
 OF_FLOAT32 = "(float32)"
+LEGEND = (
+    "The largest difference over all steps, relative; rewards: of beta times the largest log-probability (other "
+    f"scores: of the largest). {OF_FLOAT32}: the stock run with batches padded to a multiple of {WIDER}. Bounds: "
+    f"{SUM_BOUND:g} for log_probs and DPO's rewards, {STEP_BOUND:g} for the rest, or what rounding the largest "
+    "log-probability does to a loss if that is more."
+)
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
+def table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """For people: a line for each case; beside each figure what float32 itself is off by, where that was measured."""
-    noise = any(row.noise is not None for row in rows)
-    made = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for name in ("trainer", "variant"):
-        made.add_column(name)
+    noise = any(row["noise"] for row in rows)
+    made = Table("trainer", "variant", title=title, title_justify="left", box=box.ROUNDED)
     for name in FIGURES:
         made.add_column(name, justify="right")
         if noise:
             made.add_column(OF_FLOAT32, justify="right", style="dim")
     made.add_column("")
-    before = ""
     for row in rows:
-        measured = [None if row.verdict is None else row.verdict.off] + [row.noise] * noise
-        figures = [_shown(off, name) for name in FIGURES.values() for off in measured]
-        name = row.case.trainer if row.case.trainer != before else ""
-        said = "left out" if row.verdict is None else "FAILED" if row.problems else "equal"
-        made.add_row(name, row.case.variant, *figures, said, style="bold red" if row.problems else None)
-        before = row.case.trainer
+        measured = [row["off"] or {}, row["noise"] or {}][: 1 + noise]
+        values = [off.get(name, math.nan) for name in FIGURES for off in measured]
+        shown = ["" if math.isnan(value) else f"{value:.0e}" for value in values]
+        said = "FAILED" if row["problems"] else "equal" if row["off"] else "left out"
+        made.add_row(row["trainer"], row["variant"], *shown, said, style="bold red" if row["problems"] else None)
     return made
-
-
-def _shown(off: Differences | None, name: str) -> str:
-    value = math.nan if off is None else getattr(off, name)
-    return "" if math.isnan(value) else f"{value:.0e}"
-
-
-def _legend(seconds: float) -> str:
-    return (
-        "The largest difference over all steps, relative; rewards: of beta times the largest log-probability (other "
-        f"scores: of the largest). {OF_FLOAT32}: the stock run with batches padded to a multiple of {WIDER}. Bounds: "
-        f"{SUM_BOUND:g} for log-probs and DPO's rewards, {STEP_BOUND:g} for the rest, or what rounding the largest "
-        f"log-probability does to a loss if that is more. {seconds:.0f} s."
-    )
-
-
-def _record(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"trainer": row.case.trainer, "variant": row.case.variant, "left_out": row.left_out}
-    if row.verdict is not None:
-        found["off"] = asdict(row.verdict.off)
-    if row.noise is not None:
-        found["noise"] = asdict(row.noise)
-    return {**found, "problems": row.problems}
-
-
-def _with_progress(cases: Sequence[Case], work: Work, *, noise: bool) -> list[Row]:
-    columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    rows: list[Row] = []
-    with Progress(*columns, transient=True) as progress:
-        bar = progress.add_task("", total=len(cases))
-        for row in rows_of(cases, work, noise=noise):
-            rows.append(row)
-            progress.update(bar, advance=1, description=f"{row.case.trainer}, {row.case.variant}")
-    return rows
 
 
 def _quiet() -> None:

@@ -1,0 +1,93 @@
+"""The demo's figures: tables for the terminal, and a picture of both loss curves and both speeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+ROWS = 10
+"""How many steps the table shows, spread evenly; ``--json`` holds them all."""
+
+
+def print_figures(figures: dict[str, Any]) -> None:
+    """Print both loss curves side by side, then what they cost."""
+    console = Console(highlight=False)
+    console.print(_losses(figures["steps"]), _costs(figures))
+    agree = figures["losses_agree"]
+    console.print(
+        f"The losses {'agree' if agree else 'DISAGREE'}: at most {figures['max_relative_difference']:.1e} apart, "
+        f"relative ({'<' if agree else '>='} {figures['tolerance']:.0e}).",
+        style="bold green" if agree else "bold red",
+    )
+    data, machine = figures["data"], figures["machine"]
+    packages = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "system")
+    console.print(
+        f"{figures['model']['family']}, float32; {data['rows']} rows, batches of {data['batch_size']}; "
+        f"{machine['system']}; {packages}"
+    )
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.ROUNDED)
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    return table
+
+
+def _losses(steps: list[dict[str, Any]]) -> Table:
+    table = _table("Loss, step by step", "step", "stock, padded", "patched", "difference", "real tokens", "padding")
+    last = len(steps) - 1
+    for at in sorted({round(n * last / (ROWS - 1)) for n in range(ROWS)}):
+        row = steps[at]
+        table.add_row(
+            str(row["step"]),
+            f"{row['stock_loss']:.6f}",
+            f"{row['patched_loss']:.6f}",
+            f"{row['relative_difference']:.1e}",
+            f"{row['real_tokens']:,}",
+            f"{1 - row['real_tokens'] / row['slots']:.0%}",
+        )
+    return table
+
+
+def _costs(figures: dict[str, Any]) -> Table:
+    real, slots = figures["real_tokens"], figures["slots"]
+    speeds, memory = figures["tokens_per_second"], figures["peak_memory_bytes"]
+    table = _table("The same training", "", "stock, padded", "patched", "ratio")
+    speed = [f"{speeds[name]:,.0f}" for name in ("stock", "patched")]
+    table.add_row("real tokens/s (median step)", *speed, f"{figures['speed_ratio']:.2f}x")
+    table.add_row("tokens through the layers", f"{slots:,}", f"{real:,}", f"{real / slots:.2f}x")
+    table.add_row("of these padding", f"{figures['padding_share']:.0%}", "0%", "")
+    if memory["stock"] is not None:
+        peaks = [f"{memory[name] / 2**30:.2f} GiB" for name in ("stock", "patched")]
+        ratio = f"{memory['patched'] / memory['stock']:.2f}x"
+        table.add_row(f"peak memory ({figures['memory_kind']})", *peaks, ratio)
+    return table
+
+
+def save_plot(figures: dict[str, Any], path: Path) -> None:
+    """Draw the figures and save them; the kind of file follows from the name (PNG, SVG, PDF)."""
+    grey, orange = "#9aa5b1", "#d9480f"
+    figure = Figure(figsize=(9, 4), dpi=160, layout="constrained")
+    losses, bars = figure.subplots(1, 2, width_ratios=(2.2, 1))
+    figure.suptitle(
+        f"{'Same losses' if figures['losses_agree'] else 'LOSSES DISAGREE'}, {figures['speed_ratio']:.1f}x the speed "
+        f"({figures['padding_share']:.0%} of the slots were padding)",
+        fontweight="bold",
+    )
+    steps = [row["step"] for row in figures["steps"]]
+    stock, patched = ([row[f"{name}_loss"] for row in figures["steps"]] for name in ("stock", "patched"))
+    losses.plot(steps, stock, color=grey, linewidth=6, label="stock, padded")
+    losses.plot(steps, patched, color=orange, linewidth=1.8, label="fastpack.patch(model)")
+    losses.set(xlabel="step", ylabel="training loss", ylim=(0, None))
+    losses.legend(frameon=False, title=f"at most {figures['max_relative_difference']:.0e} apart, relative")
+    speeds = figures["tokens_per_second"]
+    drawn = bars.bar(["stock,\npadded", "patched"], [speeds["stock"], speeds["patched"]], color=[grey, orange])
+    bars.bar_label(drawn, fmt="{:,.0f}", padding=3)
+    bars.set(ylabel="real tokens a second", ylim=(0, 1.15 * max(speeds.values())))
+    figure.savefig(path)

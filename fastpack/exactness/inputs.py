@@ -1,0 +1,87 @@
+"""Some sequences as one batch, in every way in which fastpack is told where each of them ends.
+
+All on the CPU: ``input_ids`` and ``labels`` int64, masks int64, with whatever else a kind has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.exactness.tiny import plain_tokens
+
+LENGTHS = (7, 1, 12, 12, 20, 3)
+"""A single token, two of a length, and one that outgrows windows, chunks and lengths of a tiny config."""
+
+
+def make_sequences(lengths: Sequence[int] = LENGTHS, draw: int = 0) -> list[Tensor]:
+    """Return random ids of these lengths, int64, none of them special in a tiny config."""
+    return [plain_tokens(1, length, seed=len(lengths) * draw + i)[0] for i, length in enumerate(lengths)]
+
+
+def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
+    """``input_ids``, ``attention_mask`` and ``labels``, padded ``right``, ``left`` or on ``both`` sides; one row
+    holds padding only."""
+    width = max(map(len, sequences)) + 2
+    ids = torch.zeros(len(sequences) + 1, width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        free = width - len(sequence)
+        start = {"right": 0, "left": free, "both": free // 2}[side]
+        ids[row, start : start + len(sequence)] = sequence
+        mask[row, start : start + len(sequence)] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def flat(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+    """``input_ids`` ``[1, T]`` and labels equal to them: what a user's own loop would pass."""
+    ids = torch.cat(list(sequences))[None]
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def positions(sequences: Sequence[Tensor]) -> Tensor:
+    return torch.cat([torch.arange(len(s)) for s in sequences])[None]
+
+
+def trl_keywords(sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """What TRL's padding-free collator sends."""
+    lengths = torch.tensor([len(s) for s in sequences])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(torch.int32)
+    return {
+        "position_ids": positions(sequences),
+        "cu_seq_lens_q": offsets,
+        "cu_seq_lens_k": offsets,
+        "max_length_q": int(lengths.max()),
+        "max_length_k": int(lengths.max()),
+        "seq_idx": torch.arange(len(sequences), dtype=torch.int32).repeat_interleave(lengths)[None],
+    }
+
+
+def packed_rows(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Several packed rows ``[2, S]``: the first sequences and the rest, the shorter row padded."""
+    middle = len(sequences) // 2 + 1
+    rows = [sequences[:middle], sequences[middle:]]
+    width = max(sum(map(len, row)) for row in rows)
+    ids = torch.zeros(2, width, dtype=torch.long)
+    mask, where = torch.zeros_like(ids), torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        total = sum(map(len, row))
+        ids[index, :total] = torch.cat(list(row))
+        mask[index, :total] = 1
+        where[index, :total] = positions(row)[0]
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "position_ids": where, "labels": labels}
+
+
+INPUT_KINDS: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {
+    "padded right": lambda s: padded(s, "right"),
+    "padded left": lambda s: padded(s, "left"),
+    "padded both sides": lambda s: padded(s, "both"),
+    "restarting positions": lambda s: {**flat(s), "position_ids": positions(s)},
+    "TRL's keywords": lambda s: {**flat(s), **trl_keywords(s)},
+    "packed_seq_lens": lambda s: {**flat(s), "packed_seq_lens": [len(x) for x in s]},
+    "several packed rows": packed_rows,
+}

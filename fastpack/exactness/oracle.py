@@ -1,0 +1,251 @@
+"""A model, fed in every way that there is, against each sequence alone: logits, and the gradient of every parameter.
+
+The oracle is the stock model on each sequence alone, and the bounds are those of :mod:`fastpack.exactness.rule`: in
+float32 against the model itself, of which a float64 copy tells how far off it is; in half precision against a float32
+copy, over several draws of tokens, with experts held to those that the copy chooses. That says something only of a
+model whose rounding stays small. One that is far from its own float32, or chooses in a way that nobody has named, may
+be anywhere: it is proved in float32, on the same device and with the same heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.exactness.choices import Choices, choosers_of, held, recorded
+from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
+from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, is_half, middle, verdict_of
+from fastpack.utils.signatures import accepted
+
+DRAWS = 3
+"""Of tokens, in half precision."""
+STEADY = 0.1
+"""What the stock model may be off by in half precision, if that is to prove anything."""
+CHOOSES = ("expert", "router", "moe", "topk", "indexer")
+"""In the names of modules that choose."""
+LEAKS = 1e-2
+"""How far off the control must be at least: it sees everything that comes before."""
+CHECKPOINTED = "restarting positions"
+SHARED_STATES = ("gemma3n_text", "gemma4_text")
+"""Their layers share keys and values through keywords, which reentrant checkpointing loses, stock too."""
+
+
+def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any) -> Result:
+    """Run a stock model forwards and backwards on one sequence after the other, without padding.
+
+    Args:
+        sequences: ids, each ``[L]``, on any device.
+        own_loss: the loss is the mean cross-entropy of the next tokens, not a fixed weighted sum of the logits. Some
+            models have none of their own.
+        kwargs: for the model.
+    """
+    device = next(model.parameters()).device
+    model.zero_grad(set_to_none=True)
+    logits: list[Tensor] = []
+    total, count = torch.zeros((), device=device), trained_tokens(sequences)
+    for sequence in sequences:
+        ids = sequence.to(device)
+        found = model(input_ids=ids[None], **accepted(type(model).forward, {"use_cache": False}), **kwargs).logits[0]
+        if own_loss:
+            loss = nn.functional.cross_entropy(found[:-1].float(), ids[1:], reduction="sum") / count
+        else:
+            loss = _weighted_sum(found, sum(map(len, sequences)), start=sum(map(len, logits)))
+        loss.backward()
+        total += loss.detach()
+        logits.append(found.detach())
+    return Result(logits, total, _gradients(model))
+
+
+def run_batch(
+    model: nn.Module, batch: Mapping[str, Any], sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any
+) -> Result:
+    """Run a model forwards and backwards on a batch of these sequences; the rest is as for :func:`run_alone`.
+
+    With ``own_loss`` it is the one that the model computes of the batch's labels.
+    """
+    device = next(model.parameters()).device
+    given = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.items()}
+    labels = given.pop("labels", None)
+    if own_loss:
+        given = {"labels": labels, "num_items_in_batch": trained_tokens(sequences), **given}
+    model.zero_grad(set_to_none=True)
+    found = model(**{**given, **kwargs})
+    logits = split_logits(found.logits, given, sequences)
+    loss = found.loss if own_loss else _weighted_sum(torch.cat(logits), sum(map(len, logits)))
+    loss.backward()
+    return Result([each.detach() for each in logits], loss.detach(), _gradients(model))
+
+
+def trained_tokens(sequences: Sequence[Tensor]) -> int:
+    """Return how many next tokens are predicted when each sequence stands alone."""
+    return sum(len(s) - 1 for s in sequences)
+
+
+def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
+    mask, flat = batch.get("attention_mask"), logits.flatten(0, -2)
+    real = flat if mask is None else flat[mask.flatten() != 0]
+    return list(real.split([len(s) for s in sequences]))
+
+
+def _weighted_sum(logits: Tensor, total: int, start: int = 0) -> Tensor:
+    """Return a sum of the logits ``[L, V]``, with fixed weights for tokens ``start`` on of so many in all."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
+    return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """How far a model is from each sequence alone.
+
+    Attributes:
+        errors: of each kind of input, the worst of logits and gradients, relative.
+        bound: what they may be; control: of the logits, where all tokens were taken for one sequence.
+    """
+
+    errors: Mapping[str, float]
+    bound: float
+    control: float
+
+    @property
+    def worst(self) -> str:
+        """The kind of input that is off most."""
+        return max(self.errors, key=lambda kind: self.errors[kind])
+
+    @property
+    def problem(self) -> str | None:
+        """Why this is no proof, or None."""
+        error = self.errors[self.worst]
+        verdict = verdict_of(error, self.bound, self.control if self.control > LEAKS else 0.0)
+        if verdict == "not exact":
+            return f"not exact: {self.worst}, {error:.1e} where {self.bound:.0e} is allowed"
+        if verdict == "can't tell":
+            return f"the control is off by {self.control:.1e} only: a leak would not be seen"
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """Each sequence alone, how far from it a batch may be, and the precision in which that says something.
+
+    Attributes:
+        results: of each draw of tokens; choices: the experts that are chosen in it, which a batch is held to.
+        routers: names of the classes that choose them.
+    """
+
+    results: tuple[Result, ...]
+    choices: tuple[Choices, ...]
+    bound: float
+    dtype: torch.dtype
+    routers: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str] = ()) -> Oracle:
+        """Return what each sequence alone gives, and what is allowed.
+
+        Args:
+            build: makes the stock model, always of the same weights but for a dtype's rounding, in training mode.
+            dtype: the one to prove it in, if that can be.
+            routers: names of the classes that choose experts.
+
+        Raises what building or running the stock model in float32 raises.
+        """
+        if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
+            return oracle
+        alone = run_alone(build(torch.float32), make_sequences())
+        try:
+            own = _error(alone, run_alone(_finer(build, torch.float32, torch.float64), make_sequences()), half=False)
+        except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
+            own = 0.0
+        return cls((alone,), (), bound_of(own, torch.float32), torch.float32)
+
+    @classmethod
+    def _of_half(
+        cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str]
+    ) -> Oracle | None:
+        """Return a float32 copy's results; None where the model chooses freely, is far off, or can't run so."""
+        model, wide = build(dtype), _finer(build, dtype, torch.float32)
+        names = {type(module).__name__.lower() for module in model.modules()}
+        if not routers and any(word in name for word in CHOOSES for name in names):
+            return None
+        results, choices, own = [], [], []
+        for draw in range(DRAWS):
+            with recorded(choosers_of(wide, routers)) as chosen:
+                results.append(run_alone(wide, make_sequences(draw=draw)))
+            choices.append(chosen())
+            try:
+                with held(choosers_of(model, routers), choices[-1]):
+                    alone = run_alone(model, make_sequences(draw=draw))
+            except RuntimeError:  # a dtype that it does not expect, in its own forward
+                return None
+            own.append(_error(alone, results[-1], half=True))
+        if not middle(own) <= STEADY:
+            return None
+        return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
+
+    def prove(self, model: Any) -> Proof:
+        """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
+
+        It knows of the packing of its batches, as a patched model does, and is in training mode.
+        """
+        errors = {kind: self._error_of_kind(model, kind) for kind in INPUT_KINDS}
+        control = self._control(model)
+        for reentrant in (False, True):
+            if not model.supports_gradient_checkpointing or (reentrant and model.config.model_type in SHARED_STATES):
+                continue
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+            kind = "reentrant checkpointing" if reentrant else "checkpointing"
+            errors[kind] = self._error_of_kind(model, CHECKPOINTED)
+        return Proof(errors, self.bound, control)
+
+    def _error_of_kind(self, model: nn.Module, kind: str) -> float:
+        """Return the median over draws of how far a batch is from each of its sequences alone."""
+        choosers = choosers_of(model, self.routers) if self.choices else []
+        errors = []
+        for draw, true in enumerate(self.results):
+            sequences = make_sequences(draw=draw)
+            with held(choosers, self.choices[draw]) if choosers else nullcontext():
+                found = run_batch(model, INPUT_KINDS[kind](sequences), sequences)
+            errors.append(_error(found, true, half=is_half(self.dtype)))
+        return middle(errors)
+
+    def _control(self, model: nn.Module) -> float:
+        """Return how far off the logits are where the same tokens are taken for one sequence."""
+        ids = torch.cat(make_sequences())[None].to(next(model.parameters()).device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, packed_seq_lens=[ids.shape[1]]).logits[0].split(LENGTHS)
+        pairs = zip(logits, self.results[0].logits, strict=True)
+        return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+
+
+def _finer(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, finer: torch.dtype) -> Any:
+    """Return the model of a dtype, of the same weights, in a finer one."""
+    model: Any = build(finer)
+    with torch.no_grad():
+        for parameter, given in zip(model.parameters(), build(dtype).parameters(), strict=True):
+            parameter.copy_(given)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # products over groups of rows know no float64
+    return model
+
+
+def _error(found: Result, true: Result, half: bool) -> float:
+    """Return the worst of logits and gradients; parameters without a gradient on one side count as zero there."""
+    names = found.grads.keys() | true.grads.keys()
+    for result, other in ((found, true), (true, found)):
+        for name in names - result.grads.keys():
+            result.grads[name] = torch.zeros_like(other.grads[name])
+    measured = (compare_norms if half else compare)(found, true)
+    return max(measured.logits, measured.grads)

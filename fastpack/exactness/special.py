@@ -1,0 +1,213 @@
+"""A row for each family of which the rule of :mod:`fastpack.exactness.tiny` can't know everything.
+
+:data:`NEEDS`, by a config's ``model_type``, are shapes that depend on each other: every small config has them.
+:data:`TRAITS`, by the name in the causal-LM mapping, are what the default config leaves out; a user's has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+VOCAB = 97
+HIDDEN, FFN = 64, 128
+HEADS, KV_HEADS, HEAD_DIM, ROPE_DIM = 4, 2, 16, 8
+EXPERTS, ACTIVE = 4, 2
+RANK = 32
+STATE = 16
+WINDOW = 8
+POSITIONS = 256
+BEYOND = 16
+"""The length in tokens beyond which RoPE is scaled, where it is."""
+INDEX_HEADS = 32
+"""An indexer sums scores clipped at 0 over its heads: with few of them, several keys score exactly 0, and which one is
+kept is up to the sort."""
+
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+
+
+def layers(*kinds: str, name: str = "layer_types", **more: Any) -> dict[str, Any]:
+    """Settings for exactly these layers."""
+    return {"num_hidden_layers": len(kinds), name: list(kinds), **more}
+
+
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
+STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
+MIXED = layers(SLIDING, FULL, SLIDING, FULL)
+MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
+STATE_AND_ATTENTION = layers(LINEAR, FULL, LINEAR, FULL)
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+"""Their sdpa in transformers 5.17 drops the softcap, or is not causal: no oracle."""
+ONE_CODEBOOK: dict[str, Any] = {"num_codebooks": 1}
+"""Rows are then sequences: with more, four rows of ids are summed into one."""
+
+GEMMA4_SHARED: dict[str, Any] = {**MIXED, "num_kv_shared_layers": 2}
+GEMMA4_EXPERTS: dict[str, Any] = {
+    **MIXED,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "enable_moe_block": True,
+    "num_experts": EXPERTS,
+    "top_k_experts": ACTIVE,
+}
+GEMMA4_UNIFIED: dict[str, Any] = {**MIXED, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+LLAMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,  # three in chunks with RoPE, one over everything without
+    "interleave_moe_layer_step": 2,
+}
+DOTS3: dict[str, Any] = {
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "swa_q_lora_rank": RANK,
+    "swa_kv_lora_rank": RANK,
+    "swa_head_dim": 3 * ROPE_DIM,
+    "swa_qk_nope_head_dim": 2 * ROPE_DIM,
+    "swa_v_head_dim": HEAD_DIM,
+    "head_dim": 3 * ROPE_DIM,
+}
+QWEN4: dict[str, Any] = {
+    "indexer_n_heads": INDEX_HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": WINDOW,
+    "indexer_compress_ratio": 2,
+    "ple_layer_ids": [1],  # n-grams of token ids: they look past a sequence's first token
+    "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 50,
+    "make_ngram_vocab_size_divisible_by": 4,
+    "split_ngram_parts": 2,
+}
+
+NEEDS: Mapping[str, Mapping[str, Any]] = {
+    "big_bird": {"block_size": 4, "num_random_blocks": 1},  # rows up to 28 tokens turn it to full attention, for good
+    "blt": {
+        "use_cache": False,  # its own default fails: a cache is made from a config without layers
+        "patching_threshold": 3.85,  # random weights predict badly: the default's patches are all of one byte
+        "encoder_hash_byte_group_vocab": 101,
+        "encoder_config": {"num_key_value_heads": HEADS},
+        "decoder_config": {"num_key_value_heads": HEADS},
+    },
+    "cpmant": {"init_std": 0.02, "prompt_length": 4, "prompt_types": 4, "segment_types": 4},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "index_topk": 2,
+        "qk_rope_head_dim": ROPE_DIM,
+        "num_key_value_heads": 1,
+    },
+    "doge": EAGER,
+    "dory": {"initializer_range": 0.1},  # with the default, what it normalises is so small that stock is off by 1e-4
+    "dots3_note": DOTS3,
+    "dots3_note_text": DOTS3,
+    "gemma2": EAGER,
+    "gemma4_text": {"global_head_dim": 2 * HEAD_DIM},
+    "gemma4_unified_text": {"global_head_dim": 2 * HEAD_DIM},
+    "got_ocr2": {"vision_config": {"image_size": 64, "mlp_dim": FFN, "output_channels": HEAD_DIM}},
+    "gpt_neo": {"num_layers": 4, "attention_types": [[["global", "local"], 2]]},
+    "jamba": {
+        "num_hidden_layers": 4,  # each of the two mixers with experts and without
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 3,
+        "expert_layer_offset": 0,
+    },
+    "mamba2": {"num_heads": 2 * HIDDEN // HEAD_DIM},
+    "minimax_m3_vl_text": {"index_n_heads": KV_HEADS, "index_block_size": 2, "index_topk_blocks": 3},
+    "moshi": ONE_CODEBOOK,
+    "musicgen_decoder": ONE_CODEBOOK,
+    "musicgen_melody_decoder": ONE_CODEBOOK,
+    "phi4_multimodal": {"audio_config": {"nemo_conv_channels": HEAD_DIM, "ext_pw_out_channel": HIDDEN}},
+    "qwen4_exp": QWEN4,
+    "qwen4_exp_text": QWEN4,
+    "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
+    "reformer": {
+        "attn_layers": ["local", "lsh", "local", "lsh"],
+        "axial_pos_embds": False,  # they want rows of one length
+        "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4,
+        "num_buckets": 2,
+        "hash_seed": 0,
+    },
+    "vaultgemma": EAGER,
+    "xlstm": {
+        "hidden_size": 2 * HIDDEN,  # queries are rounded up to 64 in all
+        "embedding_dim": 2 * HIDDEN,
+        "use_cache": False,  # a cache is written in place, and rows longer than a chunk have no backward
+    },
+    "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "n_mamba_heads": 2},
+}
+"""Shapes that depend on each other, and what no small model of the family runs without."""
+
+TRAITS: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
+    "cohere": {"use_qk_norm": True},
+    "cohere_compass_text": {**MIXED, "rope_parameters": {SLIDING: {**ROPE, "mrope_section": [3, 3, 2]}, FULL: None}},
+    "dbrx": {"attn_config": {"clip_qkv": 0.5, "rope_theta": 10_000.0}},
+    "dots1": {**MIXED, "n_shared_experts": 1},
+    "gemma2": {"attn_logit_softcapping": 2.0},
+    "gemma3n_text": {**MIXED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+    "gemma4": {"text_config": GEMMA4_EXPERTS},
+    "gemma4_text": GEMMA4_SHARED,
+    "gemma4_unified": {"text_config": GEMMA4_UNIFIED},
+    "gemma4_unified_text": GEMMA4_UNIFIED,
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
+    "granitemoehybrid": STATE_AND_ATTENTION,
+    "hunyuan_v1_dense": STATIC_NTK,
+    "hunyuan_v1_moe": STATIC_NTK,
+    "laguna": layers(
+        FULL,
+        SLIDING,
+        FULL,
+        SLIDING,
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"],
+        num_attention_heads_per_layer=[HEADS, 2 * HEADS, HEADS, 2 * HEADS],
+    ),
+    "lfm2": layers("conv", FULL, "conv", FULL),
+    "lfm2_moe": layers("conv", FULL, "conv", FULL),
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4,
+    "longcat_flash": {"zero_expert_num": 2},
+    "mellum": MIXED,
+    "mimo_v2_flash": {"v_head_dim": HEAD_DIM - 4},
+    "minimax_m3_vl_text": layers(
+        FULL,
+        FULL,
+        "minimax_m3_sparse",
+        "minimax_m3_sparse",
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    ),
+    "ministral3": {
+        "sliding_window": WINDOW,
+        "rope_parameters": {**ROPE, "original_max_position_embeddings": BEYOND, "llama_4_scaling_beta": 0.5},
+    },
+    "mixtral": {"sliding_window": WINDOW},
+    "mllama": {"num_hidden_layers": 3, "cross_attention_layers": [1]},  # skipped where there is no image
+    "nemotron_h": layers(LINEAR, "moe", FULL, "mlp", LINEAR, FULL, name="layers_block_type"),
+    "olmo": {"clip_qkv": 0.5},
+    "olmoe": {"clip_qkv": 0.5},
+    "phi": {"qk_layernorm": True},
+    "phi3": {"sliding_window": WINDOW},
+    "phimoe": {"sliding_window": WINDOW},
+    "qwen2": MIXED_BY_CHOICE,
+    "qwen2_moe": {**MIXED_BY_CHOICE, "mlp_only_layers": [1]},
+    "qwen3": MIXED_BY_CHOICE,
+    "qwen3_moe": {"mlp_only_layers": [1]},
+    "qwen3_next": {"mlp_only_layers": [1]},
+    "starcoder2": {"sliding_window": WINDOW},
+    "vaultgemma": {"attn_logit_softcapping": 2.0},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"num_mem_blocks": 2},
+    "zaya": {
+        **layers("hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"),
+        "sliding_window": WINDOW,
+        "num_experts_per_tok": 1,
+    },
+}
+"""Traits that the family has, and its default config does not show."""
+
+DRAFT = "a draft head: its forward wants the hidden states, keys and values of the model that it drafts for"
+NOT_BUILT: Mapping[str, str] = {
+    "gemma3n": "its image tower is timm's, which fastpack does not install; gemma3n_text has the same language model",
+    "gemma4_assistant": DRAFT,
+    "gemma4_unified_assistant": DRAFT,
+}
+"""Families that can't be built tiny, or not be run on token ids alone, and why."""

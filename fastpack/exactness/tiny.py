@@ -1,0 +1,355 @@
+"""A tiny model of any family of transformers, from its own config class, with random weights.
+
+One rule makes a config small (:func:`shrink`). Families share the names of their settings (``hidden_size``,
+``d_model``, ``n_embd``), so each name has one small value, given to every class that declares it. Layers are taken out
+of the config's own pattern, two of each kind, in their order. What the rule can't know is in
+:mod:`fastpack.exactness.special`, a row a family.
+
+On a GPU heads should be as wide as real ones: ``head_dim=64`` makes every width four times as large.
+
+Weights are drawn so that a leak from one sequence into another is seen: wider than most families start with, so that
+attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fastpack.exactness.special import (
+    ACTIVE,
+    BEYOND,
+    EXPERTS,
+    FFN,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INDEX_HEADS,
+    KV_HEADS,
+    NEEDS,
+    NOT_BUILT,
+    POSITIONS,
+    RANK,
+    ROPE_DIM,
+    STATE,
+    TRAITS,
+    VOCAB,
+    WINDOW,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def _by_name(table: Iterable[tuple[Any, str]]) -> dict[str, Any]:
+    return {name: value for value, names in table for name in names.split()}
+
+
+_WIDTHS = (
+    (HIDDEN, "hidden_size d_model n_embd embedding_dim emb_dim embedding_size input_embedding_size lru_width"),
+    (HIDDEN, "output_embedding_size word_embed_proj_dim attention_hidden_size router_hidden_size dim_model_base"),
+    (HIDDEN, "shape_embed_dim pronunciation_embed_dim hidden_size_global ple_embed_dim"),
+    (HEAD_DIM, "head_dim d_head dim_head kv_channels attention_head_size attention_head_dim swa_head_dim"),
+    (HEAD_DIM, "qk_nope_head_dim v_head_dim index_head_dim"),
+    (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
+    (ROPE_DIM, "qk_rope_head_dim rotary_dim"),
+    (RANK, "q_lora_rank kv_lora_rank o_lora_rank hc_lowrank adapter_rank laurel_rank gated_norm_rank"),
+    (RANK, "hidden_size_per_layer_input prompt_mid_dim"),
+    (FFN, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size feed_forward_size"),
+    (FFN, "dense_intermediate_size intermediate_size_mlp d_inner dff dim_ff"),
+    (HIDDEN, "moe_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size"),
+    (HIDDEN, "shared_intermediate_size shared_expert_intermediate_size shared_experts_intermediate_size"),
+    (2 * HIDDEN, "mamba_d_ssm"),
+    (HEAD_DIM, "mamba_d_head mamba_head_dim indexer_head_dim query_pre_attn_scalar"),
+)
+_COUNTS = (
+    (VOCAB, "vocab_size decoder_vocab_size vocab_size_per_layer_input shape_vocab_size pronunciation_vocab_size"),
+    (0, "pad_token_id"),
+    (1, "bos_token_id"),
+    (2, "eos_token_id"),
+    (3, "sep_token_id"),
+    (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks"),
+    (2, "encoder_layers num_encoder_layers"),  # not built, but BART counts them where it makes a cache
+    (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads linear_num_heads"),
+    (HEADS, "linear_num_value_heads swa_num_attention_heads decoder_attention_heads encoder_attention_heads"),
+    (HEADS, "num_decoder_attention_heads num_encoder_attention_heads"),
+    (KV_HEADS, "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads"),
+    (EXPERTS, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+    (ACTIVE, "num_experts_per_tok num_experts_per_token moe_topk moe_k moe_top_k"),
+    (1, "first_k_dense_replace num_dense_layers"),
+    (WINDOW, "sliding_window sliding_window_size window_size attention_window_size attention_chunk_size"),
+    (WINDOW, "keep_window_size local_attention_window_len index_topk"),
+    (2 * WINDOW, "local_attention"),  # ModernBERT counts both sides
+    (4, "floor_scale"),  # of a position, in Llama 4's temperature
+    (INDEX_HEADS, "index_n_heads"),
+    (STATE, "state_size ssm_state_size mamba_d_state"),
+    (2 * HIDDEN // HEAD_DIM, "mamba_n_heads mamba_num_heads n_mamba_heads"),
+    (2, "n_groups mamba_n_groups mamba_ngroups"),
+    (8, "time_step_rank mamba_dt_rank chunk_size mamba_chunk_size block_size"),
+    (POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length"),
+    (POSITIONS, "max_target_positions max_source_positions"),
+    (BEYOND, "original_max_position_embeddings"),
+    (True, "is_decoder"),
+)
+SIZES: Mapping[str, Any] = _by_name((*_WIDTHS, *_COUNTS))
+"""The small value of each name that families share. Vocabularies, sizes and ranks; nothing that switches a trait."""
+
+WIDTHS = frozenset(_by_name(_WIDTHS)) | {
+    *("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank", "mlp_dim", "output_channels"),
+    *("nemo_conv_channels", "ext_pw_out_channel", "mrope_section", "global_head_dim"),
+}
+"""Names of what grows with ``head_dim``, those that only a family's row sets among them."""
+
+CAPS: Mapping[str, int] = _by_name(
+    (
+        (2, "n_group num_kv_shared_layers num_mem_blocks zero_expert_num top_k_experts"),
+        (1, "topk_group num_global_key_value_heads"),
+    )
+)
+"""What may be less, or nothing."""
+
+WINDOWS = frozenset({"sliding_window", "window_size", "local_attention_window_len"})
+"""Names that stay None where the config's value is None: no window."""
+
+KEYS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
+RANDOM = ("drop", "jitter", "noise")
+SPREAD = 0.15
+"""Standard deviation of a redrawn matrix: over 64 inputs of size 1 its outputs are of size 1.2."""
+MEMORY = -2.0
+"""Added to each ``A_log``: a state then decays by exp(-dt e^-2), not by exp(-dt), and outlives a dozen tokens."""
+FIRST_PLAIN, AFTER_PLAIN = 4, 80
+
+
+def model_types() -> list[str]:
+    """The names in transformers' causal-LM mapping, in its order, those of :data:`NOT_BUILT` included."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def model_class(model_type: str) -> Any:
+    """The class that the mapping names for this family. KeyError where the mapping has no such name."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if model_type not in model_types():
+        raise KeyError(f"{model_type} is no name in the causal-LM mapping of this transformers")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
+
+
+def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
+    """Return a small config of the class that this family's model is built from, with the traits of the family's row.
+
+    Heads are ``head_dim`` wide where the family's own rules allow it, 8 or a multiple of 16; every width grows with it.
+
+    Where the mapping names a text-only model for a composite config (Llama 4), that is the text config; a family that
+    the mapping does not have (T5) has its own config. Overrides win over everything, those in a dict for a sub-config
+    over that sub-config's. Who overrides the number of layers or one of the lists of layers gets the config's own
+    pattern for the rest.
+
+    Raises: KeyError for a name that transformers doesn't have, ValueError with the reason for one of
+    :data:`NOT_BUILT` or for another ``head_dim``, and what the config class raises for settings that contradict each
+    other.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type in NOT_BUILT:
+        raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
+    mapped = model_type in model_types()
+    config_class = model_class(model_type).config_class if mapped else CONFIG_MAPPING[model_type]
+    return _shrink(config_class(), TRAITS.get(model_type, {}), overrides, head_dim, traits=False)
+
+
+def shrink(config: PreTrainedConfig, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
+    """Return a config of the same class and with the same traits, small enough to be built and run in no time.
+
+    Widths, counts and the vocabulary are small; there are two layers of each kind, in the config's own order; windows
+    are 8 tokens, and RoPE that is scaled beyond a length is scaled beyond 16, so that a few dozen tokens cross every
+    threshold. Heads share keys and values as they did: all, some or none. Nothing is drawn at random. All else is the
+    config's own. Arguments and errors are those of :func:`tiny_config`.
+    """
+    return _shrink(config, {}, overrides, head_dim, traits=True)
+
+
+def _shrink(config: Any, row: Mapping[str, Any], overrides: dict[str, Any], head_dim: int, *, traits: bool) -> Any:
+    if head_dim % HEAD_DIM and head_dim != HEAD_DIM // 2:
+        raise ValueError(f"heads are {HEAD_DIM // 2} wide, or a multiple of {HEAD_DIM}, not {head_dim}")
+    factor = head_dim / HEAD_DIM
+    row = _widened(row, factor)
+    given = {name: {**row.get(name, {}), **overrides[name]} for name in config.sub_configs.keys() & overrides.keys()}
+    return _small(config, {**row, **overrides, **given}, factor, traits=traits)
+
+
+def build_tiny(
+    model_type: str,
+    seed: int = 0,
+    *,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
+    auto: Any = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A small model of this family on the CPU, in eval mode, without dropout; overrides go to the config.
+
+    It is of the class that the causal-LM mapping names, or of the one that ``auto``, another of transformers' auto
+    classes, finds. Gradients want training mode: RWKV in eval mode writes a state in place, and Reformer refuses.
+    Raises what :func:`tiny_config` raises.
+    """
+    config = tiny_config(model_type, head_dim=head_dim, **overrides)
+    of_config = model_class(model_type)._from_config if auto is None else auto.from_config
+    return build(of_config, config, seed, head_dim=head_dim, dtype=dtype)
+
+
+def build(
+    of_config: Callable[..., Any], config: Any, seed: int = 0, *, head_dim: int = HEAD_DIM, dtype: torch.dtype
+) -> Any:
+    """Build a model of a small config, its weights drawn anew: the same seed gives the same weights.
+
+    The global random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = of_config(config, dtype=dtype)
+    _redraw(model, torch.Generator().manual_seed(seed), SPREAD * min(1.0, (HEAD_DIM / head_dim) ** 0.5))
+    return model.eval()
+
+
+def plain_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random ids ``[rows, length]``, int64, none of them special in a tiny config (padding, a separator, an image)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_PLAIN, AFTER_PLAIN, (rows, length), generator=generator)
+
+
+def _widened(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """With every width ``factor`` times as large, those of sub-configs too."""
+
+    def grown(name: str, value: Any) -> Any:
+        if isinstance(value, dict):
+            return _widened(value, factor)
+        if name in WIDTHS and isinstance(value, list):
+            return [int(factor * width) for width in value]
+        return int(factor * value) if name in WIDTHS and value is not None else value
+
+    return {name: grown(name, value) for name, value in settings.items()}
+
+
+def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool) -> Any:
+    """Return a config of this class: the rule's values, widened, then the layers picked, then what is given.
+
+    Args:
+        traits: keep those that the config has beside its class's defaults.
+    """
+    config_class = type(config)
+    names = {field.name for field in dataclasses.fields(config_class)}
+    other_names = config_class.attribute_map
+    given = {**_widened(NEEDS.get(config.model_type, {}), factor), **given}
+    # One name for one setting, or n_embd and hidden_size could both be given.
+    given = {name if name in names else other_names.get(name, name): value for name, value in given.items()}
+    values = {name: vars(config).get(other_names.get(name, name)) for name in names}
+    settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in WINDOWS or values[name] is not None}
+    settings |= {name: min(values[name], CAPS[name]) for name in names & CAPS.keys() if values[name] is not None}
+    settings |= {name: type(value)(0) for name, value in values.items() if _random(name, value)}
+    settings |= _special_tokens(values)
+    if "kv_lora_rank" in names:  # latent attention: as many key heads as query heads, RoPE on the part of its own
+        settings |= {"num_key_value_heads": HEADS, "head_dim": ROPE_DIM}
+    settings = _widened(settings, factor)
+    picked = _picked_layers(config, values)
+    if traits:
+        settings = _with_traits(config, {n: v for n, v in values.items() if n not in picked}, settings, factor)
+    if not picked.keys() & given.keys():
+        settings |= picked
+    settings = {name: value for name, value in settings.items() if name in names}
+    for name, value in values.items():
+        if name in config_class.sub_configs and value is not None:
+            settings[name] = _small(value, given.get(name) or {}, factor, traits=traits)
+    settings |= {name: value for name, value in given.items() if name not in config_class.sub_configs}
+    # A copy: configs fill in and correct the lists and dicts that they are given.
+    return config_class(**copy.deepcopy(settings))
+
+
+def _with_traits(config: Any, values: Mapping[str, Any], settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """Return the settings with what this config has beside its class's defaults, and no more of anything than it."""
+    config_class, own = type(config), vars(config)
+    default, found = vars(config_class()), dict(settings)
+    heads = own.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
+    for name, value in values.items():
+        usual, small = default.get(config_class.attribute_map.get(name, name)), settings.get(name)
+        if name in KEYS and value in (None, heads):
+            found[name] = HEADS
+        elif name not in settings or (not value and value != usual):  # no rank or no window, where others have one
+            if name not in (*config_class.sub_configs, "per_layer_config") and value != usual:
+                found[name] = value
+        elif type(value) is type(small) is int and name not in WIDTHS:
+            found[name] = min(value, small)
+    ropes = values.get("rope_parameters") or {}
+    if ropes and heads:
+        head = own.get("head_dim") or config.hidden_size // heads
+        found["rope_parameters"] = _small_rope(ropes, settings.get("head_dim", HEAD_DIM * factor) / head)
+        if "dynamic" in (ropes.get("rope_type"), *(r.get("rope_type") for r in ropes.values() if isinstance(r, dict))):
+            found["max_position_embeddings"] = BEYOND  # from which on it scales
+    return found
+
+
+def _small_rope(rope: Mapping[str, Any], narrower: float) -> dict[str, Any]:
+    """Return RoPE's parameters, or those of each kind of layer, for heads that are so much narrower."""
+    small = dict(rope)
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            small[name] = _small_rope(value, narrower)
+        elif name == "original_max_position_embeddings":
+            small[name] = BEYOND
+        elif name in ("long_factor", "short_factor"):  # one a frequency
+            count = round(len(value) * narrower)
+            small[name] = [value[i * len(value) // count] for i in range(count)]
+        elif name == "mrope_section":  # how many frequencies each axis has
+            ends = [round(sum(value[:i]) * narrower) for i in range(len(value) + 1)]
+            small[name] = [end - start for start, end in itertools.pairwise(ends)]
+    return small
+
+
+def _random(name: str, value: Any) -> bool:
+    return type(value) in (int, float) and any(word in name for word in RANDOM)
+
+
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of images, audio and the like, from the vocabulary's end, so that no two are the same."""
+    names = [name for name in sorted(values) if name.endswith(("_token_id", "_token_index")) and name not in SIZES]
+    return {name: VOCAB - 1 - i for i, name in enumerate(names) if isinstance(values[name], int)}
+
+
+def _picked_layers(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return two layers of each kind out of the config's pattern, in their order: every list that has an entry a layer,
+    and every list that names layers by their numbers."""
+    count = getattr(config, "num_hidden_layers", 0)
+    found = {name: value for name, value in values.items() if isinstance(value, (list, tuple)) and value}
+    lists = {name: value for name, value in found.items() if len(value) == count and len(set(value)) < count}
+    named = {name: value for name, value in found.items() if "layer" in name and {*value} < {*range(count)}}
+    named = {name: value for name, value in named.items() if name not in lists}
+    kinds = [tuple([v[i] for v in lists.values()] + [i in v for v in named.values()]) for i in range(count)]
+    picked = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
+    if not lists and not named:
+        return {}
+    chosen: dict[str, Any] = {n: [value[i] for i in picked] for n, value in lists.items() if n not in SIZES}
+    chosen |= {name: [at for at, i in enumerate(picked) if i in value] for name, value in named.items()}
+    return chosen | {name: len(picked) for name in COUNTS}
+
+
+def _redraw(model: torch.nn.Module, generator: torch.Generator, narrow: float) -> None:
+    """Draw matrices that spread less than ``narrow`` so widely, and move every vector a little, in place."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            spread = parameter.std().item() if parameter.numel() > 1 else 0.0
+            # Matrices of one value other than 0 are norms with a weight for each head.
+            drawn = spread > 0.0 or not parameter.any()
+            if parameter.ndim < 2 or not drawn:
+                parameter.add_(0.1 * noise)
+            elif spread < narrow:
+                parameter.copy_(narrow * noise)
+            if name.endswith("A_log"):
+                parameter.add_(MEMORY)

@@ -1,0 +1,83 @@
+"""Liger's kernels as they stand on a model: forwards that compute what they replaced.
+
+Liger (Hsu et al., arXiv:2410.10989) binds forwards of its own to a model's norms and gated MLPs; trainers have it do so
+with ``use_liger_kernel=True``, before or after a patch. A fast forward of what these replaced is one of theirs too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn import functional as F
+
+from fastpack.families.spec import MlpSpec, NormSpec, Spec
+from fastpack.ops.glu import ActivationKind, activation_kind
+from fastpack.ops.norm import Rounding
+from fastpack.utils.classes import defined_in
+from fastpack.utils.replacement import KEPT_FORWARD
+
+PACKAGE = "liger_kernel."
+_NORMS = {("liger_kernel.transformers.rms_norm", "LigerRMSNorm.forward")}
+_MLPS: dict[tuple[str, str], ActivationKind] = {
+    ("liger_kernel.transformers.swiglu", "LigerSwiGLUMLP.forward"): "silu",
+    ("liger_kernel.transformers.swiglu", "LigerQwen3MoeSwiGLUMLP.forward"): "silu",
+    ("liger_kernel.transformers.swiglu", "LigerHunyuanV1SwiGLUMLP.forward"): "silu",
+    ("liger_kernel.transformers.swiglu", "LigerPhi3SwiGLUMLP.forward"): "silu",
+    ("liger_kernel.transformers.geglu", "LigerGEGLUMLP.forward"): "gelu_tanh",
+}
+"""Each with its activation, whatever the config names."""
+
+_ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
+"""By ``casting_mode``."""
+
+
+def is_drop_in(module: Any, forward: Any, spec: NormSpec | MlpSpec) -> bool:
+    """Whether a forward that was bound to a module, whose class computes ``spec``, computes the same."""
+    function = getattr(forward, "__func__", None)
+    if function is None or forward.__self__ is not module:
+        return False
+    place = _place(function)
+    if isinstance(spec, NormSpec):
+        return place in _NORMS and spec.kind == "rms" and getattr(module, "offset", None) == float(spec.unit_offset)
+    activation = F.silu if spec.activation is None else getattr(module, spec.activation)
+    return place in _MLPS and activation_kind(activation) == _MLPS[place]
+
+
+def stands_for(module: nn.Module, forward: Any, spec: Spec, backbone: nn.Module) -> bool:
+    """Whether ours may stand where a drop-in stands in this model."""
+    known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
+    return known and _keeps_dtype(module, spec, backbone)
+
+
+def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
+    """What a module of one of Liger's own classes computes, in this model; None for others.
+
+    Models have these that were built after Liger had put them in the place of the family's.
+    """
+    place = _place(type(module).forward)
+    if place in _NORMS and module.offset in (0.0, 1.0) and module.casting_mode in _ROUNDINGS:
+        norm = NormSpec(rounding=_ROUNDINGS[module.casting_mode], unit_offset=module.offset == 1.0)
+        return norm if _keeps_dtype(module, norm, backbone) else None
+    if _MLPS.get(place) != "silu":
+        return None
+    together = hasattr(module, "gate_up_proj")
+    return MlpSpec(gate_up=("gate_up_proj",) if together else ("gate_proj", "up_proj"), activation=None)
+
+
+def _keeps_dtype(module: Any, spec: Spec, backbone: Any) -> bool:
+    """Whether the family's own norm would not promote its input, which Liger's never does."""
+    return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
+
+
+def count_unknown(backbone: nn.Module) -> int:
+    """How many modules of Liger's own classes have no forward of ours."""
+    own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
+    return sum(KEPT_FORWARD not in module.__dict__ for module in own)
+
+
+def _place(function: Any) -> tuple[str, str]:
+    """Where a function was written; nowhere, where it wraps another."""
+    if hasattr(function, "__wrapped__"):
+        return "", ""
+    return defined_in(function), getattr(function, "__qualname__", "")

@@ -1,0 +1,183 @@
+"""A module that mixes tokens and knows no boundaries: on packed tokens where a kernel knows them, else on one row a
+sequence.
+
+There its result for a token must not depend on what stands to the right of it in the row, nor on how long the row is.
+
+Shape suffixes: T tokens, n rows, L length of the longest, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.backends import mixer_kernels
+from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixers.rows import Rows, put_back, row_groups, take
+from fastpack.layers.runtime import Runtime
+from fastpack.layers.windows import CHUNKED, SLIDING, masked_size
+from fastpack.packing.mask import is_stand_in
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.replacement import Forward, Replacement, replaces
+from fastpack.utils.sharding import exchange_inside
+
+
+def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwargs: Any) -> Any:
+    """The stock forward on ``[1, T, ...]`` over kernels that know boundaries, or on ``[n, L, ...]``, group by group; as
+    it is where no batch is packed.
+
+    Raises:
+        PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.put_back`.
+    """
+    module, spec, context = patched.owner, patched.spec, patched.runtime.context
+    assert context is not None, "a mixer finds the packing there"
+    packed = context.required(module)
+    if packed is None:
+        return patched.stock(*args, **kwargs)
+    if spec.scan is not None:
+        from fastpack.layers.mixers.packed import packed_forward, packed_rejects  # which brings torch's compiler along
+
+        device, dtype = _computed_in(_hidden(args, kwargs))
+        if packed_rejects(module, spec, patched.earlier, device, dtype) is None:
+            return packed_forward(module, spec, packed, dtype, *args, **kwargs)
+    kwargs = {name: value for name, value in kwargs.items() if name not in (*spec.left_out, "packed_seq_lens")}
+    groups = row_groups(packed, equal=False, among=exchange_inside(module))
+    carried = None if spec.carried is None else kwargs.pop(spec.carried, None)
+    dtype = _hidden(args, kwargs).dtype if spec.mask == "added" else torch.bool
+    results = []
+    for i, rows in enumerate(groups.groups):
+        mask = _Mask(module, spec, rows, dtype)
+        positional = [_argument(None, value, spec, packed, rows, mask) for value in args]
+        named = {name: _argument(name, value, spec, packed, rows, mask) for name, value in kwargs.items()}
+        if carried is not None:
+            named[str(spec.carried)] = carried.groups[i]
+        with context.in_rows():
+            results.append(patched.stock(*positional, **named))
+    what = type(module).__name__
+    if spec.states:
+        return put_back([result[0] for result in results], groups, what), *[None] * spec.states
+    if spec.carried is not None:
+        rest = put_back([tuple(result[:-1]) for result in results], groups, what)
+        return *rest, _Carried(tuple(result[-1] for result in results))
+    return put_back(results, groups, what)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What one module hands to the next, for each group of rows."""
+
+    groups: tuple[Any, ...]
+
+
+def mixer_rung(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
+    """``varlen`` where a batch of the module's own device and dtype will run on packed tokens."""
+    return "varlen" if _why_rows(module, spec) is None else "re-padded mixer"
+
+
+def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
+    """For the report: which kernels run packed tokens, or why none do; nothing where none could."""
+    if spec.scan is None:
+        return []
+    device, dtype = _placed(module)
+    why = _why_rows(module, spec)
+    if why is None:
+        ops = dict.fromkeys(mixer_kernels.names(op, device, dtype) for op in ("conv", spec.scan))
+        return [f"mixers: {', '.join(ops)} on packed tokens"]
+    if dtype == torch.float32 and _why_rows(module, spec, torch.bfloat16) is None:
+        return ["mixers: on rows while these float32 weights are not under autocast (bf16=True or fp16=True)"]
+    return [f"mixers: on rows: {why}"]
+
+
+def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = None) -> str | None:
+    """Why not on packed tokens of this dtype, or of the module's own; None where it will be."""
+    if spec.scan is None:
+        return "no kernel knows boundaries"
+    from fastpack.layers.mixers.packed import packed_rejects
+
+    device, own = _placed(module)
+    return packed_rejects(module, spec, _replaced(module), device, dtype or own)
+
+
+def _replaced(module: nn.Module) -> Forward | None:
+    """What a patch finds, or found, in the place of the class's forward; None for what accelerate's hooks keep."""
+    if hasattr(module, "_hf_hook"):
+        return None
+    found: Forward | None = module.__dict__.get("forward")
+    return found.earlier if replaces(found, mixer_forward) else found
+
+
+def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device of a module's weights, and the dtype that it computes in without autocast: that of its convolution, since
+    decays may be kept in float32, and projections in 4 bits."""
+    weight = next(m for m in module.modules() if isinstance(m, nn.Conv1d)).weight
+    return weight.device, weight.dtype
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Of a mixer's arguments the first that holds numbers, which are its hidden states."""
+    given = (*args, *kwargs.values())
+    return next(x for x in given if isinstance(x, Tensor) and x.is_floating_point() and not is_stand_in(x))
+
+
+def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
+    """Device of a batch, and the dtype that its projections come in."""
+    kind = hidden.device.type
+    return hidden.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+
+
+def _argument(name: str | None, value: Any, spec: MixerSpec, packed: PackedSeqLens, rows: Rows, mask: _Mask) -> Any:
+    """What the rows get for an argument of the whole batch."""
+    if is_stand_in(value):
+        return mask.make(value.device)
+    if name in spec.kept:
+        return value
+    if name is not None and name == spec.alibi:  # [H, 1, T], of positions from 0 on, which are those of any row
+        return value[..., : rows.length].repeat(rows.count, 1, 1)
+    return take(value, rows, packed.total_tokens)
+
+
+def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """A backbone's own method; where the stand-in came for its mask, for positions from 0 to T."""
+    context = patched.runtime.context
+    if context is not None and context.packed is not None and is_stand_in(mask):
+        mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
+    result: Tensor = patched.stock(mask, num_heads, dtype)
+    return result
+
+
+class _Mask:
+    """Makes the mask of a group of rows in the form that a module takes.
+
+    What is added is of the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
+    """
+
+    def __init__(self, module: Any, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
+        self.module, self.spec, self.rows, self.dtype = module, spec, rows, dtype
+
+    def make(self, device: torch.device) -> Tensor | None:
+        """``[n, 1, L, L]``, or None."""
+        if self.spec.mask is None:
+            return None
+        seen = self._seen(device)
+        if self.spec.mask == "added":
+            made = torch.zeros(seen.shape, dtype=self.dtype, device=device)
+            made = made.masked_fill(~seen, torch.finfo(self.dtype).min)
+        else:
+            made = ~seen if self.spec.mask == "hidden" else seen
+        return made.expand(self.rows.count, 1, -1, -1)
+
+    def _seen(self, device: torch.device) -> Tensor:
+        """bool ``[L, L]``: which keys (columns) each query sees."""
+        at = torch.arange(self.rows.length, device=device)
+        distance = at[:, None] - at
+        seen = distance >= 0
+        window = masked_size(self.module, self.spec, self.spec.window, SLIDING)
+        if window is not None:
+            seen &= distance < window
+        chunk = masked_size(self.module, self.spec, self.spec.chunk, CHUNKED)
+        if chunk is not None:
+            seen &= at[:, None] // chunk == at // chunk
+        return seen

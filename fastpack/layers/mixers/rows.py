@@ -1,0 +1,209 @@
+"""Sequences as rows of a batch: from ``[1, T, ...]`` to ``[n, L, ...]`` and back.
+
+Shape suffixes: T tokens, n rows, L length of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fastpack.errors import PatchError
+from fastpack.packing.seqlens import PackedSeqLens, sent
+
+RATIO = 0.75
+"""A row is at least so long, as a share of the longest of its group, where rows may be padded."""
+FULL = 8192
+"""On a GPU a group has at least so many slots before another one begins: a smaller one is done as soon as launched."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Some sequences of a batch, one a row, padded on the right with copies of their last tokens.
+
+    A copy is as good a value as any (zeros would be divided by in some norms), and what becomes of it is dropped, so
+    that its gradient is zero.
+
+    Attributes:
+        tokens: int64 ``[n, L]``: the token in each slot, as an index into T.
+        slots: int64: where the real tokens are in ``[n * L]``, row after row; None where every slot holds one, empty
+            where all are dropped.
+    """
+
+    tokens: Tensor
+    slots: Tensor | None
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return self.tokens.shape[0]
+
+    @property
+    def length(self) -> int:
+        """L."""
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class RowGroups:
+    """All sequences of a batch, in groups of similar lengths.
+
+    Attributes:
+        groups: longest first.
+        order: int64 ``[T]``: where each token is among the results of the groups, one after the other; None where they
+            come in order.
+    """
+
+    groups: tuple[Rows, ...]
+    order: Tensor | None
+
+    def gather(self, results: Sequence[Tensor]) -> Tensor:
+        """``[T, ...]`` from what each group gave, ``[n * L, ...]``."""
+        real = [
+            x if rows.slots is None else x.index_select(0, rows.slots)
+            for x, rows in zip(results, self.groups, strict=True)
+        ]
+        joined = real[0] if len(real) == 1 else torch.cat(real)
+        return joined if self.order is None else joined.index_select(0, self.order)
+
+
+def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.ProcessGroup] = ()) -> RowGroups:
+    """The groups of a batch, made once for it.
+
+    Args:
+        equal: whether rows of a group must be equally long, so that nothing is padded.
+        among: processes that must come to the same number of groups, since each exchanges weights: those with fewer run
+            a row of theirs again, and drop what becomes of it.
+    """
+    groups: RowGroups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
+    if among:
+        groups = packed.memo(("rows", equal, "agreed"), lambda: _as_many(groups, among))
+    return groups
+
+
+def _as_many(groups: RowGroups, among: Sequence[dist.ProcessGroup]) -> RowGroups:
+    last = groups.groups[-1]
+    most = torch.tensor(len(groups.groups), device=last.tokens.device)
+    for processes in among:
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=processes)
+    again = Rows(last.tokens[:1], torch.empty(0, dtype=torch.int64, device=last.tokens.device))
+    return replace(groups, groups=(*groups.groups, *[again] * (int(most) - len(groups.groups))))
+
+
+def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
+    device = packed.cu_seqlens.device
+    starts = list(accumulate(packed.lengths, initial=0))
+    groups: list[Rows] = []
+    placed: list[Tensor] = []
+    least = 0 if equal or device.type == "cpu" else FULL
+    for members in similar(packed.lengths, 1.0 if equal else RATIO, least):
+        lengths = torch.tensor([packed.lengths[i] for i in members])
+        first = torch.tensor([starts[i] for i in members])
+        longest = int(lengths.max())
+        at = torch.arange(longest)
+        tokens = first[:, None] + torch.minimum(at, lengths[:, None] - 1)
+        real = at < lengths[:, None]
+        slots = None if bool(real.all()) else real.flatten().nonzero()[:, 0]
+        groups.append(Rows(sent(tokens, device), None if slots is None else sent(slots, device)))
+        placed.append(tokens[real])
+    where = torch.cat(placed)
+    in_order = torch.equal(where, torch.arange(len(where)))
+    return RowGroups(tuple(groups), None if in_order else sent(where.argsort(), device))
+
+
+def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[int]]:
+    """Indices of sequences of similar lengths, those of the longest first; in order inside a group.
+
+    Args:
+        ratio: how long a sequence is at least, as a share of the longest of its group.
+        least: how many slots a group has at least, whatever the ratio; but for the last one.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    group: list[int] = []
+    for i in order:
+        longest = lengths[group[0]] if group else 0
+        if lengths[i] < ratio * longest and len(group) * longest >= least:
+            yield sorted(group)
+            group = []
+        group.append(i)
+    yield sorted(group)
+
+
+def take(x: Any, rows: Rows, total: int) -> Any:
+    """An argument as the rows' own: tensors with a dimension of T in the place of the tokens, in any nesting.
+
+    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` ``[n, heads, L, ...]``; ``[axes, 1, T]`` of
+    positions ``[axes, n, L]``; positions ``[T]``, counted from 0 in each row, ``[L]``; a size that begins with 1 and T
+    begins with n and L. Anything else is left as it is.
+    """
+    if isinstance(x, torch.Size) and x[:2] == (1, total):
+        return torch.Size((*rows.tokens.shape, *x[2:]))
+    if isinstance(x, tuple | list):
+        return type(x)(take(item, rows, total) for item in x)
+    if isinstance(x, dict):
+        return {key: take(item, rows, total) for key, item in x.items()}
+    if not isinstance(x, Tensor):
+        return x
+    if x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] == total:
+        return x[0][rows.tokens]
+    if x.ndim >= 3 and x.shape[0] == 1 and x.shape[2] == total:
+        return x[0].transpose(0, 1)[rows.tokens].transpose(1, 2)
+    if x.ndim == 3 and x.shape[1] == 1 and x.shape[2] == total:
+        return x[:, 0][:, rows.tokens]
+    if x.ndim == 1 and x.shape[0] == total and not x.is_floating_point():
+        return torch.arange(rows.length, device=x.device, dtype=x.dtype)
+    return x
+
+
+def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
+    """Of attention, ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4 has compressed ones).
+
+    With as many heads as tokens a group can't tell; the others do, or all are square.
+    """
+    pairs = list(zip(results, shapes, strict=True))
+    if not all(x.ndim == 4 and x.shape[0] == n and x.shape[2] == s <= x.shape[3] for x, (n, s) in pairs):
+        return False
+    return any(x.shape[1] != s for x, (_, s) in pairs) or all(x.shape[3] == s for x, (_, s) in pairs)
+
+
+def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
+    """What the groups gave, in any nesting, as one result of ``[1, T, ...]`` (``[T, ...]`` where rows were flattened).
+
+    Raises:
+        PatchError: a tensor is not of the rows' shape, so that nobody knows what the whole batch would have given.
+    """
+    first = results[0]
+    if isinstance(first, tuple | list):
+        return type(first)(put_back(items, groups, what) for items in zip(*results, strict=True))
+    if isinstance(first, dict):  # a ModelOutput is one; what is pooled of a row is nobody's in a packed batch
+        joined = {
+            key: None if key == "pooler_output" else put_back([result[key] for result in results], groups, what)
+            for key in first
+        }
+        return joined if type(first) is dict else type(first)(**joined)
+    if not isinstance(first, Tensor) or isinstance(first, nn.Parameter):
+        return first
+    shapes = [(rows.count, rows.length) for rows in groups.groups]
+    if _are_weights(results, shapes):
+        return None  # nobody asked for them: those who do are on the stock path
+    if all(x.ndim >= 2 and x.shape[:2] == shape for x, shape in zip(results, shapes, strict=True)):
+        return groups.gather([x.flatten(0, 1) for x in results])[None]
+    if all(x.ndim >= 3 and x.shape[:2] == (1, length) for x, (_, length) in zip(results, shapes, strict=True)):
+        # the same for each row, as what depends on positions alone
+        return groups.gather(
+            [x.expand(n, *x.shape[1:]).flatten(0, 1) for x, (n, _) in zip(results, shapes, strict=True)]
+        )[None]
+    if all(x.ndim >= 1 and x.shape[0] == n * length for x, (n, length) in zip(results, shapes, strict=True)):
+        return groups.gather(results)
+    if all(x.ndim >= 1 and x.shape[0] == length for x, (_, length) in zip(results, shapes, strict=True)):
+        return groups.gather([x.expand(n, *x.shape).flatten(0, 1) for x, (n, _) in zip(results, shapes, strict=True)])
+    raise PatchError(
+        f"{what} returned a tensor of shape {tuple(first.shape)} for rows of {shapes[0]} tokens, which can't be put "
+        "back into a packed batch. fastpack.unpatch(model) restores the stock model; please report the family."
+    )

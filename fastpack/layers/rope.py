@@ -1,0 +1,64 @@
+"""Queries and keys, each head normalised, at their positions: what all kinds of attention share.
+
+Shape suffixes: T tokens, H query heads, K key/value heads, D head size, R rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fastpack.families.spec import AttentionSpec
+from fastpack.layers.projections import read_norm
+from fastpack.layers.runtime import Runtime
+from fastpack.ops.projection_parts import Norm
+from fastpack.ops.rope import apply_rope, norm_rope
+
+Tables = tuple[Tensor, Tensor]
+"""cos and sin, ``[1, T, R]`` as a backbone hands them down, or ``[T, R]`` as the ops take them."""
+
+
+def normalise_and_turn(
+    module: Any, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: Tables | None
+) -> tuple[Tensor, Tensor]:
+    """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions.
+
+    Args:
+        k: K may be 0.
+        tables: cos and sin, ``[T, R]``; None for a layer without positions.
+    """
+    settings: dict[str, Any] = {
+        "layout": spec.rope_layout,
+        "compute_in_float32": spec.rope_in_float32,
+        "implementation": runtime.kernels,
+    }
+    first, second = (getattr(module, name, None) for name in spec.norms)
+    if spec.qk_norm == "head" and first is not None and second is not None:
+        norm, other = read_norm(first), read_norm(second)
+        if norm is not None and other is not None and tables is not None and _share_a_launch(norm, other):
+            how: dict[str, Any] = {"rounding": norm.rounding, "unit_offset": norm.unit_offset}
+            return norm_rope(q, k, norm.weight, other.weight, norm.eps, tables[0], tables[1], **how, **settings)
+        q, k = _each(first, q), _each(second, k)
+    if tables is not None:
+        q, k = apply_rope(q, k, *tables, **settings)
+    if spec.qk_norm == "turned" and first is not None and second is not None:
+        q, k = _each(first, q), _each(second, k)
+    return q, k
+
+
+def _each(norm: Any, x: Tensor) -> Tensor:
+    """x ``[T, heads, D]`` through a module, which isn't called for no heads."""
+    return norm(x) if x.shape[1] else x
+
+
+def _share_a_launch(norm: Norm, other: Norm) -> bool:
+    """Whether both weights have the size of a head, and what is given once for both is the same."""
+    if not norm.weight.ndim == other.weight.ndim == 1:
+        return False
+    return (norm.eps, norm.rounding, norm.unit_offset) == (other.eps, other.rounding, other.unit_offset)
+
+
+def repeated(table: Tensor) -> Tensor:
+    """``[T, R]`` that holds each angle in its first half, to one that holds it for both elements of a pair."""
+    return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)

@@ -1,0 +1,131 @@
+"""Rotary tables whose frequencies depend on a sequence's length (dynamic NTK, LongRoPE), for packed sequences.
+
+The stock modules choose by the longest position of the batch, so that a short sequence changes with its neighbours.
+Here each sequence gets the frequencies of its own length, which is what it gets alone. Frequencies come from
+transformers' own initialisers, tables from the family's own forward: only the choice is ours.
+
+Sources: Ding et al., "LongRoPE", arXiv:2402.13753 (short and long factors); Peng et al., "YaRN", arXiv:2309.00071,
+section 3.1 (dynamic NTK: the base grows with ``factor * length / trained length - (factor - 1)``).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.layers.runtime import Runtime
+from fastpack.utils.classes import replaced_forward, stock_class
+from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.replacement import FORWARDS, Replacement, replaces
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""The rope types whose frequencies depend on the length."""
+
+
+def depends_on_length(module: Any) -> bool:
+    """True for a rotary module whose frequencies do."""
+    rope_type = getattr(module, "rope_type", None)
+    return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """True for a module that makes the tables of cos and sin, as families name it."""
+    return any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__)
+
+
+def gives_known_tables(module: nn.Module) -> bool:
+    """True for a rotary module that is transformers' own: each angle stands in both halves of its tables.
+
+    What was put over it, by a class, a forward or a hook, may give any.
+    """
+    if stock_class(module).__module__.split(".")[0] != "transformers" or replaced_forward(module) is not None:
+        return False
+    return "_hf_hook" in module.__dict__ or not carries_hooks(module)
+
+
+def is_served(module: nn.Module) -> bool:
+    """True for one that gives each sequence the frequencies of its own length, under accelerate's hooks too."""
+    return any(replaces(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
+
+
+def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Such modules of a patched backbone that came after the patch, each with what to do, for the report."""
+    why = (
+        "put into the model after the patch, so that sequences get the frequencies of the longest in the batch: "
+        "patch(unpatch(model))"
+    )
+    return tuple(
+        (type(module).__name__, f"rotary type {module.rope_type!r}, {why}")
+        for module in backbone.modules()
+        if depends_on_length(module) and not is_served(module)
+    )
+
+
+def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, ``[1, T, R]`` or of several rows.
+
+    Dynamic NTK costs one synchronisation a batch: to know the long lengths.
+
+    Args:
+        x: gives dtype and device.
+        position_ids: ``[1, T]``, or ``[axes, 1, T]``, of which the first tells; a value that does not grow begins a
+            new sequence. Several rows that count alike are re-padded ones; others are the stock path's, and get the
+            stock result.
+    """
+    module = patched.owner
+    rows = position_ids if position_ids.ndim == 2 else position_ids[0]
+    if len(rows) != 1 and bool((rows != rows[:1]).any()):
+        result: tuple[Tensor, Tensor] = patched.stock(x, position_ids)
+        return result
+    positions = rows[0].long()
+    sequence = torch.zeros_like(positions)
+    torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])
+    reached = torch.zeros_like(positions).scatter_reduce(0, sequence, positions + 1, "amax")
+    length = reached[sequence]
+
+    if module.rope_type == "longrope":
+        trained = module.config.rope_parameters["original_max_position_embeddings"]
+        kinds = torch.where(length > trained, trained + 1, 0)
+        values = [0, trained + 1]
+        # some choose by the longest position that they are given
+        given = [position_ids.clamp(max=trained - 1), position_ids]
+    else:
+        kinds = torch.where(length > module.config.max_position_embeddings, length, 0)
+        values = kinds.unique().tolist()
+        given = [position_ids] * len(values)
+    tables = [_tables(module, x, positions, value) for positions, value in zip(given, values, strict=True)]
+    cos, sin = tables[0]
+    for value, (other_cos, other_sin) in zip(values[1:], tables[1:], strict=True):
+        chosen = (kinds == value)[None, :, None]
+        cos, sin = torch.where(chosen, other_cos, cos), torch.where(chosen, other_sin, sin)
+    return cos, sin
+
+
+class _With:
+    """A rotary module as its own forward sees it, but for its frequencies."""
+
+    def __init__(self, module: Any, inv_freq: Tensor) -> None:
+        self.module, self.inv_freq = module, inv_freq
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """What the family's own forward gives with the frequencies of ``length`` (0: those of short sequences).
+
+    Short ones are what the module began with, which need not come from transformers' initialiser (HunYuan's don't).
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq = module.original_inv_freq
+    if length:
+        inv_freq, _ = ROPE_INIT_FUNCTIONS[module.rope_type](module.config, x.device, seq_len=length)
+    settings = _With(module, inv_freq)
+    own_forward: Any = inspect.unwrap(type(module).forward)
+    with torch.no_grad():
+        tables: tuple[Tensor, Tensor] = own_forward(settings, x, position_ids)
+    return tables

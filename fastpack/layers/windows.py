@@ -1,0 +1,236 @@
+"""Windows of layers against their places.
+
+Upstream masks a layer by its place in ``config.layer_types`` and by ``config.sliding_window``; a packed one reads the
+window that the layer was built with. Both are one until somebody moves layers (cuts some out, or replicates them, as
+PEFT's ``layer_replication`` does), or changes the config of a model that is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from fastpack.errors import PatchError
+from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
+from fastpack.layers.hf_attention import stock_config
+from fastpack.utils.classes import mentions, stock_class
+from fastpack.utils.replacement import replacement_on
+
+Form = Any
+"""What is known of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or nothing (None)."""
+
+SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
+_RECURRENT = ("linear_attention", "conv")
+"""The types of layers whose mask says what is padding, and hides no later tokens."""
+
+
+def window_of(module: Any, form: Form) -> int | None:
+    """The window that an attention module has of its own."""
+    if not isinstance(form, AttentionSpec) and not hasattr(module, "sliding_window"):
+        forward = inspect.unwrap(stock_class(module).forward)
+        reads_config = "sliding_window" in forward.__code__.co_consts  # by getattr
+        window = getattr(module.config, "sliding_window", None) if reads_config else None
+        return window if isinstance(window, int) else None
+    spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window")
+    if spec.window is None or (spec.window_if is not None and not getattr(module, spec.window_if)):
+        return None
+    window = attrgetter(spec.window)(module) if hasattr(module, spec.window.split(".")[0]) else None
+    return window if isinstance(window, int) else None
+
+
+def masked_size(module: Any, spec: MixerSpec, name: str | None, kind: str) -> int | None:
+    """The size of a mixer's window or chunk that its mask alone holds, in layers that have one.
+
+    Args:
+        name: of the attribute that holds it, or None; ``spec.window`` or ``spec.chunk``.
+        kind: what ``layer_types`` calls such layers.
+    """
+    if name is None:
+        return None
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    size: int | None = attrgetter(name)(module)
+    return size if kinds is None or spec.in_every_layer or kinds[module.layer_idx] == kind else None
+
+
+def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
+    """How many tokens a query sees at most in the layer with the narrowest window or chunk; None where all see all.
+
+    Args:
+        forms: the form of each module that mixes tokens, by the module's ``id``; empty where nobody knows which do.
+    """
+    sizes = [] if forms else [getattr(backbone.config.get_text_config(decoder=True), "sliding_window", None)]
+    for module in backbone.modules():
+        form = forms.get(id(module))
+        if isinstance(form, MixerSpec):
+            sizes += [masked_size(module, form, form.window, SLIDING), masked_size(module, form, form.chunk, CHUNKED)]
+        elif id(module) in forms:
+            sizes.append(window_of(module, form))
+    return min((size for size in sizes if size is not None), default=None)
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """A layer that has another window than stock masks it by: what there is to say, and how to mend it."""
+
+    what: str
+    mend: str
+
+
+def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
+    """Each layer that has, or lacks, a window other than its place and the config ask for.
+
+    Args:
+        forms: the form of each module that mixes tokens, by the module's ``id``.
+    """
+    for name, module in backbone.named_modules(remove_duplicate=False):
+        if id(module) not in forms:
+            continue
+        owner, place = _placed(backbone, name)
+        if place is None or not _masks_by_place(owner):
+            continue
+        misfits = (_misfit(config, name, module, forms[id(module)], place) for config in _configs(backbone, owner))
+        yield from itertools.islice(filter(None, misfits), 1)
+
+
+def _masks_by_place(owner: Any) -> bool:
+    """Return True where a module picks the mask of each of its layers by the layer's place in the config's list."""
+    return mentions(owner, "layer_types") or mentions(owner, "layers_block_type")
+
+
+def _configs(backbone: Any, owner: Any) -> list[Any]:
+    """Those by which the stock model masks: that of what holds the layers, and that of a wrapper which makes masks."""
+    own = owner.config
+    outer = own if owner is backbone else backbone.config.get_text_config(decoder=True)
+    return [own] if outer is own else [own, outer]
+
+
+def _misfit(config: Any, name: str, module: Any, form: Form, place: int) -> Misfit | None:
+    kinds = getattr(config, "layer_types", None) or ()
+    if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
+        return None
+    asked, size = kinds[place], getattr(config, "sliding_window", None)
+    if asked == SLIDING and size is None:
+        return None
+    own = _kind(module, form, kinds, asked)
+    if own not in (None, asked):
+        said = f"config.layer_types[{place}], by which the stock model masks it, says {asked}"
+        said += ", whose mask lets attention see later tokens" if asked in _RECURRENT else ""
+        return Misfit(f"{name} was built for {own}, but {said}", MEND)
+    own_size = None if asked != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
+    if own_size not in (None, size):
+        said = f"config.sliding_window, by which the stock model masks it, says {size}"
+        return Misfit(f"{name} was built for a window of {own_size}, but {said}", f"set that to {own_size}")
+    return None
+
+
+def forms_of(backbone: nn.Module) -> dict[int, Form]:
+    """The forms of a patched backbone's modules, as they were bound."""
+    found: dict[int, Form] = {}
+    for module in backbone.modules():
+        ours = replacement_on(module)
+        form = None if ours is None or not isinstance(ours.spec, _FORMS) else ours.spec
+        if form is not None or stock_config(module) is not None:
+            found[id(module)] = form
+    return found
+
+
+_FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
+
+
+def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
+    """Raise where layers' windows are not those by which the stock model masks."""
+    found = list(misplaced(backbone, forms))
+    if found:
+        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+        raise PatchError(
+            f"layers were moved, or their config changed: {found[0].what}{more}. Before the patch, {found[0].mend}. "
+            "Nothing was changed."
+        )
+
+
+@dataclass(eq=False)
+class LayerOrder:
+    """A backbone's layers, and what its config says of them, when they were last looked at: what was changed is seen at
+    the next forward.
+
+    Attributes:
+        owner: what holds the list of layers, as ``layers``.
+        seen: the layers in order, and by each config their types and the size of windows.
+    """
+
+    owner: nn.Module
+    seen: Looked
+
+    @classmethod
+    def of(cls, backbone: nn.Module) -> LayerOrder | None:
+        """That of the list by whose places the stock model masks; None where it goes by no place."""
+        owners = (m for m in backbone.modules() if "layers" in m._modules and _masks_by_place(m))
+        owner = next(owners, None)
+        return None if owner is None else cls(owner, _look(backbone, owner))
+
+    def check(self, backbone: nn.Module) -> None:
+        """Raise where layers were moved, or their config changed, so that their windows are others than it asks for.
+
+        It waits for nobody, and costs a look at each layer's identity and type while nothing was changed.
+        """
+        now = _look(backbone, self.owner)
+        if now == self.seen:
+            return
+        found = next(misplaced(backbone, forms_of(backbone)), None)
+        if found is not None:
+            raise PatchError(
+                f"layers were moved, or their config changed, after the patch: {found.what}. Call unpatch(model), "
+                f"{found.mend}, and patch it."
+            )
+        self.seen = now
+
+
+Looked = tuple[list[nn.Module | None], list[tuple[tuple[str, ...], int | None]]]
+
+
+def _look(backbone: nn.Module, owner: nn.Module) -> Looked:
+    held = owner._modules.get("layers")
+    layers = [] if held is None else list(held._modules.values())
+    said = [
+        (tuple(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None))
+        for config in _configs(backbone, owner)
+    ]
+    return layers, said
+
+
+MEND = (
+    "set config.layer_types (or attn_layer_indices, where that is made of these) to the layers' kinds in their present "
+    "order, and each layer_idx to its layer's place, or let each layer stand where the config has its kind"
+)
+"""Behind which stock and packed attention agree again."""
+
+
+def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
+    """What holds the list of layers that a module is in, and its layer's place there; None where it is in no list."""
+    parts = name.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    if at is None:
+        return backbone, None
+    return backbone.get_submodule(".".join(parts[: at - 1])), int(parts[at])
+
+
+def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
+    """What a module computes as, in the words of ``layer_types``; None where what its place asks for is no matter."""
+    if isinstance(form, MixerSpec) and form.mask is None:
+        recurrent = next((kind for kind in kinds if kind in _RECURRENT), None)
+        return recurrent if asked in (SLIDING, FULL) else None
+    if isinstance(form, MixerSpec):
+        masked = (form.window or form.chunk) and not form.in_every_layer
+        at = getattr(module, "layer_idx", None)
+        return kinds[at] if masked and at is not None and at < len(kinds) else None
+    of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
+    if asked not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
+        return None  # MiniMax masks what its config calls full by a window
+    return FULL if window_of(module, form) is None else SLIDING

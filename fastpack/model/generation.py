@@ -1,0 +1,49 @@
+"""``generate`` of a patched head: stock, whatever a collator says of the packing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastpack.errors import PackingError
+from fastpack.model.runtime import ModelRuntime
+from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.replacement import Replacement
+from fastpack.utils.signatures import shape_of, source_of
+
+
+def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
+    """Run the head's own ``generate`` without ``packed_seq_lens``, which a stock model doesn't know.
+
+    A padded batch loses nothing by that: ``attention_mask`` tells generation where its rows begin.
+
+    Args:
+        patched: the head's ``generate``.
+        args, kwargs: what ``generate`` takes; ids ``[B, S]`` or embeddings ``[B, S, H]`` among them.
+
+    Raises:
+        PackingError: several sequences share a row, which generation would continue as one.
+    """
+    lengths = kwargs.pop("packed_seq_lens", None)
+    if lengths is not None:
+        given = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
+        given["input_ids"] = given.pop("inputs", given.get("input_ids"))
+        if given["input_ids"] is not None:
+            given["inputs_embeds"] = None  # ids are what was read, where both came
+        shape, device = shape_of(given), source_of(given).device
+        mask = given.get("attention_mask")
+        packed = pack_inputs(shape, device, attention_mask=mask, packing={"packed_seq_lens": lengths})
+        if _share_rows(packed):
+            raise PackingError(
+                f"packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s) came to generate, which "
+                "continues rows, and would take those that share one for one. Pass a padded batch, padded on the left."
+            )
+    return patched.stock(*args, **kwargs)
+
+
+def _share_rows(packed: PackedSeqLens) -> bool:
+    """Return whether several sequences stand in one row of the batch; it may wait for the device."""
+    assert packed.batch_shape is not None
+    starts = packed.cu_seqlens[: packed.num_sequences].long()
+    slots = starts if packed.indices is None else packed.indices[starts]
+    return not bool((slots // packed.batch_shape[1]).diff().all())

@@ -1,0 +1,268 @@
+"""A head around the backbone: it reads the packing where labels need it, and its loss runs on real tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.errors import PackingError
+from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
+from fastpack.model.checks import (
+    refuse_packed_prompts,
+    refuse_packed_stock,
+    refuse_pooled_padding,
+    refuse_replica,
+    takes_stock_path,
+)
+from fastpack.model.labels import (
+    hands_on,
+    ignore_index_of,
+    shifts_labels,
+    targets_of,
+    without_first_labels,
+    without_padding,
+)
+from fastpack.model.loss import (
+    FUSED_LM_HEAD,
+    TOKEN_STATISTICS,
+    FusedLoss,
+    fused_head,
+    fused_loss_serves,
+    has_stock_loss,
+    is_trls,
+)
+from fastpack.model.outputs import put_back
+from fastpack.model.runtime import ModelRuntime, runtime_of
+from fastpack.model.unwrap import find_parts, refuse_strange_backbone
+from fastpack.packing.inputs import take_packing
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.classes import defined_in, is_upstreams, mentions, stock_class
+from fastpack.utils.replacement import (
+    Forward,
+    PreHook,
+    Replacement,
+    replaces,
+)
+from fastpack.utils.signatures import accepted, bind, keeps_some_logits, parameters, shape_of, source_of, wants_tuple
+
+if TYPE_CHECKING:  # heavy, and imported where a model is patched with graphs
+    from fastpack.graphs.runner import GraphRunner
+
+HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a head computes.
+
+    Attributes:
+        loss: computes its own loss without logits; None where it is not to be fused, or can't be.
+    """
+
+    kind: HeadKind
+    loss: FusedLoss | None = None
+
+
+PatchedHead = Replacement[Head, "ModelRuntime"]
+
+
+def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
+    """A head's forward, its labels seen to (:func:`prepare_head`).
+
+    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. A fused
+    loss is computed without logits in training.
+    """
+    backbone = patched.owner.base_model
+    graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
+    with nullcontext() if graphs is None else graphs.looking_ahead(backbone):
+        return _run_head(patched, args, kwargs)
+
+
+def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
+    head, kind, loss = patched.owner, patched.spec.kind, patched.spec.loss
+    statistics = kwargs.pop(TOKEN_STATISTICS, None)
+    refuse_packed_prompts(args, kwargs)
+    refuse_adapters(head, args, kwargs)
+    if reads_packing(head, kind, patched.runtime, args, kwargs):
+        args, kwargs = prepare_head(head, kind, patched.runtime, args, kwargs)
+    if kind == "causal_lm" and shifts_labels(head):
+        kwargs = without_first_labels(head, kwargs)
+    packed = kwargs.get("packed_seq_lens")
+    if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
+        return _call_head(patched, *args, **kwargs)
+    # TRL's own loss is left in force; asked for none, TRL's forward is the one before it. Pickling leaves the class's
+    earlier = patched.earlier
+    is_class_own = getattr(earlier, "__func__", None) is type(head).forward
+    as_stock = earlier is None or is_class_own or (is_trls(earlier) and not kwargs.get(FUSED_LM_HEAD))
+    fused = loss is not None and as_stock and fused_loss_serves(head, kwargs)
+    flatten = (earlier is None or fused) and _loss_on_real_tokens(head, packed, kwargs)
+    if not (flatten or fused):
+        return _call_head(patched, *args, **kwargs)
+    as_tuple = wants_tuple(head, kwargs)
+    run: Forward = functools.partial(_call_head, patched)
+    if loss is not None and fused:
+        run = functools.partial(fused_head, head, loss, token_statistics=statistics)
+    if flatten:
+        flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
+        targets = flat["labels"]
+        if shifts_labels(head):
+            targets = flat["shift_labels"] = targets_of(packed, kwargs["labels"], ignore_index_of(head, kwargs))
+        if kwargs.get("num_items_in_batch") is not None:
+            flat["num_items_in_batch"] = without_padding(head, kwargs, targets)
+        row = packed.flattened()
+        kwargs = {**kwargs, **flat, "attention_mask": None, "position_ids": None, "packed_seq_lens": row}
+        if _balances(head):
+            kwargs["attention_mask"] = row.without_filler()
+    outputs = run(**kwargs, return_dict=True)
+    if flatten:
+        outputs = put_back(outputs, packed)
+    return outputs.to_tuple() if as_tuple else outputs
+
+
+def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
+    """The stock head; where it would drop the packing on its way to the backbone, the context keeps it."""
+    packed, context = kwargs.get("packed_seq_lens"), patched.runtime.layers.context
+    if context is None or not isinstance(packed, PackedSeqLens):
+        return patched.stock(*args, **kwargs)
+    if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
+        kwargs["use_cache"] = False
+    kept = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
+    with context.offering(source_of(kwargs), packed):
+        return patched.stock(*args, **kept)
+
+
+_PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
+
+
+def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
+    """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them, to
+    which it hands on what each token predicts."""
+    if arguments.get("labels") is None or packed.batch_shape is None or packed.is_empty:
+        return False
+    if packed.indices is None or arguments.get("shift_labels") is not None or keeps_some_logits(arguments):
+        return False
+    cls = stock_class(head)
+    own_head = cls.__module__.startswith("transformers.models.") and is_upstreams(cls.forward)
+    takes_targets = not shifts_labels(head) or (hands_on(head) and has_stock_loss(head))
+    return own_head and takes_targets and not adds_noise(find_parts(head).backbone, packed)
+
+
+def head_pre_hook(
+    hook: PreHook[Head, ModelRuntime],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The same before a head whose ``forward`` someone replaced after us, as TRL does; None where ours is in place.
+
+    Raises:
+        PatchError: the module is a replica that ``nn.DataParallel`` made.
+    """
+    refuse_replica(module)
+    forward = module.__dict__.get("forward")
+    if replaces(forward, head_forward) and forward.enabled:
+        return None  # it does so itself
+    refuse_packed_prompts(args, kwargs)
+    refuse_adapters(module, args, kwargs)
+    kind, runtime = hook.spec.kind, hook.runtime
+    if not reads_packing(module, kind, runtime, args, kwargs):
+        return None
+    graphs = _graphs_of(module.base_model) if _leaves_modules_alone(module, forward) else None
+    seen = None if graphs is None else graphs.look_ahead(module.base_model)
+    args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
+    packed = kwargs.get("packed_seq_lens")
+    if isinstance(packed, PackedSeqLens):
+        if graphs is not None:
+            graphs.believe(seen, packed)
+        if runtime.layers.context is not None:
+            runtime.layers.context.offer(source_of(kwargs), packed)
+    return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
+
+
+def _graphs_of(backbone: Any) -> GraphRunner | None:
+    runtime = runtime_of(backbone)
+    return None if runtime is None else runtime.graphs
+
+
+def _leaves_modules_alone(head: Any, forward: Any) -> bool:
+    """True where nobody but TRL's own forward runs between our hook on the head and the backbone."""
+    alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
+    return alone and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
+
+
+def prepare_head(
+    head: Any,
+    kind: HeadKind,
+    runtime: ModelRuntime,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read the packing, where :func:`reads_packing` says that the head needs it, and hand it on.
+
+    Raises:
+        PackingError: several sequences a row reached a sequence-classification head, which pools one token a row; or it
+            would pool a slot of padding.
+    """
+    arguments = bind(type(head), args, kwargs)
+    if takes_stock_path(head, arguments):
+        refuse_packed_stock(arguments, take_packing(dict(arguments)))  # which the head may not hand on
+        return args, kwargs
+    if not torch.compiler.is_compiling():
+        backbone = refuse_strange_backbone(head)
+        of_backbone = runtime_of(backbone)
+        if of_backbone is not None:  # before positions are read, which context parallelism puts in another order
+            of_backbone.watch.attention.check()
+    packed = arguments["packed_seq_lens"] = pack(
+        arguments, take_packing(arguments), prefixes=runtime.sharing is not None
+    )
+    if _balances(head):
+        arguments["attention_mask"] = _balanced_by(arguments.get("attention_mask"), packed)
+    rows = shape_of(arguments)[0]
+    if kind == "sequence_classification" and packed.num_sequences > rows:
+        raise PackingError(
+            f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
+            "gives one result a row. Send a padded batch: it runs padding-free inside all the same."
+        )
+    if kind == "sequence_classification":
+        refuse_pooled_padding(head, arguments, packed)
+    return (), arguments
+
+
+def reads_packing(
+    head: Any, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """True where the packing is read at the head, and not only at the backbone."""
+    needs_packing = kind == "sequence_classification" or (
+        kind == "causal_lm" and (_has_labels(head, args, kwargs) or _balances(head))
+    )
+    # one break is enough, at the first door; and a head with a scope would lose what it does not read
+    return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
+
+
+def _balances(head: Any) -> bool:
+    """True where a head weighs the balance of its experts by the mask."""
+    return mentions(head, "load_balancing_loss_func")
+
+
+def _balanced_by(mask_BS: Tensor | None, packed: PackedSeqLens) -> Tensor | None:
+    """A mask by which tokens weigh the same, whatever their segment's number, and filler nothing."""
+    real_1S = packed.without_filler()
+    if mask_BS is not None and mask_BS.ndim == 4:
+        mask_BS = packed.padding_mask()
+    if mask_BS is None:
+        return real_1S
+    mask = (mask_BS > 0).to(mask_BS.dtype)
+    return mask if real_1S is None else mask * real_1S.to(mask.dtype)
+
+
+def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("labels") is not None:
+        return True
+    names = parameters(type(head).forward)
+    return "labels" in names[: len(args)] and args[names.index("labels")] is not None

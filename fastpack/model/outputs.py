@@ -1,0 +1,61 @@
+"""A backbone's outputs, of which everything per token goes elsewhere.
+
+Shape suffixes: T tokens, U tokens of which each shared one is kept once, A streams of hidden states (Gemma 3n).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.ops.copies import spread
+from fastpack.ops.views import as_row
+from fastpack.packing.prefixes import SharedTokens
+from fastpack.packing.seqlens import PackedSeqLens
+
+Change = Callable[[Tensor], Tensor]
+
+
+def put_back(outputs: Any, packed: PackedSeqLens) -> Any:
+    """Everything per token into its slot of the padded batch; the rest as it is."""
+    if packed.indices is None and (packed.batch_shape is None or packed.batch_shape[0] == 1):
+        return outputs
+    return _change(outputs, packed.total_tokens, packed.repad, packed.repad_flat)
+
+
+def spread_out(outputs: Any, shared: SharedTokens) -> Any:
+    """Everything per token of the U that are kept, for each of the T that there are."""
+    copies = shared.copies
+    return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))
+
+
+def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
+    """With ``flat`` of what is ``[tokens, ...]``, and ``batched`` of what is ``[1, tokens, ...]`` and of each stream of
+    ``[A, 1, tokens, ...]``; in any nesting."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    for key in list(outputs.keys()):
+        outputs[key] = _changed(outputs[key], tokens, batched, flat, seen)
+    return outputs
+
+
+def _changed(value: Any, tokens: int, batched: Change, flat: Change, seen: list[tuple[Tensor, Tensor]]) -> Any:
+    """Not a function inside :func:`_change`, which would hold itself, and everything seen, until a collection."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(_changed(item, tokens, batched, flat, seen) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    for before, after in seen:
+        if before is value:  # hidden_states[-1] is last_hidden_state, and stays so
+            return after
+    if value.ndim >= 2 and value.shape[:2] == (1, tokens):
+        seen.append((value, batched(value)))
+    elif value.ndim >= 4 and value.shape[1:3] == (1, tokens):
+        seen.append((value, torch.stack([batched(stream) for stream in value])))
+    elif value.ndim >= 2 and value.shape[0] == tokens:
+        seen.append((value, flat(value)))  # router_logits
+    else:
+        return value
+    return seen[-1][1]

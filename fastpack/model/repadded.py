@@ -1,0 +1,41 @@
+"""The last rung: the stock backbone on rows of equal length, one batch for each length.
+
+Nothing is padded, so this is exact whatever the model does inside a row: the length of the row may matter, and what
+stands to the right. It is no faster than the stock model, and slower where every sequence has another length. Where
+layers are sharded, all ranks run as many batches as the one with most lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastpack.layers.mixers.rows import put_back, row_groups, take
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.replacement import Forward
+from fastpack.utils.sharding import exchange_inside
+from fastpack.utils.signatures import parameters
+
+_MADE_ANEW = ("attention_mask", "position_ids", "packed_seq_lens")
+"""A row that is one sequence without padding needs none of them."""
+
+
+def repadded_forward(backbone: Any, stock: Forward, arguments: Mapping[str, Any], packed: PackedSeqLens) -> Any:
+    """The backbone's outputs for a packed batch, ``[1, T, ...]``.
+
+    Args:
+        stock: the forward from before the patch.
+        arguments: what a packed forward would be called with, tokens as ``[1, T]`` or ``[1, T, H]``.
+
+    Raises:
+        PatchError: see :func:`fastpack.layers.mixers.rows.put_back`.
+    """
+    groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
+    given = {name: value for name, value in arguments.items() if name not in _MADE_ANEW}
+    if "use_mems" in parameters(type(backbone).forward):  # XLNet's cache, which nobody asked for
+        given["use_mems"] = False
+    results = [
+        stock(**{name: take(value, rows, packed.total_tokens) for name, value in given.items()})
+        for rows in groups.groups
+    ]
+    return put_back(results, groups, type(backbone).__name__)

@@ -1,0 +1,21 @@
+"""Reading a batch outside a compiled region. Imported only where one is traced, since this imports the compiler."""
+
+from __future__ import annotations
+
+import torch
+
+from fastpack.packing.inputs import numbers_segments, pack_inputs
+
+read_outside = torch.compiler.disable(
+    pack_inputs,
+    reason="where the sequences of this batch begin and end has to be read on the host. For fullgraph=True pass a "
+    "fastpack.PackedSeqLens, built in the collator and on the model's device, as packed_seq_lens",
+)
+"""Breaks the graph, once a step."""
+
+numbers_segments_outside = torch.compiler.disable(
+    numbers_segments,
+    reason="whether attention_mask numbers several sequences in one row, which the stock forward would not tell apart, "
+    "has to be read on the host. For fullgraph=True pass attention_mask as bools, or use_cache=False",
+)
+"""Breaks the graph too, where the stock forward runs."""

@@ -1,0 +1,1 @@
+"""Recognise a model, plan what to replace, apply and undo it, and report what it does."""

@@ -1,0 +1,72 @@
+"""Which backend will serve a model's attention, asked before a batch comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from fastpack.attention_dispatch import AttentionShape, choose, explain
+from fastpack.backends.flash_attn import LONG
+from fastpack.families import AttentionSpec, Spec
+from fastpack.layers.windows import window_of
+
+
+def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:
+    """What one attention module will ask of a backend, as far as it is known before a batch comes."""
+    config = backbone.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
+    named = spec.softcap if isinstance(spec, AttentionSpec) else None
+    softcap = attrgetter(named)(module) if named else getattr(config, "attn_logit_softcapping", None)
+    dropout = getattr(module, "attention_dropout", 0.0)
+    return AttentionShape(
+        device=next(backbone.parameters()).device,
+        dtype=backbone.dtype,
+        num_heads=heads,
+        # latent attention reads no num_key_value_heads: where they are more than heads, there are 0 in a group
+        num_kv_heads=heads // max(1, getattr(module, "num_key_value_groups", 1)) or heads,
+        head_dim=head_dim,
+        value_dim=getattr(module, "v_head_dim", None) or head_dim,
+        window=window_of(module, spec),
+        softcap=softcap,
+        sinks=getattr(module, "sinks", None) is not None,
+        dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,
+    )
+
+
+HALVES = (torch.bfloat16, torch.float16)
+"""What autocast may bring float32 tensors to."""
+
+
+def serving_backends(shapes: Sequence[AttentionShape], attention: str) -> tuple[list[str], tuple[str, ...]]:
+    """The names of the backends that will serve, each once, and what else there is to say of them.
+
+    Raises:
+        BackendUnavailableError: the one that was asked for can't serve.
+    """
+    found = [_serving_backend(shape, attention) for shape in shapes]
+    return list(dict.fromkeys(name for name, _ in found)), tuple(note for _, notes in found for note in notes)
+
+
+def _serving_backend(shape: AttentionShape, attention: str) -> tuple[str, list[str]]:
+    notes: list[str] = []
+    if shape.device.type == "meta":
+        return attention, notes  # sharded loading: asked again at the first batch
+    # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in another dtype
+    halves = [replace(shape, dtype=dtype) for dtype in HALVES if shape.dtype == torch.float32]
+    if attention == "auto":
+        chosen = choose(shape)
+        for half in halves:
+            if (other := choose(half)) != chosen:
+                notes.append(f"attention: {other} under autocast to {str(half.dtype).removeprefix('torch.')}")
+        if (other := choose(replace(shape, total_tokens=LONG, num_sequences=1, max_seqlen=LONG))) != chosen:
+            notes.append(f"attention: {other} where most tokens are in sequences of {LONG} and more")
+        return chosen, notes
+    if explain(shape)[attention] is not None and any(explain(half)[attention] is None for half in halves):
+        notes.append(f"{attention} needs autocast (bf16=True or fp16=True) over these float32 weights")
+        return attention, notes
+    return choose(shape, attention), notes

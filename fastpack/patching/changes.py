@@ -1,0 +1,196 @@
+"""What a patch sets on a model: each change can be undone, or disabled, whoever put theirs over it since."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from fastpack.layers.attention import attention_forward
+from fastpack.layers.hf_attention import SCOPE, stock_config
+from fastpack.layers.liger import is_drop_in
+from fastpack.layers.mlp import mlp_forward
+from fastpack.layers.norm import norm_forward
+from fastpack.layers.runtime import Runtime
+from fastpack.packing.context import PackingContext
+from fastpack.utils.hooks import has_hooks
+from fastpack.utils.replacement import (
+    FORWARDS,
+    KEPT_FORWARD,
+    PreHook,
+    Replacement,
+    Restore,
+    nothing,
+    replacement_on,
+    take_off,
+)
+
+_PARTS = (attention_forward, mlp_forward, norm_forward)
+"""What a layer computes itself, fused with what lies around it."""
+
+
+class Change(Protocol):
+    """Something set on a module."""
+
+    @property
+    def module(self) -> Any:
+        """The module."""
+
+    def put(self) -> None:
+        """Put it on."""
+
+    def undo(self) -> Restore:
+        """Take it off; what this returns puts it on again."""
+
+    def disable(self) -> Restore:
+        """As if it were undone, until what this returns is called."""
+
+    def uncover(self) -> Restore:
+        """Take off what somebody put over it, until what this returns is called."""
+
+
+@dataclass(eq=False)
+class Attribute:
+    """An attribute of a module that is no forward: a private config, or a forward kept under a second name."""
+
+    module: Any
+    name: str
+    ours: Any
+    previous: Any = None
+
+    def put(self) -> None:
+        """Set it on the instance."""
+        self.previous = self.module.__dict__.get(self.name)
+        setattr(self.module, self.name, self.ours)
+
+    def undo(self) -> Restore:
+        if self.module.__dict__.get(self.name) is not self.ours:
+            return nothing
+        if self.previous is not None:
+            setattr(self.module, self.name, self.previous)
+        else:
+            delattr(self.module, self.name)
+        return self.put
+
+    def disable(self) -> Restore:
+        return self.undo()
+
+    def uncover(self) -> Restore:
+        return nothing
+
+
+def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:
+    """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, tuned norms,
+    replicated layers.
+
+    Others that carry something of ours are somebody's: another model's, whose patch is in force.
+
+    Args:
+        changed: those that the patch itself changed, from which it was taken already.
+
+    Returns:
+        What puts it on again.
+    """
+    known, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
+    saved = (
+        found
+        for module in model.modules()
+        for name in ("modules_to_save", "ln_tuning_layers")
+        if isinstance(found := getattr(module, name, None), nn.ModuleDict)
+    )
+    copies = {id(module): module for each in saved for module in each.modules()}
+    copies |= {id(module): module for module in model.modules() if _weights(module) in weights}
+    restores: list[Restore] = []
+    for module in copies.values():
+        if id(module) in known or not carries_ours(module):
+            continue
+        for place in (*FORWARDS, KEPT_FORWARD, "config"):
+            if place in module.__dict__:
+                restores.append(functools.partial(setattr, module, place, module.__dict__[place]))
+        _take_off_forwards(module)
+        stock = stock_config(module)
+        if stock is not None:
+            module.config = stock
+    return restores
+
+
+def _weights(module: nn.Module) -> tuple[type, int] | None:
+    """What copies that share their weights with a module have in common with it; None where these lie elsewhere."""
+    first = next(module.parameters(), None)
+    place = 0 if first is None else first.data_ptr()  # zero on meta, and of weights that are spread over ranks
+    return (type(module), place) if place else None
+
+
+def carries_ours(module: nn.Module) -> bool:
+    """True where a module has a forward of ours, or attends through our interface."""
+    ours = KEPT_FORWARD in module.__dict__ or replacement_on(module) is not None
+    return ours or stock_config(module) is not None
+
+
+def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
+    """How many modules have a drop-in over our forward, or had one under it."""
+    found: set[int] = set()
+    before = {id(change.owner): change.earlier for change in _forwards(changes)}
+    for module in backbone.modules():
+        kept: Replacement[Any, Any] | None = module.__dict__.get(KEPT_FORWARD)
+        if kept is None:
+            continue
+        stands = (module.__dict__.get("forward"), before.get(id(module)))
+        if any(is_drop_in(module, forward, kept.spec) for forward in stands):
+            found.add(id(module))
+    return len(found)
+
+
+def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, str], ...]:
+    """Parts of layers that what a user did since the patch has run by themselves, by class, and why."""
+    inside = {id(module) for module in backbone.modules() if module is not backbone}
+    found: Counter[tuple[str, str]] = Counter()
+    for change in _forwards(changes):
+        module = change.owner
+        if id(module) not in inside:
+            continue
+        if _is_covered(change):
+            found[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
+        elif has_hooks(module) and change.function in _PARTS:
+            found[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
+    return tuple((name, f"{count}: {why}") for (name, why), count in found.items())
+
+
+def _forwards(changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
+    return [change for change in changes if isinstance(change, Replacement) and change.name in FORWARDS]
+
+
+def _is_covered(ours: Replacement[Any, Any]) -> bool:
+    """True where somebody's forward stands where ours was, and computes something else."""
+    module = ours.owner
+    kept: Replacement[Any, Any] | None = module.__dict__.get(KEPT_FORWARD)
+    drop_in = kept is not None and is_drop_in(module, module.__dict__.get("forward"), kept.spec)
+    return ours.place() is None and not drop_in
+
+
+def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContext | None]:
+    """What tells a module of the packing where no keyword does: its forward, its attention."""
+    ours = replacement_on(module)
+    of_forward = ours.runtime.context if ours is not None and isinstance(ours.runtime, Runtime) else None
+    return of_forward, getattr(module.__dict__.get("config"), SCOPE, None)
+
+
+def take_off_head(head: nn.Module) -> None:
+    """Take off what is ours on a head whose backbone, and with it all that was known of the patch, was replaced."""
+    _take_off_forwards(head)
+    if isinstance(head.__dict__.get("generate"), Replacement):
+        take_off(head, "generate")
+    for hook in list(head._forward_pre_hooks.values()):
+        if isinstance(hook, PreHook):
+            hook.undo()
+
+
+def _take_off_forwards(module: nn.Module) -> None:
+    module.__dict__.pop(KEPT_FORWARD, None)
+    for place in FORWARDS:
+        if isinstance(module.__dict__.get(place), Replacement):
+            take_off(module, place)

@@ -1,0 +1,113 @@
+"""``report``: what a patch is doing now, with all that came, went or was switched since."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fastpack.layers.adapters import count_opaque, count_projections, not_isolated
+from fastpack.layers.liger import count_unknown
+from fastpack.layers.rope_tables import unserved
+from fastpack.model.checks import learns_prompts, passes_a_cache
+from fastpack.model.loss import fused_loss_fails
+from fastpack.model.prefix_sharing import NOTE as PREFIXES
+from fastpack.model.runtime import runtime_of
+from fastpack.model.unwrap import find_parts, models_of, way_in
+from fastpack.patching.changes import count_drop_ins, unfused
+from fastpack.patching.plan import PROJECTING
+from fastpack.patching.report import PatchReport
+from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
+from fastpack.trainers.padded_metrics import note_on_padding
+from fastpack.utils.classes import replaced_forward
+
+
+def report(target: Any) -> PatchReport:
+    """What was swapped, which backend serves, what was left alone and why.
+
+    For a trainer, the report of the model that it trains.
+    """
+    model = models_of(target)[0]
+    parts = find_parts(model)
+    backbone, head = parts.backbone, parts.head
+    state = state_of(backbone)
+    if state is None:
+        return PatchReport.stock(backbone if head is None else head)
+    # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
+    as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
+    found = replace(state.report, **state.mixing.refreshed(state.report))
+    runtime = runtime_of(backbone)
+    offload, graphs, sharing = (
+        (None, None, None) if runtime is None else (runtime.offload, runtime.graphs, runtime.sharing)
+    )
+    outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
+    notes = tuple(note for note in found.notes if not note.startswith(outdated))
+    if offload is not None:
+        notes += (offload.describe(backbone),)
+    if sharing is not None:
+        notes += (sharing.describe(),)
+    if graphs is not None:
+        notes += (graphs.describe(next(backbone.parameters()).device),)
+    budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
+    if budget is not None:
+        notes += (budget.describe(),)
+    if not isinstance(target, nn.Module) and (padding := note_on_padding(target)) is not None:
+        notes += (padding,)
+    notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
+    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
+    skipped += unfused(backbone, state.changes)
+    replaced = None if head is None else replaced_forward(head)
+    if replaced is not None:
+        skipped += ((type(head).__name__, f"its class's forward is {replaced}: that runs, around a patched backbone"),)
+    asked = state.options.loss is not None or fused is not None
+    if asked and not any(what == "loss" for what, _ in skipped):
+        reason = _why_no_fused_loss(head, state, target)
+        note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
+        skipped += () if reason is None else (("loss", reason),)
+        notes += (note,) if reason is None else ()
+    projections = count_projections(backbone)
+    return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
+
+
+def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:
+    """Return what a wrapper that learns prompts, put on before the patch or after it, makes of a batch."""
+    return tuple(
+        "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever is said above"
+        if passes_a_cache(wrapper)
+        else "PEFT's prompts: for batches padded on the right"
+        for wrapper in filter(learns_prompts, way_in(model))
+    )
+
+
+def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
+    notes: list[str] = []
+    drop_ins, unknown = count_drop_ins(backbone, state.changes), count_unknown(backbone)
+    if drop_ins:
+        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: what a layer fuses, it computes itself instead")
+    if unknown:
+        notes.append(f"{unknown} modules are of Liger's own classes: they are called as modules")
+    return tuple(notes)
+
+
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: Any) -> str | None:
+    """What keeps the loss from being fused that was asked for, as far as only a look at the target now tells."""
+    of_trainer = kept_on(target, FUSED_LOSS)
+    if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
+        return str(rejected)
+    if head is None:
+        return "a bare backbone has none"
+    if state.options.loss is None:
+        return "the model was patched anew, without loss='fused': TRL's loss runs"
+    came_after = f"this {type(head).__name__} came after the patch"
+    reason = fused_loss_fails(head, asked_for=of_trainer is not None) if carries(head, state) else came_after
+    return None if reason is None else f"{reason}: the stock loss runs"
+
+
+def why_no_fused_loss(trainer: Any) -> str | None:
+    """Why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
+    parts = find_parts(trainer.model)
+    state = state_of(parts.backbone)
+    if state is None:
+        return "its model is not patched"
+    return dict(state.report.skipped).get("loss") or _why_no_fused_loss(parts.head, state, trainer)

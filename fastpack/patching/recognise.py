@@ -1,0 +1,237 @@
+"""Which classes of a model are the family's own, and what is to become of those that stand for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from fastpack.errors import PatchError
+from fastpack.families import FORMS, source_hash
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
+from fastpack.layers.adapters import refuse_rows
+from fastpack.layers.rope_tables import gives_known_tables, is_rotary
+from fastpack.layers.stock_attention import StockAttention
+from fastpack.model.unwrap import Parts
+from fastpack.patching.support import covered_family
+from fastpack.utils.classes import changes_of, mentions, place_of, replaced_forward, stock_class
+from fastpack.utils.hooks import own_forward
+
+
+def own_class(module: nn.Module, family: Family) -> str | None:
+    """The name of a class of this family's upstream module, None for a look-alike of the same name and all others."""
+    cls = stock_class(module)
+    return cls.__name__ if cls.__module__ == family.module else None
+
+
+Skipped = tuple[tuple[str, str], ...]
+"""What is left alone, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recognised:
+    """What a model is known to be.
+
+    Attributes:
+        family: as this very model is of it.
+        specs: what the classes compute that get fast forwards, those whose source is known.
+        replaced_layers: modules around attention with a forward of somebody's.
+        attends_by: what the stock model attends by.
+        skipped: classes that keep their own forward, and why.
+    """
+
+    backbone: nn.Module
+    family: Family
+    specs: Mapping[str, Spec]
+    replaced_layers: tuple[nn.Module, ...]
+    attends_by: StockAttention
+    skipped: Skipped
+
+
+def recognise(parts: Parts) -> Recognised:
+    """Say what a model is.
+
+    Raises:
+        UnsupportedModelError: no family of these is known to be exact.
+        PatchError: something that mixes tokens, or an adapter, is not known.
+    """
+    family, backbone = covered_family(parts), parts.backbone
+    refuse_rows((parts.head or backbone).modules())
+    refuse_look_alikes(backbone, family)
+    refuse_replaced_attention(backbone, family)
+    attends_by = stock_attention(backbone, family)
+    attends_by.check(" Nothing was changed.")
+    family = with_known_backbone(backbone, family)
+    layers, skipped = layers_replaced(backbone, family)
+    specs, others = known_specs(backbone, family)
+    family = _keeping_windows(family, specs)
+    return Recognised(backbone, family, specs, tuple(layers), attends_by, skipped + others)
+
+
+def known_specs(backbone: Any, family: Family) -> tuple[dict[str, Spec], Skipped]:
+    """What the classes compute that get fast forwards, those whose source is known; and those that keep their own."""
+    skipped: list[tuple[str, str]] = []
+    trusted: dict[str, Spec] = {}
+    classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
+    for cls, replaced in sorted(classes.items(), key=lambda pair: pair[0].__name__):
+        if cls.__module__ != family.module:
+            skipped += _own_class_skipped(cls, family)
+            continue
+        if replaced is not None:
+            skipped.append((cls.__name__, f"its class's forward is {replaced} now, not transformers': that runs"))
+            continue
+        if cls.__name__ not in family.fast:
+            continue
+        found = source_hash(cls)
+        if found in FORMS:
+            trusted[cls.__name__] = FORMS[found]
+        else:
+            skipped.append(
+                (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
+            )
+    strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
+    if strange:
+        fast = [name for name, spec in trusted.items() if isinstance(spec, AnyAttentionSpec)]
+        trusted = {name: spec for name, spec in trusted.items() if name not in fast}
+        skipped += [(name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in fast]
+    return trusted, tuple(skipped)
+
+
+def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
+    """Raise for a class of somebody's own that stands for one which mixes tokens, and would get none of the packing.
+
+    It has that one's name, as in a copied file; or it stands where other layers have a recurrent module.
+    """
+    mixing = {*family.attention, *family.mixers}
+    named = dict(backbone.named_modules())
+    places = {_place(name) for name, module in named.items() if own_class(module, family) in family.mixers}
+    for name, module in named.items():
+        cls = stock_class(module)
+        if cls.__module__.split(".")[0] in ("transformers", "torch"):
+            continue
+        if any(base.__module__ == family.module for base in cls.__mro__):
+            continue
+        stands = _place(name) in places and not any(own_class(m, family) in mixing for m in module.modules())
+        if cls.__name__ in mixing or stands:
+            raise PatchError(
+                f"{name} is a {cls.__name__} of {cls.__module__}, which is not the class of {family.module}: how it "
+                "mixes tokens is not known, and its sequences would see each other. Give it a class of that module. "
+                "Nothing was changed."
+            )
+
+
+def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
+    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class.
+
+    Raises:
+        PatchError: how it mixes them is not known, and nothing says that it would be told of the packing.
+    """
+    for module in backbone.modules():
+        if own_class(module, family) not in family.attention:
+            continue
+        own, replaced = _put_on(module), replaced_forward(module)
+        if own is not None:
+            raise PatchError(
+                f"the forward of a {stock_class(module).__name__} was already replaced ({own!r}); undo that first: its "
+                "attention would not be packed. Nothing was changed."
+            )
+        if replaced is not None:
+            name = stock_class(module).__name__
+            raise PatchError(
+                f"the forward of {name} is {replaced} now, not transformers': how it mixes tokens is not known, and "
+                f"sequences might see each other. Put the class's own back ({name}.forward), or train this model "
+                "unpatched. Nothing was changed."
+            )
+
+
+def _put_on(module: nn.Module) -> Any:
+    """The forward that somebody has put on an instance; None for none, and for accelerate's hooks."""
+    return None if hasattr(module, "_hf_hook") else own_forward(module)
+
+
+def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module], Skipped]:
+    """Modules around attention, the backbone apart, with a forward that somebody put on them or on their class.
+
+    What reaches their attention is for that forward to say.
+    """
+    attentions = {id(module) for module in backbone.modules() if own_class(module, family) in family.attention}
+    found: list[nn.Module] = []
+    skipped: list[tuple[str, str]] = []
+    for module in backbone.modules():
+        if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
+            continue
+        own = _put_on(module)
+        if own is not None:
+            skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
+        if own is not None or replaced_forward(module) is not None:
+            found.append(module)
+    return found, tuple(skipped)
+
+
+def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
+    """The family; where somebody has put a forward on the backbone's class, of which it may make anything, its last
+    rung: the backbone runs on rows of equal length, as it would on each sequence alone."""
+    if replaced_forward(backbone) is None:
+        return family
+    return replace(family, attention=(), mixers={}, fast=(), repadded=True)
+
+
+def stock_attention(backbone: Any, family: Family) -> StockAttention:
+    """What this backbone attends by without a patch: every module that reads transformers' table of functions."""
+    found: dict[tuple[int, type], tuple[nn.Module, str]] = {}
+    bypassed = False
+    for module in backbone.modules():
+        attends = own_class(module, family) in family.attention
+        bypassed = bypassed or attends
+        if hasattr(module, "config") and (attends or mentions(module, "ALL_ATTENTION_FUNCTIONS")):
+            cls = stock_class(module)
+            found.setdefault((id(module.config), cls), (module, cls.__module__))
+    usable = ("sdpa", "eager") if getattr(backbone, "_supports_sdpa", False) else ("eager",)
+    return StockAttention(tuple(found.values()), bypassed, usable)
+
+
+def _place(name: str) -> str:
+    return ".".join("N" if part.isdigit() else part for part in name.split("."))
+
+
+def _own_class_skipped(cls: Any, family: Family) -> Skipped:
+    """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
+    bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
+    if not bases:
+        return ()
+    what = f"a {bases[0]} with its own {', '.join(changes_of(cls))}"
+    if any(name in family.attention or name in family.mixers for name in bases):
+        raise PatchError(
+            f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
+            f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
+        )
+    return ((cls.__name__, f"{what}: its own forward runs"),) if bases[0] in family.fast else ()
+
+
+def forms_by_family(backbone: nn.Module, specs: Mapping[str, Spec], family: Family) -> dict[int, Any]:
+    """The form of each module that mixes tokens, by the module's ``id``."""
+    forms: dict[int, Any] = {}
+    for module in backbone.modules():
+        own = own_class(module, family) or ""
+        if own in family.mixers or own in family.attention:
+            spec = family.mixers.get(own, specs.get(own))
+            forms[id(module)] = with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec
+    return forms
+
+
+def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
+    """The form of an attention whose window upstream has in its mask alone."""
+    kinds = getattr(module.config, "layer_types", None)
+    if family.mask_window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
+        return spec
+    return replace(spec, window=f"config.{family.mask_window}")
+
+
+def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
+    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
+    if family.mask_window is None or all(name in specs for name in family.attention):
+        return family
+    masked = MixerSpec("added", window=f"config.{family.mask_window}")
+    return replace(family, attention=(), mixers=dict.fromkeys(family.attention, masked))

@@ -1,0 +1,97 @@
+"""``PatchReport``: what a patch did to a model, for people and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastpack.patching.tiers import WORDS, describe
+from fastpack.text import as_text
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What was swapped, which backend serves, and what was left alone.
+
+    Attributes:
+        model: class name of the head, or of a bare backbone.
+        family: transformers' model_type.
+        rung: the lowest that any layer is on (:data:`fastpack.patching.tiers.WORDS` says what each means), or ``stock``
+            (not patched).
+        layers: names of the modules that mix tokens, by rung.
+        unpadded: the share of the backbone's products with weights that runs on real tokens alone, from 0 to 1.
+        attention: the backend asked for.
+        backend: the one that serves a batch of this model's dtype on its device.
+        backends: for each backend, why it can't serve, or None.
+        swapped: how many modules of each kind have another forward now.
+        projections: how many linear layers of each kind there are.
+        as_modules: why projections are called as modules, where their weights can't be read and fused, and how many;
+            those that would share a Function with one are called so too.
+        skipped: what was left alone, and why.
+        notes: what a user should know.
+    """
+
+    model: str
+    family: str
+    rung: str
+    layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    unpadded: float | None = None
+    attention: str = "auto"
+    backend: str | None = None
+    backends: dict[str, str | None] = field(default_factory=dict)
+    swapped: dict[str, int] = field(default_factory=dict)
+    projections: dict[str, int] = field(default_factory=dict)
+    as_modules: dict[str, int] = field(default_factory=dict)
+    skipped: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def stock(cls, model: Any) -> PatchReport:
+        """The report of a head or a bare backbone that is not patched."""
+        return cls(type(model).__name__, getattr(model.config, "model_type", "?"), "stock")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def __rich__(self) -> RenderableType:
+        from rich import box
+        from rich.table import Table
+
+        title = f"fastpack: {self.model} ({self.family})"
+        table = Table(title=title, title_justify="left", box=box.ROUNDED, show_header=False, min_width=60)
+        table.add_column(style="bold", no_wrap=True)
+        table.add_column()
+        if self.rung == "stock":
+            table.add_row("rung", "stock: not patched")
+            return table
+        if len(self.layers) == 1:
+            table.add_row("rung", f"{self.rung}: {WORDS[self.rung]}")
+        for rung, names in self.layers.items() if len(self.layers) > 1 else ():
+            table.add_row(rung, describe(names))
+        if self.unpadded is not None:
+            table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the backbone's products with weights")
+        if self.backend is not None:
+            asked = "" if self.attention == "auto" else " (asked for by name)"
+            table.add_row("attention", f"{self.backend}{asked}")
+        for kind, count in self.swapped.items():
+            table.add_row(f"  {kind}", f"{count} swapped")
+        if self.projections:
+            table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))
+        for why, count in self.as_modules.items():
+            table.add_row("  called as modules", f"{count}: {why}")
+        for what, why in self.skipped:
+            table.add_row(f"left alone: {what}", why)
+        for note in self.notes:
+            table.add_row("note", note)
+        unusable = {name: why for name, why in self.backends.items() if why is not None}
+        for name, why in unusable.items():
+            table.add_row(f"not {name}", why, style="dim")
+        return table

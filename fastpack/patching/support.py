@@ -1,0 +1,91 @@
+"""Which family a model is of, and why some are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from packaging.version import Version
+
+from fastpack.errors import UnsupportedModelError
+from fastpack.families import REFUSED, Family, family_of
+from fastpack.layers.rope_tables import LENGTH_DEPENDENT
+from fastpack.model.unwrap import Parts
+
+
+def covered_family(parts: Parts) -> Family:
+    """The family of the backbone, or a refusal that says why there is none."""
+    backbone, config = parts.backbone, parts.backbone.config
+    name = type(parts.head or backbone).__name__
+    family = family_of(backbone)
+    if family is None:
+        raise UnsupportedModelError(f"{name} can't be patched: {_why_not_covered(backbone)}. Nothing was changed.")
+    outdated = too_old(family)
+    if outdated is not None:
+        raise UnsupportedModelError(f"{name} can't be patched: {outdated}. Nothing was changed.")
+    if family.by_choice and not config.is_decoder:
+        raise UnsupportedModelError(
+            f"{name} can't be patched: {family.model_type} is an encoder (bidirectional attention) unless its config "
+            "says is_decoder=True, and packing is for decoders. Nothing was changed."
+        )
+    for setting, why in family.refused_if.items():
+        if getattr(config, setting, None):
+            raise UnsupportedModelError(
+                f"{name} with {setting} in its config can't be patched: {why}. Train it unpatched, or without "
+                f"{setting}. Nothing was changed."
+            )
+    text = config.get_text_config(decoder=True)  # of a composite
+    # "vision" means that of images, which a patched model refuses
+    set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
+    bidirectional = any(value not in (False, None, "vision") for value in set_to)
+    if not family.repadded and (bidirectional or getattr(text, "is_causal", True) is False):
+        raise UnsupportedModelError(
+            f"{name} is set to attend in both directions (its config has use_bidirectional_attention, or is_causal="
+            "False); only causal attention is covered. Train it unpatched. Nothing was changed."
+        )
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = getattr(text, "layer_types", None)
+    nested = {k: p["rope_type"] for k, p in parameters.items() if isinstance(p, dict) and "rope_type" in p}
+    by_length = [k for k, rope in nested.items() if rope in LENGTH_DEPENDENT and (kinds is None or k in kinds)]
+    if by_length:
+        raise UnsupportedModelError(
+            f"{name} has rotary frequencies that depend on the length for each kind of layer by itself "
+            f"({', '.join(f'{k}: {nested[k]}' for k in by_length)}), which is not covered. Other rotary types are (set "
+            "rope_parameters of the config); or train it unpatched. Nothing was changed."
+        )
+    if any(getattr(config, name, None) for name in family.repadded_if):
+        return replace(family, attention=(), mixers={}, repadded=True)
+    return family
+
+
+def too_old(family: Family) -> str | None:
+    """Why this release of transformers can't have the family, or None."""
+    import transformers
+
+    if family.since is None or Version(transformers.__version__).release >= family.since:
+        return None
+    needed = ".".join(map(str, family.since))
+    return (
+        f"in transformers {transformers.__version__} {family.model_type} attends in both directions, also where its "
+        f"config says is_decoder; {needed} mends that"
+    )
+
+
+def _why_not_covered(backbone: Any) -> str:
+    config = backbone.config
+    model_type = getattr(config, "model_type", "?")
+    if model_type in REFUSED:
+        return f"family {model_type!r} is refused: {REFUSED[model_type]}"
+    if hasattr(backbone, "encoder") and hasattr(backbone, "decoder"):
+        return f"{model_type} is an encoder-decoder, and packing is for decoders"
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        return (
+            f"{model_type} is a multimodal model (vision or audio), which is not covered; its text model alone may be "
+            "(load it with AutoModelForCausalLM)"
+        )
+    if hasattr(backbone, "pooler") or not getattr(config, "is_decoder", True):
+        return f"{model_type} is an encoder (bidirectional attention), and packing is for decoders"
+    return (
+        f"family {model_type!r} ({type(backbone).__name__}) is not covered yet; see `fastpack families` for those "
+        "that are"
+    )

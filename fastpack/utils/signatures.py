@@ -1,0 +1,75 @@
+"""Reading the arguments of a stock forward, whatever it calls them and however they came."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from fastpack.errors import PackingError
+from fastpack.utils.compile import known_once
+
+
+def accepted(forward: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a class's forward takes, by name or among its further keywords."""
+    names = _keywords(forward)
+    return dict(arguments) if names is None else {name: arguments[name] for name in arguments if name in names}
+
+
+@known_once
+def _keywords(forward: Any) -> tuple[str, ...] | None:
+    """Names of a forward's parameters, None where it takes any."""
+    parameters = inspect.signature(forward).parameters.values()
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else tuple(p.name for p in parameters)
+
+
+@known_once
+def parameters(forward: Any) -> tuple[str, ...]:
+    """Names of the positional parameters of a class's forward, without self."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    found = [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
+    return tuple(found[1:])
+
+
+def bind(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments by name."""
+    names = parameters(cls.forward)
+    if len(args) > len(names):
+        raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
+    """Take ``return_dict`` out of the arguments; PEFT passes None for "as the config says"."""
+    return_dict = arguments.pop("return_dict", None)
+    return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
+
+
+def keeps_some_logits(arguments: Mapping[str, Any]) -> bool:
+    """True where ``logits_to_keep``, a number or a tensor of places, asks for some of the logits alone."""
+    keep = arguments.get("logits_to_keep")
+    return not (keep is None or (isinstance(keep, int) and keep == 0))
+
+
+def source_of(arguments: Mapping[str, Any]) -> Any:
+    """The ids of a batch, or its embeddings where it has none; None where it has neither."""
+    ids = arguments.get("input_ids")
+    return arguments.get("inputs_embeds") if ids is None else ids
+
+
+def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """``(B, S)`` of a batch.
+
+    Raises:
+        ValueError: it has ids and embeddings, or neither.
+        PackingError: they are not ``[B, S]`` or ``[B, S, H]``.
+    """
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    if (ids is None) == (embeddings is None):
+        raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+    source = source_of(arguments)
+    if source.ndim != (3 if ids is None else 2):
+        raise PackingError(
+            f"inputs have shape {tuple(source.shape)}; pass input_ids [B, S] or inputs_embeds [B, S, H]."
+        )
+    return source.shape[0], source.shape[1]

@@ -1,0 +1,96 @@
+"""The oracle in half precision and with heads of a real size, and what it measures."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import fastpack
+from fastpack.exactness import tiny
+from fastpack.exactness.oracle import DRAWS, STEADY, _finer
+from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_norms
+from fastpack.smoke.setting import GPU_HEAD_DIM, Setting
+from fastpack.smoke.worker import oracle_of
+
+HALF = Setting("cpu", "bfloat16", GPU_HEAD_DIM)
+WIDE = Setting("cpu", "float32", GPU_HEAD_DIM)
+
+
+def result(logits: list[float], grad: list[float]) -> Result:
+    return Result([torch.tensor([[1.0, 2.0]]), torch.tensor([logits])], torch.tensor(1.0), {"w": torch.tensor(grad)})
+
+
+def test_errors_are_those_of_the_worst_sequence_and_parameter() -> None:
+    true, found = result([3.0, 4.0], [1.0, 0.0]), result([3.0, 4.4], [1.0, 0.5])
+    assert compare(found, true).logits == pytest.approx(0.1)
+    assert compare_norms(found, true).logits == pytest.approx(0.08)
+    assert compare(found, true).worst == compare_norms(found, true).worst == 0.5
+    for measure in (compare, compare_norms):
+        assert measure(true, true).worst == 0.0
+        assert measure(result([3.0, float("nan")], [1.0, 0.0]), true).worst == float("inf")
+        with pytest.raises(ValueError, match="gradients of"):
+            measure(Result(true.logits, true.loss, {}), true)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "bamba", "mixtral"])
+def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str) -> None:
+    oracle = oracle_of(model_type, HALF)
+    assert oracle.dtype == torch.bfloat16
+    assert len(oracle.results) == DRAWS
+    assert torch.finfo(torch.bfloat16).eps / 2 <= oracle.bound <= FACTOR * STEADY
+    found = oracle.prove(fastpack.patch(HALF.build(model_type)))
+    assert found.problem is None, found.errors
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "xlnet"])
+def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> None:
+    """Experts that no row names, and a stock forward that takes no other dtype."""
+    oracle = oracle_of(model_type, HALF)
+    assert oracle.dtype == torch.float32
+    assert oracle.bound == FULL_BOUND
+    found = oracle.prove(fastpack.patch(WIDE.build(model_type)))
+    assert found.problem is None, found.errors
+
+
+def test_a_leak_is_seen_in_half_precision() -> None:
+    """In the stock model, which is told of the packing and does not know what it means."""
+    assert (oracle_of("llama", HALF).prove(HALF.build("llama")).problem or "").startswith("not exact")
+
+
+def test_heads_of_a_real_size() -> None:
+    config = tiny.tiny_config("llama", head_dim=64)
+    assert (config.head_dim, config.hidden_size, config.num_attention_heads) == (64, 256, 4)
+    assert tiny.tiny_config("llama", head_dim=128).hidden_size == 512
+    text = tiny.tiny_config("gemma3", head_dim=64, text_config={"num_attention_heads": 2}).text_config
+    assert (text.head_dim, text.query_pre_attn_scalar, text.num_attention_heads) == (64, 64, 2)
+    assert text.vocab_size == tiny.VOCAB
+    with pytest.raises(ValueError, match="multiple"):
+        tiny.tiny_config("llama", head_dim=20)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mamba2", "deepseek_v3", "qwen3_next", "gemma4"])
+def test_wider_models_have_activations_of_the_same_size(model_type: str) -> None:
+    ids_BS = tiny.plain_tokens(2, 12)
+    with torch.no_grad():
+        spreads = [tiny.build_tiny(model_type, head_dim=n)(input_ids=ids_BS).logits.std() for n in (16, 64)]
+    assert 0.5 < spreads[1] / spreads[0] < 2.0
+
+
+def test_the_float32_model_has_the_weights_of_the_other() -> None:
+    fine = _finer(functools.partial(HALF.build, "llama"), torch.bfloat16, torch.float32)
+    for name, parameter in HALF.build("llama").named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        wide = fine.get_parameter(name)
+        assert wide.dtype == torch.float32
+        assert torch.equal(wide, parameter.float())
+
+
+def test_what_a_machine_is_tried_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert Setting.of_this_machine() == Setting("cpu", "float32", 16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert Setting.of_this_machine() == Setting("cuda", "bfloat16", 64)
+    assert Setting.of_this_machine(device="cpu") == Setting("cpu", "float32", 16)
+    assert Setting.of_this_machine(dtype="float32") == Setting("cuda", "float32", 64)
