@@ -72,11 +72,11 @@ class InconclusiveError(FastpackError):
 
 
 class ReferenceCacheError(FastpackError, ValueError):
-    """A cache of another model or other settings, or a damaged one. Nothing in its folder was changed."""
+    """A cache of another model or other settings, or one that can't be read. Nothing in its folder was changed."""
 
 
 class MissingReferenceError(ReferenceCacheError, LookupError):
-    """Examples that a cache has no log-probabilities of."""
+    """Examples that have no log-probabilities of a reference, which was let go."""
 
 
 class BackendUnavailableError(FastpackError, RuntimeError):

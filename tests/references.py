@@ -15,7 +15,7 @@ from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
 from fastpack.reference import compute
-from fastpack.reference.examples import PAIR_COLUMNS
+from fastpack.reference.compute import PAIR_COLUMNS
 
 BOUND, BETA = 1e-6, 0.1
 COLUMNS = (*PAIR_COLUMNS, "ref_logps", "ref_KL_logps")
@@ -101,14 +101,14 @@ class Scoring:
     """Which sequences each batch was of; ends the run before batch number ``end``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.batches: list[list[bytes]] = []
+        self.batches: list[list[str]] = []
         self.end: int | None = None
         stock = compute._log_probs
 
-        def counted(parts: Any, spec: Any, rest: float, sequences: Any) -> Tensor:
+        def counted(parts: Any, spec: Any, sequences: Any) -> Tensor:
             if len(self.batches) == self.end:
                 raise Kill
             self.batches.append([sequence.id for sequence in sequences])
-            return stock(parts, spec, rest, sequences)
+            return stock(parts, spec, sequences)
 
         monkeypatch.setattr(compute, "_log_probs", counted)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 import torch
 from references import Kill, policy, tokenised
@@ -17,15 +15,10 @@ from test_adapters import lora_config, with_lora
 from tiny import tiny_model
 
 from fastpack.reference import ReferenceCacheError, with_reference_log_probs
-from fastpack.reference import cache as module
-from fastpack.reference.cache import HEADER, ReferenceCache
-from fastpack.reference.identity import Identity, _sums, identify
+from fastpack.reference.cache import FILE, ReferenceCache, identify
 
-IDS = [bytes([i]) * 16 for i in range(6)]
-
-
-def identity(model: Any, adapter: str | None = None, ld_alpha: float | None = None) -> Identity:
-    return identify(model, adapter=adapter, ld_alpha=ld_alpha)
+VALUES = {f"{i:032x}": -i / 3 for i in range(6)}
+MORE = {f"{9:032x}": -9.0}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -39,51 +32,31 @@ def model() -> Any:
 
 @pytest.fixture
 def cache(model: Any, tmp_path: Path) -> ReferenceCache:
-    """Of six values in two shards, complete."""
-    made = ReferenceCache(tmp_path / "cache", identity(model))
-    made.add({IDS[i]: -float(i) for i in range(4)})
-    made.add({IDS[i]: -i / 3 for i in range(4, 6)})
-    made.finish()
+    """Of six values, added in two."""
+    made = ReferenceCache(tmp_path / "cache", identify(model, None))
+    for some in (list(VALUES)[:4], list(VALUES)[4:]):
+        made.add({one: VALUES[one] for one in some})
     return made
 
 
 def test_what_was_put_in_comes_out(cache: ReferenceCache, model: Any, tmp_path: Path) -> None:
-    stored = ReferenceCache(cache.folder, identity(policy())).load()
-    assert stored is not None
-    assert stored.complete
-    assert stored.values == {one: -float(i) if i < 4 else -i / 3 for i, one in enumerate(IDS)}, "to the last bit"
-    assert ReferenceCache(tmp_path / "another", identity(model)).load() is None
+    assert ReferenceCache(cache.folder, identify(policy(), None)).load() == VALUES, "to the last bit"
+    assert ReferenceCache(tmp_path / "another", identify(model, None)).load() == {}
     assert not (tmp_path / "another").exists()
-
-
-def test_anyone_can_read_it(cache: ReferenceCache) -> None:
-    header = json.loads((cache.folder / HEADER).read_text())
-    assert header["count"] == 6
-    assert header["key"] == cache.identity.key
-    assert header["model"]["class"] == "LlamaForCausalLM"
-    assert header["made"].keys() == {"on", "fastpack", "torch", "transformers"}
-    table = pyarrow.parquet.read_table(cache.folder / header["shards"][0]["file"])
-    assert table.column_names == ["id", "log_prob"]
-    assert table["id"].to_pylist() == [one.hex() for one in IDS[:4]]
 
 
 # ---- whose it is
 
 
-def changed(change: Callable[[Any], Any], **settings: Any) -> Identity:
+def changed(change: Callable[[Any], Any]) -> dict[str, str]:
     model = policy()
     with torch.no_grad():
         change(model)
-    return identity(model, **settings)
+    return identify(model, None)
 
 
 def one_bit(model: Any) -> None:
     model.model.layers[1].mlp.up_proj.weight.view(torch.int32)[3, 5] ^= 1
-
-
-def two_signs(model: Any) -> None:
-    """The highest bits of two words, which cancel in sums of 64 bits whose factors are not random."""
-    model.model.layers[1].mlp.up_proj.weight[3, 5:7] *= -1
 
 
 def swapped_rows(model: Any) -> None:
@@ -98,22 +71,21 @@ def swapped_layers(model: Any) -> None:
     second.copy_(kept)
 
 
-OTHERS: dict[str, tuple[Callable[[], Identity], str]] = {
+OTHERS: dict[str, tuple[Callable[[], dict[str, str]], str]] = {
     "one bit": (lambda: changed(one_bit), "weights: "),
-    "two signs": (lambda: changed(two_signs), "weights: "),
     "rows": (lambda: changed(swapped_rows), "weights: "),
     "layers": (lambda: changed(swapped_layers), "weights: "),
     "dtype": (lambda: changed(lambda m: m.bfloat16()), "weights: "),
     "config": (
         lambda: changed(lambda m: setattr(m.config, "rms_norm_eps", 1e-5)),
-        r"\(LlamaForCausalLM, 21,728 parameters\): config.rms_norm_eps: 1e-06 there, 1e-05 here\. Pass another folder",
+        r"config.rms_norm_eps: 1e-06 there, 1e-05 here\. Pass another folder",
     ),
     "another class": (
-        lambda: identity(tiny_model("mistral")),
-        'MistralForCausalLM.*config.model_type: "llama" there, "mistral" here',
+        lambda: identify(tiny_model("mistral"), None),
+        "class: LlamaForCausalLM there, MistralForCausalLM here",
     ),
-    "ld_alpha": (lambda: changed(lambda m: None, ld_alpha=0.5), "ld_alpha: null there, 0.5 here"),
-    "adapter": (lambda: identity(with_lora(policy()), adapter="default"), "adapter: null there, "),
+    "adapter": (lambda: identify(with_lora(policy()), "default"), "adapter.r: None there, "),
+    "format": (lambda: {**identify(policy(), None), "format": "0"}, "format: 2 there, 0 here"),
 }
 
 
@@ -122,8 +94,7 @@ def test_another_reference(name: str, cache: ReferenceCache) -> None:
     build, text = OTHERS[name]
     other = ReferenceCache(cache.folder, build())
     before = files(cache.folder)
-    assert other.identity.key != cache.identity.key
-    for call in (other.load, other.finish, lambda: other.add({IDS[0]: 0.0})):
+    for call in (other.load, lambda: other.add(MORE)):
         with pytest.raises(ReferenceCacheError, match=text):
             call()
     assert files(cache.folder) == before, "nothing lost"
@@ -131,8 +102,9 @@ def test_another_reference(name: str, cache: ReferenceCache) -> None:
 
 def test_autocast_is_another(cache: ReferenceCache, model: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        other = identity(model)
-    assert other.differences(cache.identity.parts) == ['autocast: null there, "torch.bfloat16" here']
+        other = ReferenceCache(cache.folder, identify(model, None))
+    with pytest.raises(ReferenceCacheError, match=r": autocast: None there, torch.bfloat16 here\."):
+        other.load()
 
 
 def test_what_does_not_matter(cache: ReferenceCache) -> None:
@@ -144,229 +116,114 @@ def test_what_does_not_matter(cache: ReferenceCache) -> None:
     model.config.architectures = ["LlamaForCausalLM"]
     model.set_attn_implementation("eager")
     model.eval().requires_grad_(False)
-    assert identity(model).key == cache.identity.key
+    assert identify(model, None) == cache.reference
     tokens = {"target_modules": ["q_proj"], "trainable_token_indices": [3, 4]}
     tied = tiny_model("llama", tie_word_embeddings=True)
-    assert identity(with_lora(copy.deepcopy(tied), **tokens)).key == identity(tied).key
+    assert identify(with_lora(copy.deepcopy(tied), **tokens), None) == identify(tied, None)
     for settings in ({}, {"target_modules": ["q_proj", "lm_head"]}, tokens, {"modules_to_save": ["lm_head"]}):
         tuned = with_lora(policy(), **settings)
-        assert identity(tuned).key == cache.identity.key
+        assert identify(tuned, None) == cache.reference
     with torch.no_grad():
         tuned.base_model.model.lm_head.modules_to_save["default"].weight += 1
-    assert identity(tuned).key == cache.identity.key
-    on = identity(tuned, adapter="default")
+    assert identify(tuned, None) == cache.reference
+    on = identify(tuned, "default")
     with torch.no_grad():
         tuned.base_model.model.lm_head.modules_to_save["default"].weight += 1
-    assert identity(tuned, adapter="default").key != on.key
+    assert identify(tuned, "default") != on
 
 
 def test_adapters_are_told_by_weights_and_config() -> None:
     found = {}
     for name, settings in {"a": {}, "b": {"lora_alpha": 4}, "c": {"r": 2, "lora_alpha": 4}}.items():
         tuned = with_lora(policy(), **settings)
-        found[name] = identity(tuned, adapter="default")
-    assert len({one.key for one in found.values()}) == 3
-    assert any("adapter.lora_alpha: 8 there, 4 here" in one for one in found["b"].differences(found["a"].parts))
+        found[name] = identify(tuned, "default")
+    assert found["a"]["weights"] == found["b"]["weights"] != found["c"]["weights"]
+    assert (found["a"]["adapter.lora_alpha"], found["b"]["adapter.lora_alpha"]) == ("8", "4")
     # whatever it is called
     tuned = with_lora(policy())
     tuned.add_adapter("ref", lora_config())
     for name, parameter in tuned.named_parameters():
         if ".default." in name:
             tuned.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
-    assert identity(tuned, adapter="ref").key == found["a"].key
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool])
-@pytest.mark.parametrize("count", [0, 1, 3, 65536, 200_001])
-def test_every_byte_of_a_tensor_counts(count: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    data = torch.randint(0, 256, (count * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-    if dtype is torch.bool:
-        data &= 1
-    found = _sums(data.view(dtype))
-    for at in {0, count * dtype.itemsize // 2, count * dtype.itemsize - 1} if count else ():
-        other = data.clone()
-        other[at] ^= 1
-        assert _sums(other.view(dtype)) != found
-    longer = torch.cat([data.new_zeros(dtype.itemsize), data]).view(dtype)[1:]
-    assert _sums(longer) == found, "wherever it begins in its storage"
-    assert _sums(data.view(dtype).reshape(-1, 1).expand(-1, 2)[:, 0]) == found
+    assert identify(tuned, "ref") == found["a"]
 
 
 @pytest.mark.gpu
 def test_the_same_on_a_gpu() -> None:
     model = tiny_model("llama", vocab_size=200_000).bfloat16()
-    assert identity(model).key == identity(model.cuda()).key
+    assert identify(model, None) == identify(model.cuda(), None)
 
 
 # ---- damage
 
 
-def cut_short(folder: Path, shard: Path) -> None:
-    shard.write_bytes(shard.read_bytes()[:-20])
+def cut_short(path: Path) -> None:
+    path.write_text(path.read_text()[:-20])
 
 
-def turned_bit(folder: Path, shard: Path) -> None:
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 4
-    shard.write_bytes(data)
+def of_others(path: Path) -> None:
+    path.write_text('{"format": "else"}')
 
 
-def gone(folder: Path, shard: Path) -> None:
-    shard.unlink()
+def a_list(path: Path) -> None:
+    path.write_text("[1, 2]")
 
 
-def header_cut(folder: Path, shard: Path) -> None:
-    (folder / HEADER).write_text((folder / HEADER).read_text()[:-40])
+def no_text(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
 
 
-def header_edited(folder: Path, shard: Path) -> None:
-    (folder / HEADER).write_text((folder / HEADER).read_text().replace('"complete": true', '"complete": false'))
+def a_folder(path: Path) -> None:
+    path.unlink()
+    (path / "in it").mkdir(parents=True)
 
 
-def header_of_others(folder: Path, shard: Path) -> None:
-    (folder / HEADER).write_text('{"format": "else"}')
-
-
-def header_no_text(folder: Path, shard: Path) -> None:
-    (folder / HEADER).write_bytes(b"\xff\xfe\x00")
-
-
-def header_gone(folder: Path, shard: Path) -> None:
-    (folder / HEADER).unlink()
-
-
-DAMAGE: dict[Callable[[Path, Path], None], str] = {
-    cut_short: "is truncated, or was changed",
-    turned_bit: "is truncated, or was changed",
-    gone: "is gone",
-    header_cut: "is damaged",
-    header_edited: "changed after it was written",
-    header_of_others: "is not one of",
-    header_no_text: "can't be read",
-    header_gone: "not empty and has no header",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damage(damage: Callable[[Path, Path], None], model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [cut_short, of_others, a_list, no_text, a_folder], ids=lambda one: one.__name__)
+def test_damage(damage: Callable[[Path], None], model: Any, tmp_path: Path) -> None:
     data, folder = tokenised(), tmp_path / "cache"
     with_reference_log_probs(data, model, folder=folder)
-    shard = next(folder.glob("*.parquet"))
-    damage(folder, shard)
-    before = files(folder)
-    for compute in ("new", "missing", "never"):
-        with pytest.raises(ReferenceCacheError, match=DAMAGE[damage]) as raised:
-            with_reference_log_probs(data, model, folder=folder, compute=compute)  # type: ignore[arg-type]
-        assert str(folder) in str(raised.value)
-        assert "folder" in str(raised.value), "how to mend it"
-    assert files(folder) == before, "nothing overwritten"
+    damage(folder / FILE)
+    before = {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")}
+    with pytest.raises(ReferenceCacheError, match=r"log_probs.json can't be read .*pass a new folder"):
+        with_reference_log_probs(data, model, folder=folder)
+    assert {path: path.is_dir() or path.read_bytes() for path in folder.rglob("*")} == before, "nothing overwritten"
 
 
 def test_a_folder_of_something_else(model: Any, tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("all of it")
-    with pytest.raises(ReferenceCacheError, match="not empty"):
-        with_reference_log_probs(tokenised(), model, folder=tmp_path)
+    thesis = tmp_path / "thesis.txt"
+    thesis.write_text("all of it")
     with pytest.raises(ReferenceCacheError, match="can't be read"):
-        with_reference_log_probs(tokenised(), model, folder=tmp_path / "thesis.txt")
-    assert files(tmp_path) == {"thesis.txt": b"all of it"}
-    (tmp_path / "empty").mkdir()
-    with_reference_log_probs(tokenised(), model, folder=tmp_path / "empty")
+        with_reference_log_probs(tokenised(), model, folder=thesis)
+    with_reference_log_probs(tokenised(), model, folder=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {thesis.name, FILE}
+    assert thesis.read_text() == "all of it"
 
 
 # ---- never half of it
 
 
-@pytest.mark.parametrize("what", ["the shard", "the header"])
-def test_killed_while_it_writes(what: str, cache: ReferenceCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file that was begun is not there, and what was there is whole."""
-    names = {"the shard": ".parquet", "the header": HEADER}
-    stock = Path.replace
+def test_killed_while_it_writes(cache: ReferenceCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there is whole, and the file that was begun does no harm."""
 
     def ending(self: Path, target: Any) -> Path:
-        if str(target).endswith(names[what]):
-            raise Kill
-        return stock(self, target)
+        raise Kill
 
     before = files(cache.folder)
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", ending)
         with pytest.raises(Kill):
-            cache.add({bytes([9]) * 16: -9.0})
+            cache.add(MORE)
     after = files(cache.folder)
     assert {name: after[name] for name in before} == before
-    assert len(after) == len(before) + (what == "the header"), "a shard that no header names is left, and does no harm"
-    stored = cache.load()
-    assert stored is not None
-    assert len(stored.values) == 6
-    cache.add({bytes([9]) * 16: -9.0})
-    stored = cache.load()
-    assert stored is not None
-    assert len(stored.values) == 7
-
-
-def test_killed_while_it_writes_its_first_shard(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, between and behind its files: the same folder serves the next run."""
-    stock = ReferenceCache._put
-    for end in range(4):
-        made = ReferenceCache(tmp_path / str(end), identity(model))
-        written: list[str] = []
-
-        def ending(self: ReferenceCache, name: str, data: bytes, end: int = end, written: list[str] = written) -> None:
-            if len(written) == end:
-                raise Kill
-            written.append(name)
-            stock(self, name, data)
-
-        with monkeypatch.context() as patched:
-            patched.setattr(ReferenceCache, "_put", ending)
-            if end < 3:
-                with pytest.raises(Kill):
-                    made.add({IDS[0]: -1.0})
-            else:
-                made.add({IDS[0]: -1.0})
-        assert len(written) == end
-        stored = made.load()
-        assert (None if stored is None else len(stored.values)) == (None, 0, 0, 1)[end]
-        made.add({IDS[0]: -1.0, IDS[1]: -2.0})
-        stored = made.load()
-        assert stored is not None
-        assert stored.values == {IDS[0]: -1.0, IDS[1]: -2.0}
-
-
-def test_left_behind_temporary_files_do_no_harm(model: Any, tmp_path: Path) -> None:
-    """Of a run that was ended so hard that it could not clear away."""
-    (tmp_path / f".{HEADER}.123").write_text("{")
-    made = ReferenceCache(tmp_path, identity(model))
-    assert made.load() is None
-    made.add({IDS[0]: -1.0})
-    stored = made.load()
-    assert stored is not None
-    assert stored.values == {IDS[0]: -1.0}
+    assert cache.load() == VALUES
+    cache.add(MORE)
+    assert cache.load() == VALUES | MORE
+    assert json.loads((cache.folder / FILE).read_text())["log_probs"] == VALUES | MORE, "anyone can read it"
 
 
 def test_two_runs_at_once_keep_what_both_found(cache: ReferenceCache) -> None:
-    other = ReferenceCache(cache.folder, cache.identity)
-    more = [bytes([i]) * 16 for i in range(10, 14)]
-    for i, one in enumerate(more):
-        (cache, other)[i % 2].add({one: -float(i)})
-    stored = cache.load()
-    assert stored is not None
-    assert all(stored.values[one] == -float(i) for i, one in enumerate(more))
-    cache.add({more[3]: -3.0})
-    assert len(list(cache.folder.glob("*.parquet"))) == 6, "the same twice is there once"
-
-
-def test_a_shard_is_there_before_it_is_named(cache: ReferenceCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    order: list[str] = []
-    stock = module.ReferenceCache._put
-
-    def noted(self: ReferenceCache, name: str, data: bytes) -> None:
-        order.append(name)
-        stock(self, name, data)
-
-    monkeypatch.setattr(module.ReferenceCache, "_put", noted)
-    cache.add({bytes([7]) * 16: 0.5})
-    assert [name == HEADER for name in order] == [False, True]
-    data = (cache.folder / order[0]).read_bytes()
-    assert order[0] == f"{hashlib.sha256(data).hexdigest()[:32]}.parquet"
+    other = ReferenceCache(cache.folder, cache.reference)
+    more = {f"{i:032x}": -float(i) for i in range(10, 14)}
+    for i, (one, value) in enumerate(more.items()):
+        (cache, other)[i % 2].add({one: value})
+    assert cache.load() == VALUES | more

@@ -8,13 +8,12 @@
 
     dataset = with_reference_log_probs(dataset, reference, folder="ref")  # for loops of one's own
 
-The folder is a cache of one reference. A second run with the same model and data computes nothing; another model, or
-examples that are not in it, are an error that says what differs. ``columns`` has the function, ``trainers`` the one for
-TRL; ``identity`` says what a reference is told by, ``examples`` what a sequence is known by, ``cache`` what is on disk.
+The folder is a cache of one reference. A second run with the same model and data computes nothing, examples that are
+new are computed and added, and another model is an error that says what differs. ``columns`` has the two functions,
+``compute`` asks the model, ``cache`` says what a reference is told by and what is on disk.
 """
 
 from fastpack.errors import MissingReferenceError, ReferenceCacheError
-from fastpack.reference.columns import with_reference_log_probs
-from fastpack.reference.trainers import precompute
+from fastpack.reference.columns import precompute, with_reference_log_probs
 
 __all__ = ["MissingReferenceError", "ReferenceCacheError", "precompute", "with_reference_log_probs"]

@@ -1,191 +1,184 @@
-"""Log-probabilities on disk: a folder for one reference.
+"""Log-probabilities on disk, and which model and settings they are of.
 
 ::
 
-    folder/
-      header.json                what they are of, how many there are, and each file's SHA-256
-      8c1f...e2.parquet          some of them: `id`, 16 bytes in hex, and `log_prob`, float64, in nats
+    folder/log_probs.json        {"reference": what they are of, "log_probs": {id of a sequence: nats}}
 
-Files are written beside their place, then renamed into it: a header first, and each shard before the header that names
-it. Whenever a run is killed, the folder holds what it held before its last shard, and is whole. Nothing in it is code,
-and nothing that is not this reference's is overwritten.
+The file is written beside its place, then renamed into it: whenever a run is killed, the folder holds all that it held
+before. A cache is right for one reference alone, which is told by what decides its values:
+
+- every weight: a SHA-256 of what ``state_dict`` holds, 4-bit scales and tables with it, without adapters that are off
+  and under the names of the bare model, so that a base under PEFT is the same reference as that model alone;
+- the class and the config, without what decides nothing (names, versions, tokens of generation);
+- the config of the adapter that is on in the reference, if one is;
+- autocast's dtype.
+
+What only rounds (attention kernel, batch, device) is left out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fastpack.errors import ReferenceCacheError
-from fastpack.reference.identity import Identity
+import torch
+from torch import Tensor, nn
 
-HEADER = "header.json"
-FORMAT = "fastpack reference log-probabilities 1"
+from fastpack.errors import PatchError, ReferenceCacheError, UnsupportedModelError
+from fastpack.model.unwrap import find_parts
+from fastpack.utils.sharding import is_partitioned
 
-
-@dataclass(frozen=True)
-class Stored:
-    """What a cache holds: values by id, and whether the run that began it came to its end."""
-
-    values: Mapping[bytes, float]
-    complete: bool
+FILE = "log_probs.json"
+FORMAT = "2"  # changes whenever an id or a value is made in another way
+# entries of configs that a log-probability does not depend on, and that trainers and versions change
+_NO_MATTER = frozenset(
+    (
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "pad_token_id",
+        "peft_version",
+        "problem_type",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+        # of an adapter's config
+        "base_model_name_or_path",
+        "inference_mode",
+        "revision",
+    )
+)
 
 
 @dataclass(frozen=True)
 class ReferenceCache:
     """The cache of one reference in one folder, which need not be there yet.
 
-    Methods raise :class:`ReferenceCacheError` where the folder holds something else, or something damaged.
+    Attributes:
+        folder: where it is.
+        reference: what :func:`identify` found.
     """
 
     folder: Path
-    identity: Identity
+    reference: Mapping[str, str]
 
-    def load(self) -> Stored | None:
-        """Everything in it, each file's digest checked; None where there is no cache yet."""
-        header = self._header()
-        if header is None:
-            return None
-        values: dict[bytes, float] = {}
-        for shard in header["shards"]:
-            values.update(self._read(shard))
-        return Stored(values, header["complete"])
+    def load(self) -> dict[str, float]:
+        """Return everything in it, in nats by the sequence's id; nothing where there is no cache yet.
 
-    def add(self, values: Mapping[bytes, float]) -> None:
-        """Put these in too; on the disk when it returns."""
-        header = self._header()
-        if header is None:
-            header = self._new()
-            self._seal(header)  # a folder that holds a shard alone is taken for a damaged cache
-        if values:
-            data = _written(values)
-            digest = hashlib.sha256(data).hexdigest()
-            shard = {"file": f"{digest[:32]}.parquet", "sha256": digest, "rows": len(values)}
-            self._put(str(shard["file"]), data)
-            header["shards"] = [one for one in header["shards"] if one != shard] + [shard]
-        self._seal(header)
-
-    def finish(self) -> None:
-        """Note that whatever was wanted is in it."""
-        header = self._header() or self._new()
-        header["complete"] = True
-        self._seal(header)
-
-    def _new(self) -> dict[str, Any]:
-        import torch
-        import transformers
-
-        from fastpack import __version__
-
-        return {
-            "format": FORMAT,
-            "key": self.identity.key,
-            "model": dict(self.identity.name),
-            "parts": dict(self.identity.parts),
-            "made": {
-                "on": datetime.now(UTC).isoformat(timespec="seconds"),
-                "fastpack": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-            },
-            "complete": False,
-            "shards": [],
-        }
-
-    def _header(self) -> dict[str, Any] | None:
-        path = self.folder / HEADER
+        Raises:
+            ReferenceCacheError: the file is another reference's, or can't be read.
+        """
+        path = self.folder / FILE
         try:
-            text = path.read_text(encoding="utf-8")
+            held = json.loads(path.read_text(encoding="utf-8"))
+            there, log_probs = dict(held["reference"]), dict(held["log_probs"])
         except FileNotFoundError:
-            if self.folder.is_dir() and any(not one.name.startswith(".") for one in self.folder.iterdir()):
-                raise ReferenceCacheError(
-                    f"{self.folder} is not empty and has no {HEADER}: it is no cache, or not all of one. Pass a new "
-                    "folder."
-                ) from None
-            return None
-        except (NotADirectoryError, UnicodeDecodeError) as error:
-            raise ReferenceCacheError(f"{path} can't be read: {error}. Pass a folder for the cache.") from error
-        header = self._parsed(text)
-        differences = self.identity.differences(header["parts"])
+            return {}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ReferenceCacheError(
+                f"{path} can't be read ({type(error).__name__}: {error}). Put back what was there, or pass a new "
+                "folder to compute anew. Nothing was changed."
+            ) from error
+        names = sorted({*there, *self.reference})
+        pairs = {name: (there.get(name), self.reference.get(name)) for name in names}
+        differences = [f"{name}: {a!s:.80} there, {b!s:.80} here" for name, (a, b) in pairs.items() if a != b]
         if differences:
             raise ReferenceCacheError(
-                f"{self.folder} holds log-probabilities of another reference ({_named(header['model'])}, made on "
-                f"{header['made']['on']}) than this one ({_named(self.identity.name)}): {'; '.join(differences)}. Pass "
-                "another folder, or the model and settings that it was made with. Nothing was changed."
+                f"{path} holds log-probabilities of another reference: {'; '.join(differences)}. Pass another folder, "
+                "or the model and settings that it was made with. Nothing was changed."
             )
-        return header
+        return log_probs
 
-    def _parsed(self, text: str) -> dict[str, Any]:
-        path = self.folder / HEADER
-        try:
-            header = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ReferenceCacheError(f"{path} is damaged: {error}. {_MEND}") from error
-        if not isinstance(header, dict) or header.get("format") != FORMAT:
-            raise ReferenceCacheError(f"{path} is not one of {FORMAT!r}. Pass another folder.")
-        if header.pop("sha256", None) != _digest(header):
-            raise ReferenceCacheError(f"{path} was changed after it was written. {_MEND}")
-        return header
-
-    def _read(self, shard: Mapping[str, Any]) -> dict[bytes, float]:
-        import pyarrow.parquet
-
-        path = self.folder / shard["file"]
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError as error:
-            raise ReferenceCacheError(f"{path} is gone, which {HEADER} names. {_MEND}") from error
-        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
-            raise ReferenceCacheError(f"{path} is truncated, or was changed after it was written. {_MEND}")
-        table = pyarrow.parquet.read_table(BytesIO(data))
-        return dict(zip(map(bytes.fromhex, table["id"].to_pylist()), table["log_prob"].to_pylist(), strict=True))
-
-    def _seal(self, header: dict[str, Any]) -> None:
-        header["count"] = sum(shard["rows"] for shard in header["shards"])
-        self._put(HEADER, json.dumps({**header, "sha256": _digest(header)}, indent=1).encode())
-
-    def _put(self, name: str, data: bytes) -> None:
-        """Write a file so that it is there wholly or not at all."""
+    def add(self, log_probs: Mapping[str, float]) -> None:
+        """Put these in too; raise as :meth:`load` does."""
+        body = json.dumps({"reference": dict(self.reference), "log_probs": {**self.load(), **log_probs}})
         self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{name}.{uuid4().hex}"
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+        temporary = self.folder / f".{FILE}.{uuid4().hex}"
+        temporary.write_text(body, encoding="utf-8")
+        temporary.replace(self.folder / FILE)
 
 
-_MEND = "Put it back, or pass a new folder to compute anew. Nothing was changed."
+def is_peft(model: Any) -> bool:
+    """Return whether this is a PeftModel, whose adapters can be switched; a model with adapters inside is none."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-def _named(model: Mapping[str, Any]) -> str:
-    told = [model["class"], model["loaded_from"], model["revision"]]
-    return f"{' '.join(str(one) for one in told if one)}, {model['parameters']:,} parameters"
+def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
+    """Return what tells this reference from others, by name. Every weight is read once; autocast is that of the moment.
+
+    Args:
+        model: a causal LM, plain or PEFT's.
+        adapter: the name of PEFT's adapter that is on in the reference; None for the base.
+
+    Raises:
+        UnsupportedModelError: the model has no head over a vocabulary.
+        PatchError: weights are partitioned, offloaded or merged with an adapter's, or adapters can't be switched; there
+            is no such adapter.
+    """
+    head = find_parts(model).head
+    if head is None or head.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no head over a vocabulary: log-probabilities are those of a ...ForCausalLM."
+        )
+    configs: Any = getattr(model, "peft_config", {}) if is_peft(model) else {}
+    if adapter is not None and adapter not in configs:
+        raise PatchError(f"there is no adapter {adapter!r} on this model, only {sorted(configs) or 'none'}.")
+    device = next(head.parameters()).device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    found = {"format": FORMAT, "class": type(head).__name__, "autocast": str(autocast)}
+    found |= _named("config", head.config.to_dict())
+    if adapter is not None:
+        found |= _named("adapter", configs[adapter].to_dict())
+    weights = hashlib.sha256()
+    for name, tensor in _weights(model, head, adapter):
+        weights.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        weights.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().data)
+    return {**found, "weights": weights.hexdigest()}
 
 
-def _digest(header: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
+    """A config's entries as JSON by name, without those that do not matter, in configs within it neither."""
+    text = json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+    kept = json.loads(text, object_hook=lambda held: {k: v for k, v in held.items() if k not in _NO_MATTER})
+    return {f"{prefix}.{name}": json.dumps(value, sort_keys=True) for name, value in kept.items()}
 
 
-def _written(values: Mapping[bytes, float]) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = {
-        "id": pyarrow.array([one.hex() for one in values], pyarrow.string()),
-        "log_prob": pyarrow.array(list(values.values()), pyarrow.float64()),
-    }
-    file = BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), file)
-    return file.getvalue()
+def _weights(model: Any, head: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
+    """Names and values of all that the reference computes with, those of its adapter included, by name."""
+    wrappers = {name for name, module in head.named_modules() if "base_layer" in module._modules}
+    if wrappers and not is_peft(model):
+        raise PatchError(
+            f"this {type(model).__name__} has adapters inside, and is no PeftModel: which ones are on in the reference "
+            "can't be chosen. Wrap it by peft.get_peft_model, or pass the model without adapters."
+        )
+    if any(getattr(module, "merged_adapters", None) for module in head.modules()):
+        raise PatchError("adapters are merged into the weights of the base: model.unmerge_adapter() first.")
+    for name, tensor in sorted(head.state_dict().items()):
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.device.type == "meta" or is_partitioned(tensor) or hasattr(tensor, "placements"):
+            raise PatchError(
+                f"{name} is offloaded or spread over processes: a reference is told by its weights, which have to be "
+                "there. Do this before the model is sharded, on each rank with a whole one."
+            )
+        path = name.split(".")
+        added = "modules_to_save" in path or any(
+            ".".join(path[:i]) in wrappers and path[i] != "base_layer" for i in range(1, len(path))
+        )
+        if added and adapter not in path:
+            continue
+        # the adapter's name is the user's, and decides nothing
+        dropped = {"base_layer", "original_module", "token_adapter", *([adapter] if added else [])}
+        yield ".".join(part for part in path if part not in dropped), tensor
