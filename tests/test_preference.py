@@ -14,7 +14,7 @@ import pytest
 import torch
 from datasets import Dataset
 from oracle import FLOAT32_BOUND, Result, compare, relative
-from preference_losses import BETA, CASES, Case, loss_of
+from preference_losses import BETA, CASES, Case, bucketed, loss_of
 from test_trainers import tokenizer
 from tiny import VOCAB, tiny_model
 from tokenizers.pre_tokenizers import Whitespace
@@ -113,10 +113,11 @@ def log_probs(model: Any, batch: dict[str, Any], case: Case, *, head: str, **cha
 
 
 def packed(
-    trainer: Any, case: Case, *, head: str = "hidden", beta: float = BETA, size: Any = None, **changes: Any
+    trainer: Any, case: Case, *, head: str = "hidden", beta: float = BETA, size: int | None = None, **changes: Any
 ) -> Step:
     """Our loss on the columns that TRL made."""
-    batch = PackedPreferenceCollator(**(size or {}))(list(trainer.train_dataset))
+    batch = PackedPreferenceCollator()(list(trainer.train_dataset))
+    batch = bucketed(batch, size) if size else batch
     model, other = fastpack.patch(model_of()), fastpack.patch(model_of(0.05))
     policy = log_probs(model, batch, case, head=head, **changes)
     with torch.no_grad():
@@ -151,7 +152,7 @@ def test_as_trl_on_the_padded_batch(name: str) -> None:
     trainer = trainer_of(case)
     want = padded(trainer)
     for head in ("hidden", "logits"):
-        for size in ({}, {"pad_to": 320}, {"pad_to_multiple_of": 64}):
+        for size in (None, 320):
             found = errors(packed(trainer, case, head=head, size=size), want)
             assert max(found.values()) <= 1, (head, size, found)
 
@@ -221,7 +222,7 @@ def test_training_step_by_step() -> None:
     seen = []
     for step in range(10):
         examples = [rows[step % 5], rows[(step + 2) % 5], rows[(step + 3) % 5]]
-        batch = PackedPreferenceCollator(pad_to=256)(examples)
+        batch = bucketed(PackedPreferenceCollator()(examples), 256)
         with torch.no_grad():
             reference = log_probs(other, batch, case, head="hidden")
         mine = loss_of(log_probs(ours, batch, case, head="hidden"), reference, case).loss
