@@ -7,14 +7,12 @@
 Importing this imports no model code and changes nothing.
 """
 
-from fastpack.api import patch, patched, unpatch
-from fastpack.batching import with_packed_seq_lens
+from fastpack.api import patch, patched, report, unpatch
+from fastpack.data import with_packed_seq_lens
 from fastpack.errors import (
     BackendUnavailableError,
-    ContaminationError,
     FastpackError,
     FastpackWarning,
-    InconclusiveError,
     KernelUnavailableError,
     NoFasterWarning,
     PackingError,
@@ -22,9 +20,8 @@ from fastpack.errors import (
     UnsupportedModelError,
     UntriedVersionWarning,
 )
-from fastpack.exactness.verification import Verification
+from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.patching.inspection import report
 from fastpack.patching.options import TokenBudget
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import is_patched

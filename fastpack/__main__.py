@@ -2,7 +2,7 @@
 
 import sys
 
-from fastpack.cli import main
+from fastpack.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

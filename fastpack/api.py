@@ -1,4 +1,4 @@
-"""``patch``, ``unpatch``, ``patched``: plan, check, then swap forwards on one instance; and undo it.
+"""``patch``, ``unpatch``, ``patched``, ``report``: plan, check, then swap forwards on one instance; and undo it.
 
 Nothing of a class, of torch or of transformers is changed, except that our attention is registered under its own
 name in transformers' ``AttentionInterface``. What was changed is kept on the backbone itself, so that it follows the
@@ -18,6 +18,7 @@ from fastpack.layers.stock_attention import say_parallelism, sequence_parallelis
 from fastpack.model.unwrap import models_of, packages_of
 from fastpack.ops.implementation import Implementation
 from fastpack.patching.apply import apply, plan_all, restore
+from fastpack.patching.inspection import inspect_patch
 from fastpack.patching.options import (
     Graphs,
     Loss,
@@ -28,7 +29,9 @@ from fastpack.patching.options import (
     TokenBudget,
     not_a_choice,
 )
+from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
+from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.utils.versions import check_versions
 
 T = TypeVar("T")
@@ -207,3 +210,12 @@ def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     from fastpack.trainers.fused_loss import plan_fused_loss
 
     return plan_fused_loss(target, loss)
+
+
+def report(target: Any) -> PatchReport:
+    """Return what was swapped, which backend serves, what was left alone and why.
+
+    For a trainer, the report of the model that it trains.
+    """
+    padding = None if isinstance(target, nn.Module) else note_on_padding(target)
+    return inspect_patch(target, *(() if padding is None else (padding,)))

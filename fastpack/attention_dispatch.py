@@ -2,72 +2,24 @@
 
 Shape suffixes: T tokens of all sequences, N sequences, H query heads, K key/value heads, D head size, V value size.
 
-A forward builds an :class:`AttentionCall` and hands it to :func:`attend`; the table below says which backend runs it.
-A backend is a module with ``run(call)`` and ``rejects(shape)``; adding one is a file in ``backends/`` and a row here.
+A forward builds an :class:`AttentionCall` and hands it to :func:`attend`; the table in :mod:`fastpack.backends.registry`
+says which backend runs it.
 No backend ever builds a mask of size T x T, and none waits for the device.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fastpack.backends import (
-    flash_attn,
-    flex,
-    mem_efficient,
-    reference,
-    segments,
-    torch_varlen,
-    triton_packed,
-    xformers,
-)
 from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends.registry import BACKENDS, TRACED, in_order
 from fastpack.errors import BackendUnavailableError
-from fastpack.ops.copies import first_copies, spread
+from fastpack.ops.shared_rows import first_copies, spread
 
 __all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "attend", "choose", "explain"]
-
-
-class Backend(Protocol):
-    """What a module in ``backends/`` provides. Its docstring's first line says what it is."""
-
-    __doc__: str | None
-
-    def run(self, call: AttentionCall, /) -> Tensor:
-        """``[T, H, V]``: attention of each token over its own sequence, itself and before."""
-
-    def rejects(self, shape: AttentionShape, /) -> str | None:
-        """Why this backend can't serve, or None if it can."""
-
-
-# In order of preference: `auto` takes the first that does not reject.
-BACKENDS: dict[str, Backend] = {
-    "flash_attn": flash_attn,
-    "torch_varlen": torch_varlen,
-    "xformers": xformers,
-    "mem_efficient": mem_efficient,
-    "flex": flex,
-    "triton_packed": triton_packed,
-    "segments": segments,
-    "reference": reference,
-}
-
-TRACED = ("torch_varlen",)
-"""Backends that are operators of torch's own, which ``torch.compile`` knows: there ``auto`` prefers them."""
-
-
-def in_order(shape: AttentionShape) -> list[str]:
-    """Names in the order in which ``auto`` tries them: the table's, our own kernel ahead of those it is faster than."""
-    names = list(BACKENDS)
-    if triton_packed.wins(shape):
-        names.remove("triton_packed")
-        next_best = "torch_varlen" if flash_attn.wins_on_long(shape) else "flash_attn"
-        names.insert(names.index(next_best), "triton_packed")
-    return names
 
 
 def explain(shape: AttentionShape) -> dict[str, str | None]:
@@ -148,9 +100,9 @@ def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:
     for name in TRACED:
         if attention in ("auto", name) and BACKENDS[name].rejects(shape) is None:
             return BACKENDS[name].run(call)
-    from fastpack.backends import opaque
+    from fastpack.backends import custom_op  # it registers the operator
 
-    return opaque.run(choose(shape, attention), call)
+    return custom_op.run(choose(shape, attention), call)
 
 
 def _under_autocast(call: AttentionCall) -> AttentionCall:

@@ -1,4 +1,4 @@
-"""What fastpack raises and warns with.
+"""What fastpack raises and warns with, two of which hold a :class:`fastpack.Verification` and stand beside it.
 
 ::
 
@@ -21,11 +21,6 @@ Each message says what came, what is allowed and how to mend it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from fastpack.exactness.verification import Verification
-
 
 class FastpackError(Exception):
     """Base of every error that fastpack raises on purpose."""
@@ -37,38 +32,6 @@ class PackingError(FastpackError, ValueError):
 
 class UnsupportedModelError(FastpackError, TypeError):
     """No rung of the ladder is known to be exact for this model."""
-
-
-class ContaminationError(FastpackError):
-    """:func:`fastpack.verify` found a patched model that does not give what each sequence gives alone.
-
-    Attributes:
-        verification: every figure. What is known to keep a model from being exact is said in its place.
-    """
-
-    def __init__(self, verification: Verification, known: str | None = None) -> None:
-        super().__init__(
-            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; "
-            + (f"it can't be: {known}:" if known else "please report the family with this table:")
-            + f"\n{verification}"
-        )
-        self.verification = verification
-
-
-class InconclusiveError(FastpackError):
-    """:func:`fastpack.verify` found nothing wrong, but rounding would hide a leak in this model's dtypes.
-
-    Attributes:
-        verification: every figure.
-    """
-
-    def __init__(self, verification: Verification) -> None:
-        super().__init__(
-            f"nobody can tell whether this model is exact in {verification.dtype}: rounding alone moves it by so much "
-            "that a leak would not be seen. Verify it in float32: fastpack.verify(fastpack.patch(model.float())), on a "
-            f"copy or on fewer layers of it.\n{verification}"
-        )
-        self.verification = verification
 
 
 class ReferenceCacheError(FastpackError, ValueError):

@@ -18,4 +18,4 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 prepare trl
-OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec python -m fastpack.smoke "$@"
+OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" exec python -m fastpack smoke "$@"

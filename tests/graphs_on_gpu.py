@@ -15,7 +15,7 @@ from tiny import VOCAB
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.graphs.recordings import GraphSettings
+from fastpack.cuda_graphs.recordings import GraphSettings
 from fastpack.packing.seqlens import TOKEN_STEPS
 
 LARGE = (300, 41, 290, 2, 440)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastpack.packing.seqlens import Bucket, PackedSeqLens
-from fastpack.preference import PairLogProbs, PreferenceLoss, preference_loss
+from fastpack.trainers.preference_losses import PairLogProbs, PreferenceLoss, preference_loss
 
 BETA = 0.3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fastpack.commands.families import BEGIN, END
+from fastpack.cli.families import BEGIN, END
 
 MEND = "bash gists/smoke.sh --all --json run.json && fastpack families --from run.json --into README.md"
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.graphs.recorder import Tape
-from fastpack.graphs.recordings import GraphSettings
-from fastpack.graphs.runner import GraphRunner
-from fastpack.graphs.stack import Stack
-from fastpack.graphs.step import RecordedStep
+from fastpack.cuda_graphs.recorder import Tape
+from fastpack.cuda_graphs.recordings import GraphSettings
+from fastpack.cuda_graphs.runner import GraphRunner
+from fastpack.cuda_graphs.stack import Stack
+from fastpack.cuda_graphs.step import RecordedStep
 from fastpack.model import backbone as causal_lm
 from fastpack.model.runtime import runtime_of
 from fastpack.packing.seqlens import TOKEN_STEPS

@@ -14,8 +14,8 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 
-from fastpack.reference import compute
-from fastpack.reference.compute import PAIR_COLUMNS
+from fastpack.trainers.reference import compute
+from fastpack.trainers.reference.compute import PAIR_COLUMNS
 
 BOUND, BETA = 1e-6, 0.1
 COLUMNS = (*PAIR_COLUMNS, "ref_logps", "ref_KL_logps")

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastpack
 from fastpack import PackingError
+from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.tiny import build_tiny
-from fastpack.graphs.recorder import no_synchronisation
-from fastpack.metrics.counting import count_batch
 from fastpack.packing.block_masks import read_blocks
 from fastpack.packing.inputs import pack_inputs
 from fastpack.trainers.kinds import KINDS, lengths
+from fastpack.trainers.metrics.counting import count_batch
 
 T = torch.tensor
 SEQUENCES = make_sequences(VOCAB, (7, 1, 12, 5, 20))

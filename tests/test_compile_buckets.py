@@ -20,7 +20,7 @@ import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends import torch_varlen
 from fastpack.backends.call import AttentionCall
-from fastpack.ops import linear_cross_entropy
+from fastpack.ops.loss import linear_cross_entropy
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

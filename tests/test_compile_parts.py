@@ -14,7 +14,8 @@ from torch import Tensor
 import fastpack
 from fastpack import PackedSeqLens
 from fastpack.attention_dispatch import BACKENDS
-from fastpack.backends import limits, opaque, segments, torch_varlen
+from fastpack.backends import custom_op as opaque
+from fastpack.backends import limits, segments, torch_varlen
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.ops.norm import rms_norm

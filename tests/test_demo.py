@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from fastpack.cli import main
-from fastpack.commands import UsageError, demo, trl_trains_on_cpu
-from fastpack.commands.demo.data import SPECIAL_TOKENS, make_rows, train_tokenizer
+from fastpack.cli import UsageError, demo, trl_trains_on_cpu
+from fastpack.cli.demo.data import SPECIAL_TOKENS, make_rows, train_tokenizer
+from fastpack.cli.main import main
 
 STEPS = 4
 PNG = b"\x89PNG\r\n\x1a\n"

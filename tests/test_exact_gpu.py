@@ -12,8 +12,8 @@ from torch import nn
 
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
+from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.rule import FACTOR
-from fastpack.graphs.recorder import no_synchronisation
 
 pytestmark = pytest.mark.gpu
 

@@ -16,8 +16,8 @@ import fastpack
 from fastpack.exactness.rule import FULL_BOUND
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families import UNREADABLE, source_hash
-from fastpack.smoke.setting import Setting
-from fastpack.smoke.worker import oracle_of
+from fastpack.testing.setting import Setting
+from fastpack.testing.worker import oracle_of
 
 LENGTHS = [5, 1, 13]
 

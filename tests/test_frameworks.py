@@ -22,7 +22,7 @@ import pytest
 from test_notebooks import FRAMEWORKS, STEPS, execute, read, save_tiny_model, with_parameters
 
 import fastpack
-from fastpack.commands.demo.data import make_rows, write_rows
+from fastpack.cli.demo.data import make_rows, write_rows
 
 ROWS, BATCH_SIZE, LAYERS = 24, 4, 2
 COUNTING = """

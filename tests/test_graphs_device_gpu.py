@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
-from fastpack.graphs import recorder as recorder_module
-from fastpack.graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
-from fastpack.graphs.recordings import TOO_LARGE
+from fastpack.cuda_graphs import recorder as recorder_module
+from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
+from fastpack.cuda_graphs.recordings import TOO_LARGE
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket
 

@@ -17,7 +17,7 @@ from tiny import EXPERTS, FAST, VOCAB, tiny_model
 from torch import nn
 
 import fastpack
-from fastpack.graphs.runner import WAITING
+from fastpack.cuda_graphs.runner import WAITING
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket
 

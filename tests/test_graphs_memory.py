@@ -14,11 +14,11 @@ from tiny import tiny_model
 from torch import Tensor
 
 import fastpack
-from fastpack.graphs import recorder as recorder_module
-from fastpack.graphs import recordings as recordings_module
-from fastpack.graphs import step as step_module
-from fastpack.graphs.recorder import NoMemoryError, SpoiltError, Tape
-from fastpack.graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
+from fastpack.cuda_graphs import recorder as recorder_module
+from fastpack.cuda_graphs import recordings as recordings_module
+from fastpack.cuda_graphs import step as step_module
+from fastpack.cuda_graphs.recorder import NoMemoryError, SpoiltError, Tape
+from fastpack.cuda_graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
 from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")

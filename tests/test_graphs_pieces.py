@@ -12,8 +12,8 @@ from tiny import tiny_model
 from torch import nn
 
 import fastpack
+from fastpack.cuda_graphs.pieces import CUTS, cut_between
 from fastpack.exactness.tiny import build_tiny
-from fastpack.graphs.pieces import CUTS, cut_between
 from fastpack.utils.modules import decoder_layers
 
 pytestmark = pytest.mark.usefixtures("varlen")

@@ -11,8 +11,8 @@ from tiny import tiny_model
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastpack
-from fastpack.graphs.recorder import CaptureRefusedError, SpoiltError
-from fastpack.graphs.recordings import NO_ROOM, GraphSettings
+from fastpack.cuda_graphs.recorder import CaptureRefusedError, SpoiltError
+from fastpack.cuda_graphs.recordings import NO_ROOM, GraphSettings
 from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")

@@ -19,10 +19,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
-from fastpack.graphs.recorder import CaptureRefusedError, capture_problem
-from fastpack.graphs.recordings import GraphSettings
-from fastpack.graphs.runner import ENOUGH_WORK
-from fastpack.graphs.stack import Stack
+from fastpack.cuda_graphs.recorder import CaptureRefusedError, capture_problem
+from fastpack.cuda_graphs.recordings import GraphSettings
+from fastpack.cuda_graphs.runner import ENOUGH_WORK
+from fastpack.cuda_graphs.stack import Stack
 from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
@@ -73,7 +73,7 @@ def test_nothing_is_left_open_by_checkpointing_that_was_refused(
         return run(call)
 
     monkeypatch.setattr(varlen, "run", look)
-    monkeypatch.setattr("fastpack.graphs.stack.checkpoint", left_open)
+    monkeypatch.setattr("fastpack.cuda_graphs.stack.checkpoint", left_open)
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
     for m in models:
         m.train().gradient_checkpointing_enable({"use_reentrant": False})

@@ -14,8 +14,8 @@ from test_adapters import nf4, with_lora
 from tiny import tiny_model
 
 import fastpack
-from fastpack.graphs import step as step_module
-from fastpack.graphs.step import RecordedStep
+from fastpack.cuda_graphs import step as step_module
+from fastpack.cuda_graphs.step import RecordedStep
 from fastpack.packing.seqlens import Bucket
 
 pytest.importorskip("triton")

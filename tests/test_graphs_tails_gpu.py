@@ -15,8 +15,8 @@ from test_exact_gpu import LENGTHS, build, check, oracle_and_plain
 from tiny import EXPERTS, FAST, VOCAB
 
 import fastpack
-from fastpack.graphs.step import RecordedStep
-from fastpack.ops import products
+from fastpack.cuda_graphs.step import RecordedStep
+from fastpack.ops.linear import row_limited_mm as products
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,10 +18,10 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import fastpack
-from fastpack.commands.meter import read_records, summarize
+from fastpack.cli.meter import read_records, summarize
 from fastpack.errors import FastpackWarning, PatchError
-from fastpack.metrics import PREFIX, MetricsCallback, attach
-from fastpack.metrics.flops import read_flops
+from fastpack.trainers.metrics import PREFIX, MetricsCallback, attach
+from fastpack.trainers.metrics.flops import read_flops
 
 ROWS, STEPS, VOCAB = 4, 3, 97
 LINEAR = 2 * (32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48) + 32 * VOCAB
@@ -266,7 +266,7 @@ def test_nothing_is_read_between_two_logs(tmp_path: Path, monkeypatch: pytest.Mo
             frame = sys._getframe(1)
             while "/torch/" in frame.f_code.co_filename and frame.f_back is not None:
                 frame = frame.f_back
-            if "fastpack/metrics/" in frame.f_code.co_filename:
+            if "fastpack/trainers/metrics/" in frame.f_code.co_filename:
                 reads.append(_name)
             return _stock(self, *args, **kwargs)
 

@@ -9,10 +9,10 @@ import torch
 from tiny import tiny_model
 
 import fastpack
-from fastpack.metrics.counting import count_batch
-from fastpack.metrics.peaks import PEAKS, peak_of
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.trainers.metrics.counting import count_batch
+from fastpack.trainers.metrics.peaks import PEAKS, peak_of
 
 
 def hand(lengths: list[int]) -> list[int]:

@@ -20,7 +20,7 @@ from fastpack.exactness.tiny import model_types
 from fastpack.families import FAMILIES
 from fastpack.layers import attention as fast_attention
 from fastpack.layers import hf_attention as interface
-from fastpack.metrics.flops import ModelFlops, read_flops
+from fastpack.trainers.metrics.flops import ModelFlops, read_flops
 
 TOKENS = 12
 ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -12,9 +12,9 @@ import torch
 from test_metrics import logged, sft
 from tiny import tiny_model
 
-from fastpack.metrics import attach
-from fastpack.metrics.counting import count_batch
-from fastpack.metrics.stopwatch import Stopwatch
+from fastpack.trainers.metrics import attach
+from fastpack.trainers.metrics.counting import count_batch
+from fastpack.trainers.metrics.stopwatch import Stopwatch
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

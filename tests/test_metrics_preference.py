@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
 import fastpack
-from fastpack.metrics import attach
-from fastpack.metrics.flops import read_flops
+from fastpack.trainers.metrics import attach
+from fastpack.trainers.metrics.flops import read_flops
 
 
 def tiny() -> Any:

@@ -20,7 +20,7 @@ def process(rank: int, folder: str, port: int) -> None:
     torch.set_num_threads(1)
     from test_metrics import logged, record, sft
 
-    from fastpack.metrics import attach
+    from fastpack.trainers.metrics import attach
 
     trainer = sft(
         Path(folder) / "trainer",

@@ -10,8 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from fastpack.commands import trl_trains_on_cpu
-from fastpack.commands.demo.data import Row, make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
+from fastpack.cli import trl_trains_on_cpu
+from fastpack.cli.demo.data import Row, make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
 SFT, DPO, FRAMEWORKS = "sft_quickstart.ipynb", "dpo_padding_free.ipynb", "frameworks.ipynb"

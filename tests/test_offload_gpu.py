@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
+from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.tiny import build_tiny, plain_tokens
-from fastpack.graphs.recorder import no_synchronisation
 from fastpack.model.runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.saved import KEEP

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
+from fastpack.cuda_graphs.recorder import Tape
 from fastpack.exactness.tiny import build_tiny
-from fastpack.graphs.recorder import Tape
 from fastpack.offload import KEPT, saved
 from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
 from fastpack.offload.transfer import HostPool, Lane, Rates
-from fastpack.ops import gated_mlp
+from fastpack.ops.linear import gated_mlp
 
 SENT = LAYERS - KEEP
 """Layers whose products leave where there is time for all."""

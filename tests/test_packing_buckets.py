@@ -17,7 +17,7 @@ import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.attention_dispatch import BACKENDS, attend
 from fastpack.backends.call import AttentionCall
-from fastpack.batching.packed import PackedSFTCollator
+from fastpack.data.packed_collators import PackedSFTCollator
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket
 

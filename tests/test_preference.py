@@ -23,8 +23,8 @@ from trl import DPOConfig, DPOTrainer
 
 import fastpack
 from fastpack import PackedSeqLens
-from fastpack.batching.packed import PackedPreferenceCollator
-from fastpack.preference import PairLogProbs, pair_log_probs, pair_log_probs_of_logits
+from fastpack.data.packed_collators import PackedPreferenceCollator
+from fastpack.trainers.preference_losses import PairLogProbs, pair_log_probs, pair_log_probs_of_logits
 
 LOG_PROB_BOUND = 1e-6
 TEXTS = [(1, 1, 1), (4, 9, 2), (12, 3, 25), (2, 7, 7), (9, 30, 1)]

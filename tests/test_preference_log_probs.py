@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack import PackedSeqLens, PackingError
-from fastpack.batching.packed import PackedPreferenceCollator
-from fastpack.graphs.recorder import no_synchronisation
+from fastpack.cuda_graphs.recorder import no_synchronisation
+from fastpack.data.packed_collators import PackedPreferenceCollator
 from fastpack.packing.seqlens import IGNORE_INDEX
-from fastpack.preference import PairLogProbs, pair_log_probs, pair_log_probs_of_logits, preference_loss
+from fastpack.trainers.preference_losses import PairLogProbs, pair_log_probs, pair_log_probs_of_logits, preference_loss
 
 
 def drawn(*lengths: tuple[int, int, int]) -> tuple[dict[str, Any], Tensor, Tensor]:

@@ -14,7 +14,7 @@ from tiny import tiny_model
 from trl import DPOConfig, DPOTrainer
 
 import fastpack
-from fastpack.smoke.preference.cases import LOSSES, SMOOTHING
+from fastpack.testing.preference.cases import LOSSES, SMOOTHING
 
 BETA = 0.1
 

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 import fastpack
 from fastpack import PackingError
 from fastpack.attention_dispatch import BACKENDS
-from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
-from fastpack.graphs.recorder import no_synchronisation
+from fastpack.cuda_graphs.recorder import no_synchronisation
+from fastpack.data.packed_collators import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.packing.prefixes import Prefixes
 
 NAIVE_BOUND = 1e-2

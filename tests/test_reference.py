@@ -17,9 +17,9 @@ from tiny import tiny_model
 import fastpack
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.reference import ReferenceCacheError, columns, with_reference_log_probs
-from fastpack.reference.cache import FILE
-from fastpack.reference.compute import PAIR_COLUMNS, Examples
+from fastpack.trainers.reference import ReferenceCacheError, columns, with_reference_log_probs
+from fastpack.trainers.reference.cache import FILE
+from fastpack.trainers.reference.compute import PAIR_COLUMNS, Examples
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from references import Kill, policy, tokenised
 from test_adapters import lora_config, with_lora
 from tiny import tiny_model
 
-from fastpack.reference import ReferenceCacheError, with_reference_log_probs
-from fastpack.reference.cache import FILE, ReferenceCache, identify
+from fastpack.trainers.reference import ReferenceCacheError, with_reference_log_probs
+from fastpack.trainers.reference.cache import FILE, ReferenceCache, identify
 
 VALUES = {f"{i:032x}": -i / 3 for i in range(6)}
 MORE = {f"{9:032x}": -9.0}

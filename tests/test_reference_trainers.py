@@ -19,8 +19,8 @@ from trl import DPOConfig, DPOTrainer
 
 import fastpack
 from fastpack.errors import PackingError, PatchError
-from fastpack.reference import MissingReferenceError, ReferenceCacheError, precompute, with_reference_log_probs
-from fastpack.reference.compute import PAIR_COLUMNS
+from fastpack.trainers.reference import MissingReferenceError, ReferenceCacheError, precompute, with_reference_log_probs
+from fastpack.trainers.reference.compute import PAIR_COLUMNS
 
 
 @pytest.fixture

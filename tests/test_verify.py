@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
-from fastpack.cli import main
+from fastpack.cli.main import main
 from fastpack.exactness.rule import CONTROL, FULL_BOUND
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types

@@ -17,9 +17,9 @@ from fastpack.backends.limits import (
     wrong_dtype,
     wrong_sizes,
 )
+from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.implementation import triton_installed
-from fastpack.ops.once import differentiable_once
-from fastpack.ops.products import rows_of
+from fastpack.ops.row_count import rows_of
 from fastpack.utils.compile import known_once
 
 if TYPE_CHECKING:

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from fastpack.batching import with_packed_seq_lens
 from fastpack.bench.clock import Clock
-from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.models import apply_liger, patch
 from fastpack.bench.settings import Settings
+from fastpack.bench.variants import CONTESTANTS
+from fastpack.data import with_packed_seq_lens
+from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 LEARNING_RATE = 1e-4
 GATE_STEPS = 5
@@ -158,18 +159,3 @@ def add_boundaries(batch: dict[str, Any]) -> dict[str, Any]:
         longest = int(ends.diff().max())
         batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
     return batch
-
-
-def tokenizer_of_ids() -> Any:
-    """Trainers want one; rows are token ids already."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-    )

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import make_config
+from fastpack.bench.variants import CONTESTANTS
 
 LORA_RANK = 16
 

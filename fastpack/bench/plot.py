@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.runner import Outcome
+from fastpack.bench.variants import CONTESTANTS
 
 STOCK, OURS, FLOOR = "#adb5bd", "#d9480f", "#2b8a3e"
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from fastpack.bench.clock import Clock
-from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.flops import step_flops
 from fastpack.bench.lengths import Pair, sequences
 from fastpack.bench.loops import (
@@ -17,11 +16,12 @@ from fastpack.bench.loops import (
     LEARNING_RATE,
     clock_callback,
     logged_of_first_steps,
-    tokenizer_of_ids,
     trainer_arguments,
 )
 from fastpack.bench.models import LORA_RANK, lora_config, patch
 from fastpack.bench.settings import Settings
+from fastpack.bench.variants import CONTESTANTS
+from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 
 def train_with_dpo(

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastpack.bench.ceiling import Ceiling
-from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.flops import step_flops
-from fastpack.bench.gate import Precision, Verdict, compare
 from fastpack.bench.models import LORA_RANK
 from fastpack.bench.preference import dpo_step_flops
+from fastpack.bench.same_losses import Precision, Verdict, compare
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
+from fastpack.bench.variants import CONTESTANTS
 from fastpack.errors import FastpackError
 
 WITHOUT_SPEED = ("contestant", "backend", "losses", "gradient_norms", "error")

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fastpack.bench.runner import Outcome
-from fastpack.text import counted, room_for, without_empty
+from fastpack.utils.console import counted, room_for, without_empty
 
 WIDTH = 140
 COLUMNS = ("", "attention", "step ms", "real tokens/s", "overall", "x best stock", "floor", "GiB", "held")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastpack.text import as_text
+from fastpack.errors import FastpackError
+from fastpack.utils.console import as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -92,3 +93,35 @@ _SHOWN: dict[Verdict, str] = {
     "not exact": "[bold red]NOT exact[/bold red]",
     "can't tell": "[bold yellow]can't tell in this dtype[/bold yellow]",
 }
+
+
+class ContaminationError(FastpackError):
+    """:func:`fastpack.verify` found a patched model that does not give what each sequence gives alone.
+
+    Attributes:
+        verification: every figure. What is known to keep a model from being exact is said in its place.
+    """
+
+    def __init__(self, verification: Verification, known: str | None = None) -> None:
+        super().__init__(
+            "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; "
+            + (f"it can't be: {known}:" if known else "please report the family with this table:")
+            + f"\n{verification}"
+        )
+        self.verification = verification
+
+
+class InconclusiveError(FastpackError):
+    """:func:`fastpack.verify` found nothing wrong, but rounding would hide a leak in this model's dtypes.
+
+    Attributes:
+        verification: every figure.
+    """
+
+    def __init__(self, verification: Verification) -> None:
+        super().__init__(
+            f"nobody can tell whether this model is exact in {verification.dtype}: rounding alone moves it by so much "
+            "that a leak would not be seen. Verify it in float32: fastpack.verify(fastpack.patch(model.float())), on a "
+            f"copy or on fewer layers of it.\n{verification}"
+        )
+        self.verification = verification

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fastpack.families.fast import FAST_FAMILIES
-from fastpack.families.forms import FORMS
-from fastpack.families.mixers import MIXER_FAMILIES
+from fastpack.families.known_sources import FORMS
+from fastpack.families.recurrent import MIXER_FAMILIES
 from fastpack.families.refused import REFUSED
 from fastpack.families.repadded import REPADDED_FAMILIES
 from fastpack.families.scoped import SCOPED_FAMILIES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from fastpack.ops.norm import Rounding
+from fastpack.ops.kinds import Rounding
 from fastpack.ops.rope import Layout
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
-from fastpack.ops.projection_parts import Lora, Projection, product_dtype
+from fastpack.ops.linear.parts import Lora, Projection, product_dtype
 from fastpack.utils.classes import stock_class
 from fastpack.utils.hooks import carries_hooks
 from fastpack.utils.sharding import is_gathered, is_partitioned

@@ -19,8 +19,8 @@ from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.projections import project_modules
 from fastpack.layers.rope import Tables, normalise_and_turn, repeated
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.products import RowCount
-from fastpack.ops.views import as_row
+from fastpack.ops.autograd import as_row
+from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Replacement

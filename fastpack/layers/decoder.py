@@ -18,8 +18,8 @@ from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import fast_forward, project_modules
 from fastpack.layers.runtime import Runtime
 from fastpack.offload import KEPT
-from fastpack.ops.products import RowCount
-from fastpack.ops.views import as_row
+from fastpack.ops.autograd import as_row
+from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.hooks import carries_hooks, checkpointing, has_hooks

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from fastpack.families.spec import MlpSpec, NormSpec, Spec
-from fastpack.ops.glu import ActivationKind, activation_kind
-from fastpack.ops.norm import Rounding
+from fastpack.ops.glu import activation_kind
+from fastpack.ops.kinds import ActivationKind, Rounding
 from fastpack.utils.classes import defined_in
 from fastpack.utils.replacement import KEPT_FORWARD
 

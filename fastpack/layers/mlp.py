@@ -12,11 +12,11 @@ from fastpack.families.spec import MlpSpec
 from fastpack.layers.attention import drop
 from fastpack.layers.projections import project_modules, read_group, read_norm
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.gated_mlp import Kept, gated_mlp
+from fastpack.ops.autograd import reshaped
 from fastpack.ops.glu import activation_kind, gated
-from fastpack.ops.products import RowCount
-from fastpack.ops.projection_parts import Norm, Projection
-from fastpack.ops.views import reshaped
+from fastpack.ops.linear.gated_mlp import Kept, gated_mlp
+from fastpack.ops.linear.parts import Norm, Projection
+from fastpack.ops.row_count import RowCount
 from fastpack.utils.replacement import Replacement
 
 

@@ -13,10 +13,10 @@ from fastpack.layers.adapters import read_projection, read_update, refuse_rows, 
 from fastpack.layers.liger import is_drop_in
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.lora import add_updates
-from fastpack.ops.products import RowCount
-from fastpack.ops.projection_parts import Norm, Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear.lora import add_updates
+from fastpack.ops.linear.parts import Norm, Projection
+from fastpack.ops.linear.projections import project
+from fastpack.ops.row_count import RowCount
 from fastpack.utils.hooks import has_hooks
 from fastpack.utils.replacement import KEPT_FORWARD, Replacement, replaces
 from fastpack.utils.sharding import is_partitioned

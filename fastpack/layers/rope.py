@@ -12,7 +12,7 @@ from torch import Tensor
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.projections import read_norm
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.projection_parts import Norm
+from fastpack.ops.linear.parts import Norm
 from fastpack.ops.rope import apply_rope, norm_rope
 
 Tables = tuple[Tensor, Tensor]

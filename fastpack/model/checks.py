@@ -86,7 +86,7 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     cached = has_cache(arguments)
     if cached and not _may_be_packed(arguments):
         return
-    if mask is not None and (cached or positions is None) and _numbers_segments(mask):
+    if mask is not None and (cached or positions is None) and numbers_segments(mask):
         raise PackingError(
             f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
         )
@@ -133,16 +133,6 @@ def _refuse_restarts_behind_a_cache(positions: Tensor, mask: Tensor | None, erro
         torch._assert_async(grown.all(), error)
     elif not bool(grown.all()):
         raise PackingError(error)
-
-
-def _numbers_segments(mask: Tensor) -> bool:
-    if mask.dtype == torch.bool:
-        return False
-    if not torch.compiler.is_compiling():
-        return numbers_segments(mask)
-    from fastpack.packing.outside import numbers_segments_outside
-
-    return bool(numbers_segments_outside(mask))
 
 
 def refuse_uncovered(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
@@ -336,7 +326,7 @@ def prompts_pre_hook(
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
     packed = any(arguments.get(name) is not None for name in PACKING_KEYWORDS)
-    packed = packed or (flat is not None and _numbers_segments(flat))
+    packed = packed or (flat is not None and numbers_segments(flat))
     if not packed and positions is not None and flat is mask:
         packed = _restart(positions, flat, shape_of(arguments))
     if packed:
@@ -371,7 +361,7 @@ def refuse_packed_prompts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> N
     if (embedded or cached) and "position_ids" in kwargs and kwargs["position_ids"] is None:
         raise PackingError(f"position_ids came to PEFT's virtual tokens, which drop them. {_BEFORE_EACH_ROW}")
     packed = "input_ids" not in kwargs and any(kwargs.get(name) is not None for name in PACKING_KEYWORDS)
-    if embedded and (packed or (mask is not None and _numbers_segments(mask))):
+    if embedded and (packed or (mask is not None and numbers_segments(mask))):
         raise PackingError(f"a packed batch came to PEFT's virtual tokens: {_BEFORE_EACH_ROW}")
 
 

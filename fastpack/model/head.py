@@ -52,7 +52,7 @@ from fastpack.utils.replacement import (
 from fastpack.utils.signatures import accepted, bind, keeps_some_logits, parameters, shape_of, source_of, wants_tuple
 
 if TYPE_CHECKING:  # heavy, and imported where a model is patched with graphs
-    from fastpack.graphs.runner import GraphRunner
+    from fastpack.cuda_graphs.runner import GraphRunner
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 

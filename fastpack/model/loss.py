@@ -25,8 +25,8 @@ from fastpack.layers.adapters import read_projection
 from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.linear_cross_entropy import Weight, linear_cross_entropy
-from fastpack.ops.projection_parts import Projection
+from fastpack.ops.linear.parts import Projection
+from fastpack.ops.loss.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
 from fastpack.utils.classes import defined_in, stock_class
 from fastpack.utils.hooks import carries_hooks

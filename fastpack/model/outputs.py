@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.ops.copies import spread
-from fastpack.ops.views import as_row
+from fastpack.ops.autograd import as_row
+from fastpack.ops.shared_rows import spread
 from fastpack.packing.prefixes import SharedTokens
 from fastpack.packing.seqlens import PackedSeqLens
 

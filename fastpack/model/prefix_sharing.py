@@ -14,7 +14,7 @@ from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.packing.prefixes import prefixes_of, share
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.text import counted
+from fastpack.utils.console import counted
 from fastpack.utils.signatures import shape_of
 
 LEAST_SAVED = 0.05

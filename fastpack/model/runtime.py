@@ -13,7 +13,7 @@ from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.utils.replacement import replacement_on
 
 if TYPE_CHECKING:  # heavy, and imported where a model is patched with them
-    from fastpack.graphs.runner import GraphRunner
+    from fastpack.cuda_graphs.runner import GraphRunner
     from fastpack.offload.checkpoints import CheckpointOffload
 
 

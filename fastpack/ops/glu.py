@@ -15,19 +15,16 @@ Suffixes: T tokens, I width of gate and of up.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
-from fastpack.ops.once import differentiable_once
+from fastpack.ops.kinds import Activation, ActivationKind
 from fastpack.utils.hooks import carries_hooks
-
-Activation = Callable[[Tensor], Tensor]
-ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
 # transformers' classes, which write these functions in several ways
 UPSTREAM: dict[str, ActivationKind] = {

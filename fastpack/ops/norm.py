@@ -19,27 +19,18 @@ Suffixes: T tokens, H width of the last dimension.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_serves, use_triton
-from fastpack.ops.once import differentiable_once
-from fastpack.ops.products import RowCount, rows_of
-
-Rounding = Literal["before", "after"]
+from fastpack.ops.kinds import NormKind, Rounding
+from fastpack.ops.row_count import RowCount, rows_of
 
 MAX_WIDTH = 32768  # of the kernels: a row is held in the registers of one program
-
-
-class Kind(NamedTuple):
-    """Which normalisation: about the mean or not, where it is rounded, and whether w is 1 + weight."""
-
-    centred: bool
-    round_before: bool
-    unit_offset: bool
 
 
 def rms_norm(
@@ -67,7 +58,7 @@ def rms_norm(
     Raises:
         ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
     """
-    kind = Kind(False, rounding == "before", unit_offset)
+    kind = NormKind(False, rounding == "before", unit_offset)
     out: Tensor
     if _kernel_serves(implementation, x, weight):
         out = _Norm.apply(x, weight, eps, kind, True)
@@ -117,7 +108,7 @@ def rms_norm_forward(
         The normalised tensor, and ``rstd``: float32 ``[T]``, one over the root mean square of each row, leading
         dimensions flattened.
     """
-    kind = Kind(False, rounding == "before", unit_offset)
+    kind = NormKind(False, rounding == "before", unit_offset)
     normed, _, rstd = _forward(x, weight, eps, kind, _kernel_serves(implementation, x, weight), row_count)
     return normed, rstd
 
@@ -149,7 +140,7 @@ def rms_norm_backward(
     Returns:
         The gradient of x, of its dtype, and that of the weight or None.
     """
-    kind = Kind(False, rounding == "before", unit_offset)
+    kind = NormKind(False, rounding == "before", unit_offset)
     kernel = _kernel_serves(implementation, x, weight)
     needed = (True, need_weight)
     dx, dweight = _backward(grad, x, weight, None, rstd, grad_summed, kind, needed, kernel, row_count, normed)
@@ -169,7 +160,7 @@ def rms_norm_apply(
 ) -> Tensor:
     """The normalised tensor once more, from x and the ``rstd`` that :func:`rms_norm_forward` returned: one pass, equal
     to the first to the bit. No graph."""
-    kind = Kind(False, rounding == "before", unit_offset)
+    kind = NormKind(False, rounding == "before", unit_offset)
     if _kernel_serves(implementation, x, weight):
         from fastpack.ops.kernels import norm as kernels
 
@@ -181,7 +172,7 @@ class _Norm(torch.autograd.Function):
     """Both normalisations: saves what was normalised, the weight and one or two figures a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: Kind, kernel: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind, kernel: bool) -> Tensor:
         normed, mean, rstd = _forward(x, weight, eps, kind, kernel)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.kind, ctx.kernel = kind, kernel
@@ -196,11 +187,11 @@ class _Norm(torch.autograd.Function):
         return dx, dweight, None, None, None
 
 
-LAYER = Kind(centred=True, round_before=False, unit_offset=False)
+LAYER = NormKind(centred=True, round_before=False, unit_offset=False)
 
 
 def _forward(
-    x: Tensor, weight: Tensor, eps: float, kind: Kind, kernel: bool, row_count: RowCount | None = None
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, kernel: bool, row_count: RowCount | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Normalised, mean ``[T]`` (None unless centred), rstd ``[T]``; of a layer norm by the kernel alone."""
     if kernel:
@@ -219,7 +210,7 @@ def _backward(
     mean: Tensor | None,
     rstd: Tensor,
     grad_summed: Tensor | None,
-    kind: Kind,
+    kind: NormKind,
     needed: tuple[bool, bool],
     kernel: bool,
     row_count: RowCount | None = None,
@@ -256,14 +247,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _scale(weight: Tensor, kind: Kind) -> Tensor:
+def _scale(weight: Tensor, kind: NormKind) -> Tensor:
     """The w of the definitions, in the dtype that it is multiplied in."""
     if not kind.round_before:
         weight = _wide(weight)
     return 1.0 + weight if kind.unit_offset else weight
 
 
-def _weighted(wide: Tensor, rstd: Tensor, weight: Tensor, dtype: torch.dtype, kind: Kind) -> Tensor:
+def _weighted(wide: Tensor, rstd: Tensor, weight: Tensor, dtype: torch.dtype, kind: NormKind) -> Tensor:
     """``wide * rstd * w``, rounded to ``dtype`` where this kind rounds."""
     normed, scale = wide * rstd, _scale(weight, kind)
     if not kind.round_before:

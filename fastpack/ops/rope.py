@@ -23,9 +23,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.implementation import Implementation, kernel_serves, use_triton
-from fastpack.ops.norm import Rounding, rms_norm
-from fastpack.ops.once import differentiable_once
+from fastpack.ops.kinds import Rounding
+from fastpack.ops.norm import rms_norm
 
 Layout = Literal["half", "interleaved"]
 

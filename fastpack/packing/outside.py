@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fastpack.packing.inputs import numbers_segments, pack_inputs
+from fastpack.packing.reading import numbers_segments, read_inputs
 
 read_outside = torch.compiler.disable(
-    pack_inputs,
+    read_inputs,
     reason="where the sequences of this batch begin and end has to be read on the host. For fullgraph=True pass a "
     "fastpack.PackedSeqLens, built in the collator and on the model's device, as packed_seq_lens",
 )

@@ -11,83 +11,14 @@ Shape suffixes: T tokens of all sequences, N sequences, U tokens that are kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
-from fastpack.errors import PackingError
-from fastpack.ops.copies import Copies
-from fastpack.packing.seqlens import PackedSeqLens, sent
-
-
-@dataclass(frozen=True)
-class Prefixes:
-    """What sequences have in common at their beginnings, as the host knows it.
-
-    Attributes:
-        order: numbers of the sequences, sorted so that those that begin alike are neighbours.
-        shared: how many tokens each, in this order, begins with that the one before it begins with; the first 0.
-    """
-
-    order: tuple[int, ...]
-    shared: tuple[int, ...]
-
-    @property
-    def saved(self) -> int:
-        """T - U: tokens that need not be computed."""
-        return sum(self.shared)
-
-
-@dataclass(frozen=True, eq=False)
-class SharedTokens:
-    """A batch of which each token of a trie is kept once.
-
-    Attributes:
-        full: the whole batch, as attention sees it.
-        copies: which of its T tokens are copies of which of the U that are kept.
-        position_ids: int64 ``[1, U]``.
-    """
-
-    full: PackedSeqLens
-    copies: Copies
-    position_ids: Tensor
-
-    @property
-    def total_tokens(self) -> int:
-        """U."""
-        return self.position_ids.shape[1]
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> SharedTokens:
-        """The same with its tensors on ``device``."""
-        return SharedTokens(
-            self.full.to(device, non_blocking),
-            self.copies.to(device, non_blocking),
-            self.position_ids.to(device, non_blocking=non_blocking),
-        )
-
-    def keep_ids(self, ids_1T: Tensor) -> Tensor:
-        """``[1, T]`` ids to ``[1, U]``, after a check that copies are copies.
-
-        It waits for the device nowhere on CUDA, where a failed check raises with the kernels that follow it.
-
-        Raises:
-            PackingError: these are not the ids that the prefixes were found in.
-        """
-        ids_1U = ids_1T.index_select(1, self.copies.first)
-        same = (ids_1U.index_select(1, self.copies.source) == ids_1T).all()
-        if same.device.type == "cuda":
-            torch._assert_async(same, _OTHER_IDS)
-        elif not bool(same):
-            raise PackingError(_OTHER_IDS)
-        return ids_1U
-
-
-_OTHER_IDS = (
-    "input_ids are not those that the prefixes in packed_seq_lens were found in: sequences begin differently that are "
-    "said to begin alike. Leave input_ids as the collator made them, or make packed_seq_lens anew from lengths."
-)
+from fastpack.ops.shared_rows import Copies
+from fastpack.packing.seqlens import PackedSeqLens, Prefixes, SharedTokens, sent
 
 
 def find_prefixes(lengths: Sequence[int], ids_T: Tensor, positions_T: Tensor | None = None) -> Prefixes:

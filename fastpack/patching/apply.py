@@ -100,6 +100,18 @@ def restore(model: nn.Module) -> list[Restore]:
 
 
 @contextmanager
+def temporarily_patched(model: nn.Module) -> Iterator[None]:
+    """Patch a stock model with the usual options, and restore it behind."""
+    options = PatchOptions()
+    for plan in plan_all([model], options):
+        apply(plan, options)
+    try:
+        yield
+    finally:
+        restore(model)
+
+
+@contextmanager
 def uncovered(model: nn.Module) -> Iterator[PatchState]:
     """A patched model without what others have put over our forwards since, and over its own, such as autocast.
 

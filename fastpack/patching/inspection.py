@@ -19,15 +19,11 @@ from fastpack.patching.changes import count_drop_ins, unfused
 from fastpack.patching.plan import PROJECTING
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
-from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.utils.classes import replaced_forward
 
 
-def report(target: Any) -> PatchReport:
-    """What was swapped, which backend serves, what was left alone and why.
-
-    For a trainer, the report of the model that it trains.
-    """
+def inspect_patch(target: Any, *more_notes: str) -> PatchReport:
+    """Return what was swapped in a model, or in the one that a trainer trains, and these notes of others besides."""
     model = models_of(target)[0]
     parts = find_parts(model)
     backbone, head = parts.backbone, parts.head
@@ -52,8 +48,7 @@ def report(target: Any) -> PatchReport:
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
-    if not isinstance(target, nn.Module) and (padding := note_on_padding(target)) is not None:
-        notes += (padding,)
+    notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
     skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
     skipped += unfused(backbone, state.changes)

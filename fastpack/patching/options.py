@@ -11,7 +11,7 @@ from fastpack.errors import KernelUnavailableError, PatchError
 from fastpack.ops.implementation import Implementation, why_no_kernels
 
 if TYPE_CHECKING:
-    from fastpack.batching.budget import TooLong
+    from fastpack.data.token_budget import TooLong
 
 Graphs = Literal["auto"] | None
 Loss = Literal["fused"] | None

@@ -180,7 +180,7 @@ def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, 
     context = PackingContext() if found.family.needs_scope or found.replaced_layers else None
     graphs = offload = None
     if options.graphs == "auto" and context is None:
-        from fastpack.graphs.runner import GraphRunner  # late, since heavy
+        from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy
 
         graphs = GraphRunner()
     if options.offload is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastpack.patching.tiers import WORDS, describe
-from fastpack.text import as_text
+from fastpack.utils.console import as_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

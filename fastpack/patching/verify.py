@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastpack.errors import ContaminationError, InconclusiveError, PatchError
-from fastpack.exactness.verification import Verification
+from fastpack.errors import PatchError
+from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families import family_of
 from fastpack.layers.adapters import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped

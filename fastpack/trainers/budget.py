@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-from fastpack.batching.budget import TOO_LONG
-from fastpack.batching.budget_sampler import TokenBudgetSampler
-from fastpack.batching.collators import stock_collator
-from fastpack.batching.lengths import lengths_of
+from fastpack.data.collators import stock_collator
+from fastpack.data.lengths import lengths_of
+from fastpack.data.sampler import TokenBudgetSampler
+from fastpack.data.token_budget import TOO_LONG
 from fastpack.errors import PatchError
 from fastpack.patching.options import TokenBudget
 from fastpack.patching.state import BUDGET, kept_on
-from fastpack.text import counted
 from fastpack.trainers import loader, steps
 from fastpack.trainers.kinds import Kind, averages, kind_of
+from fastpack.utils.console import counted
 from fastpack.utils.replacement import Replacement
 
 
@@ -115,7 +115,7 @@ def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
         raise PatchError(
             f"max_tokens={budget.max_tokens} needs a trainer that is already built, not a {type(trainer).__name__}: "
             "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For a loop of your own see "
-            "fastpack.batching.budget_sampler.TokenBudgetSampler."
+            "fastpack.data.sampler.TokenBudgetSampler."
         )
     why = next(_reasons(trainer, kind, budget), None)
     if why is not None:

@@ -20,9 +20,9 @@ from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
 from fastpack.patching.state import FUSED_LOSS, kept_on
-from fastpack.text import counted
 from fastpack.trainers import steps
 from fastpack.trainers.budget import remove_budget
+from fastpack.utils.console import counted
 from fastpack.utils.replacement import Replacement, replaces
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from fastpack.batching.budget_sampler import TokenBudgetSampler
+from fastpack.data.sampler import TokenBudgetSampler
 from fastpack.errors import PackingError
 from fastpack.patching.options import TokenBudget
 from fastpack.utils.replacement import Replacement

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.batching.budget import COST
-from fastpack.batching.budget_steps import split
+from fastpack.data.bin_packing import split
+from fastpack.data.token_budget import COST
 from fastpack.errors import PackingError
 from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, divides, lengths, piece, rows
 from fastpack.utils.replacement import Replacement

@@ -18,7 +18,7 @@ from attention_cases import FACTORS, LENGTHS, Case, Outcome, assert_exact, measu
 from fastpack.attention_dispatch import BACKENDS, attend, choose
 from fastpack.backends import flex
 from fastpack.backends.call import AttentionCall
-from fastpack.graphs.recorder import no_synchronisation
+from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.packing.seqlens import PackedSeqLens
 
 pytestmark = pytest.mark.gpu

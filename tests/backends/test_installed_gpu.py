@@ -16,7 +16,7 @@ from fastpack import BackendUnavailableError
 from fastpack.attention_dispatch import attend
 from fastpack.backends import flash_attn, xformers
 from fastpack.backends.call import AttentionCall
-from fastpack.graphs.recorder import no_synchronisation
+from fastpack.cuda_graphs.recorder import no_synchronisation
 
 pytestmark = pytest.mark.gpu
 

@@ -259,7 +259,7 @@ def test_a_library_that_xformers_lacks_is_named_with_its_package(
     machine(*H100)
     reason = str(xformers.rejects(shape()))
     assert reason.startswith("xformers is there and libcudart.so.12 is not (pip install nvidia-cuda-runtime-cu12")
-    from fastpack.commands import doctor
+    from fastpack.cli import doctor
 
     assert doctor._backends(torch.device("cuda"))["xformers"]["bfloat16"] == reason
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fastpack.batching.budget import COST, BatchPlan, plan_batches
-from fastpack.batching.budget_steps import Job, _spread, divided, filled, split
+from fastpack.data.bin_packing import Job, _spread, divided, filled, split
+from fastpack.data.token_budget import COST, BatchPlan, plan_batches
 from fastpack.errors import PackingError
 
 RANKS = st.sampled_from([1, 2, 8])

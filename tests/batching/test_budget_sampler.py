@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from fastpack.batching import budget_sampler
-from fastpack.batching.budget_sampler import TokenBudgetSampler, compare_ranks
+from fastpack.data import sampler as budget_sampler
+from fastpack.data.sampler import TokenBudgetSampler, compare_ranks
 from fastpack.errors import PackingError
 
 RANKS = st.sampled_from([1, 2, 8])

@@ -17,7 +17,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
 import fastpack
 from fastpack import PackedSeqLens, PackingError
-from fastpack.graphs.recorder import no_synchronisation
+from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.packing import inputs as packing_inputs
 from fastpack.packing.inputs import pack_inputs
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastpack.batching.lengths import lengths_of
+from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError
 
 PAIR = {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5, 6]}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fastpack
 from fastpack import PackedSeqLens, PackingError
-from fastpack.batching.packed import PackedPreferenceCollator, PackedSFTCollator
+from fastpack.data.packed_collators import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.packing import inputs as packing_inputs
 from fastpack.packing.seqlens import IGNORE_INDEX
 

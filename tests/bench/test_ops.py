@@ -16,7 +16,7 @@ from fastpack.bench.measure import time_calls
 from fastpack.bench.ops import runner
 from fastpack.bench.ops.case import LIGER, LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.runner import OpFigures, OpsOutcome, all_cases, check, run_case
-from fastpack.cli import main
+from fastpack.cli.main import main
 
 CASES = all_cases()
 CPU = torch.device("cpu")

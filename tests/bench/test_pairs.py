@@ -17,7 +17,7 @@ from fastpack.bench.lengths import make_pair_lengths, sequences
 from fastpack.bench.preference import dpo_step_flops, make_pairs
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import make_config
-from fastpack.commands.bench import choose, make_parser, make_settings
+from fastpack.cli.bench import choose, make_parser, make_settings
 from fastpack.errors import FastpackError
 
 PAIRS = [(5, 7, 11), (3, 2, 4)]

@@ -14,16 +14,16 @@ from rich.console import Console
 
 from fastpack.bench import runner
 from fastpack.bench.ceiling import Ceiling
-from fastpack.bench.contestants import CONTESTANTS
 from fastpack.bench.flops import step_flops
-from fastpack.bench.gate import compare
 from fastpack.bench.plot import save_plot
 from fastpack.bench.runner import Outcome, floor_rate
+from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import make_config
 from fastpack.bench.table import print_outcome
-from fastpack.cli import main
-from fastpack.commands.bench import check, choose, make_parser, make_settings, run
+from fastpack.bench.variants import CONTESTANTS
+from fastpack.cli.bench import check, choose, make_parser, make_settings, run
+from fastpack.cli.main import main
 from fastpack.errors import FastpackError
 
 CEILING = Ceiling(790e12, 4.3e12, "8192^3 bfloat16", "a GPU")
@@ -230,7 +230,7 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
 def test_flags_that_nobody_would_read(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastpack.commands.bench.run", None)
+    monkeypatch.setattr("fastpack.cli.bench.run", None)
     assert main(["bench", *flags]) == 2
     assert said in capsys.readouterr().err
 
@@ -322,7 +322,7 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from fastpack import commands
+    from fastpack import cli as commands
 
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
     bitsandbytes, matplotlib = ["--loop", "plain", "--mode", "qlora"], ["--plot", "x.png"]

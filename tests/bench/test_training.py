@@ -13,13 +13,14 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from fastpack import commands
-from fastpack.bench import contestant, loops, models, varlen_attention
-from fastpack.bench.gate import compare
+from fastpack import cli as commands
+from fastpack.bench import loops, models, varlen_attention
+from fastpack.bench import variant_run as contestant
 from fastpack.bench.preference import learn_later
+from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.shapes import SHAPES
-from fastpack.cli import main
+from fastpack.cli.main import main
 
 trains_on_cpu = pytest.mark.skipif(
     not torch.cuda.is_available() and not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU"

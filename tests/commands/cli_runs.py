@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fastpack import commands
-from fastpack.cli import main
+from fastpack import cli as commands
+from fastpack.cli.main import main
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 STEPS = 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_runs import SIZES
 
-from fastpack.commands.demo.data import make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
+from fastpack.cli.demo.data import make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ from oracle import FLOAT32_BOUND
 from readme import claimed
 
 import fastpack
-from fastpack.cli import main
-from fastpack.commands.families import family_rows
-from fastpack.commands.meter import Summary, hint
+from fastpack.cli.families import family_rows
+from fastpack.cli.main import main
+from fastpack.cli.meter import Summary, hint
 from fastpack.families import FAMILIES
 from fastpack.utils.versions import NEWEST_TRIED
 
@@ -109,8 +109,8 @@ def test_lora_on_four_bit_weights(work: Path) -> None:
 
 
 def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastpack.commands.arguments import parse
-    from fastpack.commands.sft import SFT
+    from fastpack.cli.arguments import parse
+    from fastpack.cli.sft import SFT
 
     flags = ["--random_init", str(work / "llama.json"), "--dataset_name", "rows.jsonl"]
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
@@ -217,7 +217,7 @@ def test_a_command_that_is_interrupted(monkeypatch: pytest.MonkeyPatch, capsys: 
     def interrupted(arguments: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fastpack.commands.doctor.main", interrupted)
+    monkeypatch.setattr("fastpack.cli.doctor.main", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr().err.split("\n") == ["", "fastpack doctor: interrupted", ""]
 
@@ -281,7 +281,7 @@ def test_doctor_names_what_is_too_old_or_was_not_tried(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from fastpack.commands import doctor
+    from fastpack.cli import doctor
 
     versions = {"transformers": transformers, "torch": "2.11.0+cu128"}
     monkeypatch.setattr(doctor, "version_of", versions.get)
@@ -317,5 +317,5 @@ def test_families_are_on_the_rung_that_a_run_proved() -> None:
 def test_the_module_is_the_command_and_starts_light() -> None:
     shown = subprocess.run([sys.executable, "-m", "fastpack", "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == f"fastpack {fastpack.__version__}"
-    code = "import fastpack.cli, sys; sys.exit(bool({'transformers', 'trl', 'rich'} & set(sys.modules)))"
+    code = "import fastpack.cli.main, sys; sys.exit(bool({'transformers', 'trl', 'rich'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

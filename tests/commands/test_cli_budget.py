@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from cli_runs import losses, run_dpo, run_sft, sft_flags, trains_on_cpu
 
-from fastpack.cli import main
+from fastpack.cli.main import main
 
 METRICS = ("fastpack/real_tokens", "fastpack/step_seconds", "fastpack/tokens_per_second_per_gpu")
 

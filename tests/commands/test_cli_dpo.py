@@ -11,7 +11,7 @@ import pytest
 from cli_runs import LORA, STEPS, assert_one_line, losses, run_dpo, sft_flags, trains_on_cpu
 from oracle import FLOAT32_BOUND
 
-from fastpack.cli import main
+from fastpack.cli.main import main
 
 
 def check_equal_dpo(patched: dict[str, Any], stock: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cli_runs import SIZES, assert_one_line, sft_flags
 
-from fastpack import commands
+from fastpack import cli as commands
 
 
 @pytest.mark.parametrize(

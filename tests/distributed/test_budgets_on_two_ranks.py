@@ -14,7 +14,7 @@ from ranks import Ranks
 from trainer_cases import BUILD, DATA, Gradients, furthest
 
 from fastpack import TokenBudget
-from fastpack.commands import trl_trains_on_cpu
+from fastpack.cli import trl_trains_on_cpu
 
 pytestmark = pytest.mark.skipif(
     not (trl_trains_on_cpu() or torch.cuda.is_available()), reason="this TRL's loss needs a GPU"

@@ -9,7 +9,7 @@ import torch
 from rank_trainers import FSDP2, STEPS, train, train_on_ranks, trainer_of
 from ranks import Ranks
 
-from fastpack.commands import trl_trains_on_cpu
+from fastpack.cli import trl_trains_on_cpu
 
 WRAPS: dict[str, tuple[dict[str, Any], str]] = {
     "ddp": ({}, "DistributedDataParallel"),

@@ -11,8 +11,8 @@ import fastpack
 from fastpack.exactness import tiny
 from fastpack.exactness.oracle import DRAWS, STEADY, _finer
 from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_norms
-from fastpack.smoke.setting import GPU_HEAD_DIM, Setting
-from fastpack.smoke.worker import oracle_of
+from fastpack.testing.setting import GPU_HEAD_DIM, Setting
+from fastpack.testing.worker import oracle_of
 
 HALF = Setting("cpu", "bfloat16", GPU_HEAD_DIM)
 WIDE = Setting("cpu", "float32", GPU_HEAD_DIM)

@@ -26,9 +26,9 @@ from fastpack.families import (
     SCOPED_FAMILIES,
     Family,
 )
-from fastpack.smoke.most_used import MOST_USED
-from fastpack.smoke.setting import Setting
-from fastpack.smoke.worker import oracle_of
+from fastpack.testing.most_used import MOST_USED
+from fastpack.testing.setting import Setting
+from fastpack.testing.worker import oracle_of
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
 TINY = Setting()

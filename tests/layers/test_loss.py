@@ -33,7 +33,7 @@ from torch import Tensor, nn
 import fastpack
 from fastpack.model import head as causal_lm
 from fastpack.model import loss as module
-from fastpack.ops import linear_cross_entropy as op
+from fastpack.ops.loss import linear_cross_entropy as op
 from fastpack.packing.seqlens import PackedSeqLens
 
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack import PackedSeqLens
-from fastpack.backends import mixer_kernels
-from fastpack.backends.mixer_kernels import packed_conv, packed_ssd
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families import FAMILIES
 from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.forward import mixer_rung
+from fastpack.layers.mixers.kernels import packed_conv, packed_ssd
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
 BOUND = 1e-4

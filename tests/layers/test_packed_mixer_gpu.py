@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack import PackedSeqLens
-from fastpack.backends import mixer_kernels
-from fastpack.backends.mixer_kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
+from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers import packed as packed_mixer
+from fastpack.layers.mixers.kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")

@@ -14,7 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastpack.ops.kernels import launch, products, thin, updated_glu
+from fastpack.ops.kernels import launch
+from fastpack.ops.kernels import lora as thin
+from fastpack.ops.kernels import lora_glu as updated_glu
+from fastpack.ops.kernels import row_limited_mm as products
 
 LIMITS = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448}
 """Bytes that a program may have: T4, A100, RTX 4090 and L4, H100 and H200."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.linear_cross_entropy import Reduction, linear_cross_entropy
-from fastpack.ops.sequence_log_probs import sequence_log_probs
+from fastpack.ops.loss.linear_cross_entropy import Reduction, linear_cross_entropy
+from fastpack.ops.loss.sequence_log_probs import sequence_log_probs
 
 IMPLEMENTATIONS = [
     "torch",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpack.ops.copies import Copies, first_copies, spread, sum_copies
+from fastpack.ops.shared_rows import Copies, first_copies, spread, sum_copies
 
 PLACES = (0, 1, 2, 0, 1, 3, 0, 4, 1, 2)
 SOURCE = torch.tensor(PLACES)

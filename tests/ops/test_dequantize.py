@@ -11,8 +11,8 @@ from common import DEVICES, KERNEL_DTYPES, count_calls, relative
 from torch import Tensor
 
 from fastpack.ops.dequantize import definition, dequantize, kernel_rejects
-from fastpack.ops.projection_parts import Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear.parts import Projection
+from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import dequantize as kernels

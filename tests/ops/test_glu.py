@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 
-from fastpack.ops.glu import ActivationKind, activation_kind, gated, gated_backward, gated_forward
+from fastpack.ops.glu import activation_kind, gated, gated_backward, gated_forward
+from fastpack.ops.kinds import ActivationKind
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import glu as kernels

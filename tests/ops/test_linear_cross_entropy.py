@@ -37,7 +37,7 @@ from cross_entropy_cases import (
 from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.linear_cross_entropy import Reduction, linear_cross_entropy
+from fastpack.ops.loss.linear_cross_entropy import Reduction, linear_cross_entropy
 
 # --- values and gradients ---------------------------------------------------------------------------------------------
 

@@ -33,10 +33,10 @@ from cross_entropy_cases import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.graphs.recorder import no_synchronisation
-from fastpack.ops import linear_cross_entropy as module
+from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.linear_cross_entropy import Reduction, linear_cross_entropy
+from fastpack.ops.loss import linear_cross_entropy as module
+from fastpack.ops.loss.linear_cross_entropy import Reduction, linear_cross_entropy
 
 # --- work and memory --------------------------------------------------------------------------------------------------
 

@@ -11,15 +11,8 @@ from common import DEVICES, EPS, KERNEL_DTYPES, assert_no_worse, count_calls, de
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.ops.norm import (
-    MAX_WIDTH,
-    layer_norm,
-    rms_norm,
-    rms_norm_apply,
-    rms_norm_backward,
-    rms_norm_forward,
-)
-from fastpack.ops.products import RowCount
+from fastpack.ops.norm import MAX_WIDTH, layer_norm, rms_norm, rms_norm_apply, rms_norm_backward, rms_norm_forward
+from fastpack.ops.row_count import RowCount
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import norm as kernels

@@ -14,7 +14,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.qwen3 import modeling_qwen3
 
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.norm import Rounding
+from fastpack.ops.kinds import Rounding
 from fastpack.ops.rope import Layout, apply_rope, norm_rope
 
 EPS = 1e-3  # large, so that it shows

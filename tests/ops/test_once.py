@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
 import fastpack
-from fastpack.ops.once import differentiable_once
+from fastpack.ops.autograd import differentiable_once
 
 IDS = torch.randint(3, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 

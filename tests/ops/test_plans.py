@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastpack.ops import plans
+from fastpack.ops import tile_plan as plans
 
 PROGRAMS = 132
 

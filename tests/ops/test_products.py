@@ -10,10 +10,11 @@ import torch
 from common import DEVICES, KERNEL_DTYPES, assert_no_worse, relative
 from torch import Tensor
 
-from fastpack.graphs.recorder import no_synchronisation
-from fastpack.ops import products
-from fastpack.ops.plans import plan
-from fastpack.ops.products import RowCount, Sum, go_together, sum_of_products, sums_of_products
+from fastpack.cuda_graphs.recorder import no_synchronisation
+from fastpack.ops.linear import row_limited_mm as products
+from fastpack.ops.linear.row_limited_mm import go_together, sum_of_products, sums_of_products
+from fastpack.ops.row_count import RowCount, Sum
+from fastpack.ops.tile_plan import plan
 
 kernels = pytest.importorskip("fastpack.ops.kernels.products")
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_finite")

@@ -12,11 +12,13 @@ from common import DEVICES, relative
 from test_products import T, counted
 from torch import Tensor
 
-from fastpack.ops import products, projections
-from fastpack.ops.gated_mlp import gated_mlp
-from fastpack.ops.products import RowCount, serves
-from fastpack.ops.projection_parts import Lora, Norm, Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear import projections
+from fastpack.ops.linear import row_limited_mm as products
+from fastpack.ops.linear.gated_mlp import gated_mlp
+from fastpack.ops.linear.parts import Lora, Norm, Projection
+from fastpack.ops.linear.projections import project
+from fastpack.ops.linear.row_limited_mm import serves
+from fastpack.ops.row_count import RowCount
 
 kernels = pytest.importorskip("fastpack.ops.kernels.products")
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_finite")

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastpack.ops.gated_mlp import gated_mlp
-from fastpack.ops.lora import add_updates
+from fastpack.ops.linear.gated_mlp import gated_mlp
+from fastpack.ops.linear.lora import add_updates
+from fastpack.ops.linear.parts import Lora, Norm, Projection
+from fastpack.ops.linear.projections import project
 from fastpack.ops.norm import rms_norm
-from fastpack.ops.projection_parts import Lora, Norm, Projection
-from fastpack.ops.projections import project
 
 T, H, INNER, R = 13, 24, 40, 3
 BOUND = 1e-5

@@ -10,10 +10,10 @@ import torch
 from test_projections import T, agree, leaf
 from torch import Tensor
 
-from fastpack.ops import projections
-from fastpack.ops.products import RowCount
-from fastpack.ops.projection_parts import Lora, Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear import projections
+from fastpack.ops.linear.parts import Lora, Projection
+from fastpack.ops.linear.projections import project
+from fastpack.ops.row_count import RowCount
 
 
 def four_bit(out: int) -> Any:

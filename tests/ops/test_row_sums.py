@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpack.ops.projection_parts import Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear.parts import Projection
+from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import row_sums

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpack.ops import projections as projections_module
-from fastpack.ops import updates
-from fastpack.ops.projection_parts import Lora, Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear import lora_matmul as updates
+from fastpack.ops.linear import projections as projections_module
+from fastpack.ops.linear.parts import Lora, Projection
+from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")
-from fastpack.ops.kernels import thin
+from fastpack.ops.kernels import lora as thin
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]

@@ -7,7 +7,7 @@ import torch
 from common import KERNEL_DTYPES, relative
 
 pytest.importorskip("triton")
-from fastpack.ops.kernels.times import BLOCK, times
+from fastpack.ops.kernels.scale import BLOCK, times
 
 
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)

@@ -11,7 +11,7 @@ from cross_entropy_cases import CASES, FLOAT32_BOUND, IMPLEMENTATIONS, REDUCTION
 from torch import Tensor
 
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.linear_cross_entropy import Reduction
+from fastpack.ops.loss.linear_cross_entropy import Reduction
 
 
 def defined_statistics(inputs: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -> Tensor:

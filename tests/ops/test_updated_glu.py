@@ -10,13 +10,13 @@ import torch
 from oracle import relative
 from torch import Tensor
 
-from fastpack.ops.gated_mlp import gated_mlp
-from fastpack.ops.products import RowCount
-from fastpack.ops.projection_parts import Lora, Norm, Projection
-from fastpack.ops.updated_glu import Factors, updated_backward, updated_forward
+from fastpack.ops.linear.gated_mlp import gated_mlp
+from fastpack.ops.linear.lora_glu import Factors, updated_backward, updated_forward
+from fastpack.ops.linear.parts import Lora, Norm, Projection
+from fastpack.ops.row_count import RowCount
 
 pytest.importorskip("triton")
-from fastpack.ops.kernels import updated_glu as kernels
+from fastpack.ops.kernels import lora_glu as kernels
 from tests.ops.common import count_calls
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -9,8 +9,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from fastpack.smoke.record import Row
-from fastpack.smoke.worker import Task
+from fastpack.testing.record import Row
+from fastpack.testing.worker import Task
 
 
 def send(sent: Path, row: Row | None) -> None:

@@ -19,23 +19,23 @@ from known_families import KNOWN
 from readme import MEND, claimed, section
 
 import fastpack
-import fastpack.smoke.__main__ as smoke
-from fastpack import commands
+import fastpack.cli.smoke as smoke
+from fastpack import cli as commands
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
-from fastpack.cli import main
-from fastpack.commands import families
+from fastpack.cli import families
+from fastpack.cli.main import main
+from fastpack.cli.smoke_flags import choose
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
 from fastpack.families import FAMILIES, REFUSED
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.smoke import processes, train, worker
-from fastpack.smoke.flags import choose
-from fastpack.smoke.most_used import MOST_USED
-from fastpack.smoke.record import Record, Row
-from fastpack.smoke.setting import Setting
-from fastpack.smoke.worker import EACH, USUAL, Task
+from fastpack.testing import processes, train, worker
+from fastpack.testing.most_used import MOST_USED
+from fastpack.testing.record import Record, Row
+from fastpack.testing.setting import Setting
+from fastpack.testing.worker import EACH, USUAL, Task
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")

@@ -1,4 +1,4 @@
-"""``python -m fastpack.smoke.preference``: a table and an exit code that can be trusted."""
+"""``python -m fastpack.testing.preference``: a table and an exit code that can be trusted."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from test_preference_trainers import LOSSES as OF_THE_SUITE
 
 import fastpack
-import fastpack.smoke.preference.__main__ as smoke
-from fastpack import commands
-from fastpack.commands.demo.data import make_pairs, train_tokenizer
-from fastpack.smoke.preference import cases
-from fastpack.smoke.preference.cases import LOSSES, TRAINERS, Case, Work, all_cases, run
-from fastpack.smoke.preference.judge import differences, problems
+import fastpack.cli.smoke_preference as smoke
+from fastpack import cli as commands
+from fastpack.cli.demo.data import make_pairs, train_tokenizer
+from fastpack.testing.preference import cases
+from fastpack.testing.preference.cases import LOSSES, TRAINERS, Case, Work, all_cases, run
+from fastpack.testing.preference.judge import differences, problems
 
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
 FEW = ["--pairs", "2", "--steps", "2", "--max-length", "96", "--learning-rate", "1e-3"]  # or controls see too little

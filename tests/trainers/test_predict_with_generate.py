@@ -19,7 +19,7 @@ from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTraining
 
 import fastpack
 from fastpack import PackedSeqLens, PackingError
-from fastpack.batching.collators import stock_collator
+from fastpack.data.collators import stock_collator
 
 NEW = {"max_new_tokens": 5, "do_sample": False}
 

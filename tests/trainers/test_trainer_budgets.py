@@ -12,7 +12,7 @@ import torch
 from trainer_cases import BUILD, DATA, EXAMPLES, Gradients, furthest, ids_of, total, watch_batches
 
 import fastpack
-from fastpack.batching.lengths import lengths_of
+from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.patching.options import TokenBudget
 from fastpack.trainers.kinds import KINDS, piece

@@ -40,7 +40,7 @@ from transformers import (
 from trl import SFTConfig, SFTTrainer
 
 import fastpack
-from fastpack.batching.lengths import lengths_of
+from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.patching.options import TokenBudget
 from fastpack.trainers.kinds import kind_of

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run
 from fastpack.ops.dequantize import definition, dequantize
-from fastpack.ops.gated_mlp import gated_mlp
-from fastpack.ops.projection_parts import Lora, Projection
-from fastpack.ops.projections import project
+from fastpack.ops.linear.gated_mlp import gated_mlp
+from fastpack.ops.linear.parts import Lora, Projection
+from fastpack.ops.linear.projections import project
 
 LORA_SCALE = 2.0
 NF4 = (

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fastpack.attention_dispatch import AttentionCall, attend, explain
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run
-from fastpack.ops.linear_cross_entropy import linear_cross_entropy
-from fastpack.ops.sequence_log_probs import sequence_log_probs
+from fastpack.ops.loss.linear_cross_entropy import linear_cross_entropy
 from fastpack.packing.seqlens import PackedSeqLens
 
 
@@ -97,15 +96,6 @@ CASES = [
         lambda make: _loss_flops(make, 3),
         "flops",
         liger=_liger_loss,
-    ),
-    Case(
-        "sequence_log_probs",
-        "the log-probability of each sequence, on a frozen head",
-        lambda make: [*_loss_inputs(make, trained=False), _packed(make)],
-        lambda _: {PLAIN: _plain_log_probs, OURS: sequence_log_probs},
-        lambda make: _loss_flops(make, 2),
-        "flops",
-        packed=True,
     ),
     Case(
         "attention",

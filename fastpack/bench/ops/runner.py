@@ -6,7 +6,7 @@ import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
 from fastpack.bench.ops.case import LIGER, LLAMA_8B, PLAIN, SMALL, Case, Inputs, Maker, Run
+from fastpack.bench.ops.results import OpFigures, OpsOutcome
+from fastpack.bench.ops.table import print_end, print_op
 from fastpack.exactness.rule import bound_of, is_half, largest, middle, relative, worst
 
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
@@ -26,58 +28,6 @@ DRAWS, FEW_TOKENS = 3, 4096
 OUT_OF_MEMORY = "out of memory"
 
 
-@dataclass
-class OpFigures:
-    """One implementation at one T.
-
-    Attributes:
-        forward, both: seconds of the forward, and of forward and backward (of ops without gradients the forward);
-            None where memory did not suffice, which ``error`` then says.
-        share: of the machine's limit, for what both can't do without.
-        peak_memory: bytes beyond inputs and gradients, for forward and backward; None on a CPU.
-        deviation: the error, as a share of what is allowed; None where it was not looked at.
-    """
-
-    op: str
-    implementation: str
-    tokens: int
-    forward: float | None = None
-    both: float | None = None
-    share: float | None = None
-    peak_memory: int | None = None
-    deviation: float | None = None
-    error: str | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Unless it was found otherwise."""
-        return self.deviation is None or self.deviation <= 1
-
-
-@dataclass
-class OpsOutcome:
-    """Everything measured."""
-
-    ceiling: Ceiling
-    machine: dict[str, Any]
-    figures: list[OpFigures] = field(default_factory=list)
-
-    @property
-    def compared(self) -> bool:
-        """Whether any result was."""
-        return any(row.deviation is not None for row in self.figures)
-
-    @property
-    def inexact(self) -> list[OpFigures]:
-        """Ours that are further off than allowed."""
-        return [row for row in self.figures if row.implementation not in (PLAIN, LIGER) and not row.exact]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For a JSON file."""
-        figures = [asdict(row) for row in self.figures]
-        return {"machine": self.machine, "ceiling": asdict(self.ceiling), "ops": figures}
-
-
 def all_cases() -> dict[str, Case]:
     """By name."""
     from fastpack.bench.ops import elementwise_cases, lora_cases, product_cases
@@ -87,7 +37,6 @@ def all_cases() -> dict[str, Case]:
 
 def run_ops(cases: Sequence[Case], sweep: Sequence[int] | None = None, lengths: str = "alpaca") -> OpsOutcome:
     """Check and time each op at each T. Its table is printed when its sweep has ended."""
-    from fastpack.bench.ops.table import print_end, print_op
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, dtype = (LLAMA_8B, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fastpack.bench.ops.case import PLAIN, Case
-from fastpack.bench.ops.runner import OpFigures, OpsOutcome
-from fastpack.text import room_for, without_empty
+from fastpack.bench.ops.results import OpFigures, OpsOutcome
+from fastpack.utils.console import room_for, without_empty
 
 WIDTH = 110
 COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB", "error")

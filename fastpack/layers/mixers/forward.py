@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fastpack.backends import mixer_kernels
 from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.windows import CHUNKED, SLIDING, masked_size

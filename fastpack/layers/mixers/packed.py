@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastpack.backends import mixer_kernels
-from fastpack.backends.mixer_kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
 from fastpack.errors import PatchError
 from fastpack.families import forward_hash
 from fastpack.families.spec import MixerSpec
+from fastpack.layers.mixers import kernels as mixer_kernels
+from fastpack.layers.mixers.kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
 from fastpack.packing.mask import is_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Forward

@@ -17,7 +17,7 @@ from torch import Tensor
 from fastpack.ops.kernels.launch import early, in_rows, on_device, wait_for_inputs
 
 if TYPE_CHECKING:
-    from fastpack.ops.glu import ActivationKind
+    from fastpack.ops.kinds import ActivationKind
 
 BLOCK, WARPS = 1024, 4
 """Elements of a program, and its warps."""

@@ -25,7 +25,7 @@ from fastpack.ops.kernels.launch import early, in_rows, on_device, processors, r
 from fastpack.ops.kernels.row_sums import sum_rows
 
 if TYPE_CHECKING:
-    from fastpack.ops.norm import Kind
+    from fastpack.ops.kinds import NormKind
 
 FEW = 1024
 """Rows below which programs that walk over them have little to walk."""
@@ -203,7 +203,7 @@ def _backward_weight_kernel(
 
 
 def forward(
-    x: Tensor, weight: Tensor, eps: float, kind: Kind, rstd: Tensor | None = None, count: Tensor | None = None
+    x: Tensor, weight: Tensor, eps: float, kind: NormKind, rstd: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Normalised, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given.
 
@@ -238,7 +238,7 @@ def backward(
     mean: Tensor | None,
     rstd: Tensor,
     grad_summed: Tensor | None,
-    kind: Kind,
+    kind: NormKind,
     needed: tuple[bool, bool],
     count: Tensor | None = None,
     normed: Tensor | None = None,

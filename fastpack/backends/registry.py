@@ -1,0 +1,60 @@
+"""The table of attention backends.
+
+A backend is a module with ``run(call)`` and ``rejects(shape)``; adding one is a file in this folder and a row here.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fastpack.backends import (
+    flash_attn,
+    flex,
+    mem_efficient,
+    reference,
+    segments,
+    torch_varlen,
+    triton_packed,
+    xformers,
+)
+from fastpack.backends.call import AttentionCall, AttentionShape
+
+
+class Backend(Protocol):
+    """What a module in ``backends/`` provides. Its docstring's first line says what it is."""
+
+    __doc__: str | None
+
+    def run(self, call: AttentionCall, /) -> Tensor:
+        """``[T, H, V]``: attention of each token over its own sequence, itself and before."""
+
+    def rejects(self, shape: AttentionShape, /) -> str | None:
+        """Why this backend can't serve, or None if it can."""
+
+
+# In order of preference: `auto` takes the first that does not reject.
+BACKENDS: dict[str, Backend] = {
+    "flash_attn": flash_attn,
+    "torch_varlen": torch_varlen,
+    "xformers": xformers,
+    "mem_efficient": mem_efficient,
+    "flex": flex,
+    "triton_packed": triton_packed,
+    "segments": segments,
+    "reference": reference,
+}
+
+TRACED = ("torch_varlen",)
+"""Backends that are operators of torch's own, which ``torch.compile`` knows: there ``auto`` prefers them."""
+
+
+def in_order(shape: AttentionShape) -> list[str]:
+    """Names in the order in which ``auto`` tries them: the table's, our own kernel ahead of those it is faster than."""
+    names = list(BACKENDS)
+    if triton_packed.wins(shape):
+        names.remove("triton_packed")
+        next_best = "torch_varlen" if flash_attn.wins_on_long(shape) else "flash_attn"
+        names.insert(names.index(next_best), "triton_packed")
+    return names

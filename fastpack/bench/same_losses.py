@@ -1,0 +1,76 @@
+"""Do all contestants train the same model? Without that, no speed is worth a word.
+
+Each contestant is compared with the first one before the next begins, over its first steps: the loss, and the norm of
+all gradients. The loss of random weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 %
+and more), and a wrong backward shows in nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fastpack.bench.loops import GATE_STEPS
+from fastpack.bench.settings import Figures
+from fastpack.utils.console import counted
+
+Precision = Literal["full precision", "half precision"]
+LOSS_BOUND: dict[Precision, float] = {"full precision": 1e-4, "half precision": 2e-2}
+NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 2e-2}
+"""How far apart they may be, relative."""
+NOT_COMPARED = 3
+"""An exit code of its own: 1 is for what differs, 2 for what the user has to mend."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Where any contestant is furthest from the first, measured by the bound that holds there.
+
+    ``contestant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
+    those whose gradients were.
+    """
+
+    agree: bool
+    contestant: str | None = None
+    against: str = ""
+    what: str = ""
+    step: int = 0
+    difference: float = 0.0
+    bound: float = 0.0
+    steps: int = 0
+    norm_steps: int = 0
+
+    @property
+    def compared(self) -> bool:
+        """Whether there was anything to compare."""
+        return self.contestant is not None
+
+    def __str__(self) -> str:
+        if not self.compared:
+            return "nothing was compared: fewer than two contestants ran"
+        return (
+            f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
+            f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.contestant!r}, in "
+            f"the {self.what} of step {self.step}, by {self.difference:.1e} of it (bound {self.bound:g})"
+        )
+
+
+def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
+    """Return the verdict on all contestants that ran."""
+    ran = [row for row in figures if row.error is None]
+    steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
+    norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])
+    found: list[Verdict] = []
+    for row in ran[1:]:
+        for what, bound, ours, theirs in (
+            ("loss", LOSS_BOUND[precision], row.losses[:steps], ran[0].losses),
+            ("gradients' norm", NORM_BOUND[precision], row.gradient_norms[:norm_steps], ran[0].gradient_norms),
+        ):
+            for step, (our, their) in enumerate(zip(ours, theirs, strict=False), 1):
+                off = abs(our - their) / abs(their) if their else math.inf
+                difference = math.inf if math.isnan(off) else off
+                where = (row.contestant, ran[0].contestant, what, step, difference, bound)
+                found.append(Verdict(difference <= bound, *where, steps, norm_steps))
+    return max(found, key=lambda verdict: verdict.difference / verdict.bound, default=Verdict(agree=True))

@@ -1,0 +1,277 @@
+"""The arguments of the commands that train: TRL's, and ours beside them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import trl
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser  # type: ignore[attr-defined]
+from yaml import YAMLError
+
+from fastpack.attention_dispatch import BACKENDS
+from fastpack.cli import UsageError, loading_errors
+from fastpack.cli.meter import Summary
+from fastpack.data.token_budget import TOO_LONG
+from fastpack.ops.implementation import IMPLEMENTATIONS
+from fastpack.patching.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget
+from fastpack.patching.report import PatchReport
+
+Logs = Mapping[str, Any]
+PATCH_OPTIONS = ("attention", "kernels", "graphs", "loss", "offload", "share_prefixes")
+"""Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
+BUDGET = ("max_tokens", "same_steps", "too_long")
+"""And which make a token budget."""
+
+
+@dataclass
+class OwnArguments:
+    """What fastpack's commands add to TRL's arguments."""
+
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Folder or hub id of the tokenizer. Default: that of the model."}
+    )
+    random_init: str | None = field(
+        default=None,
+        metadata={
+            "help": "Instead of --model_name_or_path: a config (JSON file, folder or hub id) of which to build a "
+            "model with random weights."
+        },
+    )
+    attention: str = field(
+        default="auto",
+        metadata={"help": "Attention backend of the patched model.", "choices": ["auto", *BACKENDS]},
+    )
+    kernels: str = field(
+        default="auto",
+        metadata={"help": "What computes norms, RoPE and gated units.", "choices": list(IMPLEMENTATIONS)},
+    )
+    graphs: str | None = field(
+        default=None,
+        metadata={"help": "Replay the decoder stack as CUDA graphs wherever that is right.", "choices": ["auto"]},
+    )
+    loss: str | None = field(
+        default=None,
+        metadata={
+            "help": "Of sft: the head's own loss in training, without logits, in place of TRL's; the metrics stay.",
+            "choices": ["fused"],
+        },
+    )
+    offload: str | None = field(
+        default=None,
+        metadata={
+            "help": "With gradient checkpointing: what waits in host memory, layer inputs alone, or what is dear to "
+            "compute again too.",
+            "choices": list(OFFLOADS),
+        },
+    )
+    share_prefixes: str | None = field(
+        default=None,
+        metadata={"help": "Run what sequences have in common at their beginnings once.", "choices": ["auto"]},
+    )
+    max_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Micro-batches of whole examples, of at most so many tokens on each rank, instead of "
+            "--per_device_train_batch_size examples; of a pair both sides count."
+        },
+    )
+    same_steps: bool = field(
+        default=False,
+        metadata={
+            "help": "With --max_tokens: each step keeps the examples that it has without, and batches over the budget "
+            "are split."
+        },
+    )
+    too_long: str = field(
+        default="error",
+        metadata={
+            "help": "With --max_tokens: what becomes of a longer example; truncate keeps its first tokens, and "
+            "--max_length cuts the sides of a pair.",
+            "choices": list(TOO_LONG),
+        },
+    )
+    metrics: bool = field(
+        default=True,
+        metadata={
+            "help": "Log tokens, padding, speed, memory and MFU, to whatever --report_to names; "
+            "--no_metrics leaves that to others."
+        },
+    )
+    patch: bool = field(
+        default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains it stock, to compare."}
+    )
+    json: str | None = field(
+        default=None, metadata={"help": "File to write what each step logged and the summary's figures to."}
+    )
+
+    def patch_keywords(self) -> PatchKeywords:
+        """Those that :func:`fastpack.patch` takes for a model."""
+        keywords: Any = {name: getattr(self, name) for name in PATCH_OPTIONS}
+        return keywords
+
+    def trainer_keywords(self) -> PatchKeywords:
+        """The same for a trainer."""
+        too_long: Any = self.too_long
+        budget = None if self.max_tokens is None else TokenBudget(self.max_tokens, self.same_steps, too_long)
+        return {**self.patch_keywords(), "max_tokens": budget}
+
+
+@dataclass
+class ParsedArgs:
+    """Everything that was asked for.
+
+    Attributes:
+        script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
+            ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
+        max_length: as asked for; ``training.max_length`` is None where the trainer refuses its own default.
+    """
+
+    script: Any
+    training: Any
+    model: Any
+    mixture: Any
+    ours: OwnArguments
+    max_length: int | None
+
+    @property
+    def uncut(self) -> bool:
+        """True where the default of ``max_length`` is off."""
+        return self.max_length != self.training.max_length
+
+
+@dataclass(frozen=True)
+class Command:
+    """What one of the commands is, and what its trainer has of its own.
+
+    Attributes:
+        name: of the subcommand; ``trainer`` and ``config`` name TRL's classes.
+        what, formats, flags: one sentence, the formats of data, and flags worth a mention, for people.
+        columns: from the trainer's config, the sets of columns of which a data set must have one.
+        advise: from the summary, the arguments, the number of ranks and the trainer's report, one line on what could be
+            saved, or None.
+        models: from the policy (a model, or where to load it) and the arguments, keyword arguments that the trainer
+            is given beside or instead of the usual ones.
+        rows: from what the last step logged, further rows of the summary.
+    """
+
+    name: str
+    trainer: str
+    config: str
+    what: str
+    formats: str
+    flags: str
+    columns: Callable[[Any], Collection[set[str]]]
+    advise: Callable[[Summary, ParsedArgs, int, PatchReport], str | None]
+    models: Callable[[Any, ParsedArgs], dict[str, Any]] = lambda source, args: {}
+    rows: Callable[[Logs], Mapping[str, str]] = lambda logs: {}
+
+
+_IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics metrics: false."
+
+
+class _Unset(int):
+    """A default that can be told from the same number given by the user."""
+
+
+class _Parser(TrlParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see `{self.prog} --help`)")
+
+
+def parse(command: Command, arguments: Sequence[str]) -> ParsedArgs:
+    """Parse the command line, and ``--config FILE`` as TRL does.
+
+    Raises:
+        UsageError: unknown flags, values out of range, or nothing to train.
+    """
+    try:
+        parsed: Any = _parser(command).parse_args_and_config(list(arguments))
+    except (*loading_errors(), TypeError, YAMLError) as error:  # TypeError: of what TRL's dataclasses check
+        raise UsageError(f"{error}{_IN_A_FILE if 'from config file' in str(error) else ''}") from error
+    script, training, model, mixture, ours = parsed
+    args = ParsedArgs(script, training, model, mixture, ours, training.max_length)
+    _check(command, args)
+    training.resume_from_checkpoint = _checkpoint(training)
+    # TRL's SFT refuses any max_length with padding_free unless packing cuts the rows, and its own default is no reason;
+    # DPO packs nothing, and cuts all the same
+    cuts = not training.padding_free or getattr(training, "packing", True)
+    if isinstance(training.max_length, _Unset):
+        training.max_length = int(training.max_length) if cuts else None
+    return args
+
+
+def _parser(command: Command) -> _Parser:
+    types: Any = (ScriptArguments, getattr(trl, command.config), ModelConfig, DatasetMixtureConfig, OwnArguments)
+    parser = _Parser(
+        types,
+        prog=f"fastpack {command.name}",
+        usage=f"fastpack {command.name} --model_name_or_path MODEL --data DATA {command.flags}"
+        f"[any flag of TRL's {command.config}]",
+        description=f"{command.what} MODEL: a folder or hub id. DATA: a .jsonl file, a folder or hub id, in any format "
+        f"that TRL takes ({command.formats}).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", dest="dataset_name", metavar="DATA", help="The same as --dataset_name.")
+    parser.set_defaults(
+        logging_steps=1,
+        output_dir=f"outputs/{command.name}",
+        max_length=_Unset(parser.get_default("max_length")),
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        ddp_find_unused_parameters=False,  # each has a gradient, and looking fails with reentrant checkpointing
+    )
+    if not torch.accelerator.is_available():
+        # TRL's default is bfloat16, which it refuses on a CPU; and unless told, torchrun's processes each train alone
+        parser.set_defaults(bf16=False, use_cpu=True)
+    return parser
+
+
+def _check(command: Command, args: ParsedArgs) -> None:
+    """Raise for flags that don't go together, and for values of a ``--config``, which argparse did not see."""
+    script, ours, mixed = args.script, args.ours, bool(args.mixture.datasets)
+    if (ours.random_init is None) == (args.model.model_name_or_path is None):
+        raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
+    if script.dataset_name is None and not mixed:
+        raise UsageError(
+            "pass --data (or --dataset_name): a .jsonl file, a folder or a hub id; or a --config with `datasets`"
+        )
+    if script.dataset_name is not None and mixed:
+        raise UsageError(f"pass one of them: --data {script.dataset_name}, or the `datasets` of the --config")
+    PatchOptions(**{name: getattr(ours, name) for name in PATCH_OPTIONS}).check()
+    changed = [name for name in (*PATCH_OPTIONS, *BUDGET) if getattr(ours, name) != getattr(OwnArguments(), name)]
+    if changed and not ours.patch:
+        flags = ", ".join(f"--{name}" for name in changed)
+        raise UsageError(f"{flags}: fastpack's, and --no_patch asks for a stock run; leave one or the other out")
+    if ours.max_tokens is None and (said := [f"--{name}" for name in changed if name in BUDGET]):
+        raise UsageError(f"{said[0]} says how --max_tokens is kept: pass that too")
+    if ours.loss is not None and command.name != "sft":
+        raise UsageError(
+            f"--loss is for fastpack sft: TRL's {command.trainer} brings a loss of other things than labels"
+        )
+    if args.training.use_liger_kernel and find_spec("liger_kernel") is None:
+        raise UsageError(
+            "--use_liger_kernel needs Liger, not installed here: pip install liger-kernel, or leave it out"
+        )
+
+
+def _checkpoint(training: Any) -> str | None:
+    """The folder to go on from; ``True``, which a flag can only spell, is the last one in ``--output_dir``."""
+    asked, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
+    if asked.lower() in ("none", "false"):
+        return None
+    found = Path(asked)
+    if asked.lower() == "true":
+        found = Path((get_last_checkpoint(folder) if folder.is_dir() else None) or folder)
+    if not (found / TRAINER_STATE_NAME).is_file():
+        raise UsageError(
+            f"--resume_from_checkpoint {asked}: no checkpoint of a trainer there (no {TRAINER_STATE_NAME} in {found}); "
+            f"pass the folder of one, or True for the last checkpoint-N in --output_dir {folder}; or leave it out"
+        )
+    return str(found)

@@ -1,0 +1,167 @@
+"""``fastpack demo``: a tiny model trained stock, on padded batches, and patched; no network, no arguments.
+
+Both are runs of ``fastpack sft``, each in a process of its own, so that its peak memory is its own: same seed, weights
+and batches, float32. The losses must agree; the speed may not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import fastpack
+from fastpack.cli import PICTURES, UsageError, require_file, require_one_process, require_picture, require_trl_on_cpu
+from fastpack.cli.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
+
+TOLERANCE = 1e-4
+"""How far apart the losses of a step may be, relative to the stock one."""
+WARM_UP = 2
+"""Steps of each run that are trained but not timed."""
+BATCH_SIZE = 16
+TRAINING = {
+    "learning_rate": "2e-3",
+    "warmup_steps": "2",
+    "lr_scheduler_type": "cosine",
+    "save_strategy": "no",
+    "report_to": "none",
+    "use_cpu": "True",
+    "bf16": "False",
+    "gradient_checkpointing": "False",
+    "dataloader_pin_memory": "False",
+    "log_level": "error",
+    "metrics": "False",
+    "logging_steps": "1",
+}
+"""Flags of both runs."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+"""Threads wait for each other many times a step; with one, whatever else the machine does costs its share, no more."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the demo; the exit code is 1 where the losses disagree."""
+    given = _parse(arguments)
+    require_one_process("demo")
+    require_trl_on_cpu("demo")
+    from fastpack.cli.demo.shown import print_figures, save_plot  # matplotlib; the data are made without
+
+    figures = compare(rows=given.rows, steps=given.steps, seed=given.seed)
+    save_plot(figures, Path(given.plot))
+    if given.json is not None:
+        Path(given.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print_figures(figures)
+    print(f"plot: {given.plot}" + (f"   figures: {given.json}" if given.json else ""))
+    return 0 if figures["losses_agree"] else 1
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="fastpack demo",
+        description="Train a tiny Llama on made-up instruction data, padded and stock, then patched, and compare.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run")
+    parser.add_argument("--rows", type=int, default=384, help="rows of the data set")
+    parser.add_argument("--seed", type=int, default=0, help="of data, weights and order")
+    parser.add_argument("--plot", default="fastpack-demo.png", help=f"where the picture goes ({', '.join(PICTURES)})")
+    parser.add_argument("--json", help="where the same figures go, for programs")
+    given = parser.parse_args(arguments)
+    if given.steps <= WARM_UP:
+        raise UsageError(f"--steps must be more than {WARM_UP}, which warm up; got {given.steps}")
+    if given.rows < BATCH_SIZE:
+        raise UsageError(f"--rows must be at least {BATCH_SIZE}, a batch; got {given.rows}")
+    require_picture("--plot", given.plot)
+    require_file("--json", given.json)
+    return given
+
+
+def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
+    """Train both ways, one after the other, and return the figures."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        chats = make_rows(rows, seed)
+        tokenizer = train_tokenizer(chats)
+        tokenizer.save_pretrained(folder)
+        tiny_llama(tokenizer).save_pretrained(folder)
+        flags = {
+            **TRAINING,
+            "random_init": name,
+            "dataset_name": str(write_rows(chats, folder)),
+            "max_steps": str(steps),
+            "per_device_train_batch_size": str(BATCH_SIZE),
+            "seed": str(seed),
+        }
+        stock = _train("stock, padded", folder, {**flags, "patch": "False"})
+        patched = _train("patched", folder, flags)
+    data = {"rows": rows, "batch_size": BATCH_SIZE, "seed": seed}
+    return {"machine": _machine(), "data": data, **_figures(stock, patched)}
+
+
+def _train(what: str, folder: Path, flags: dict[str, str]) -> dict[str, Any]:
+    """Run ``fastpack sft`` with these flags; return what it wrote as ``--json``."""
+    print(f"{what}:", file=sys.stderr)
+    written = folder / "figures.json"
+    flags = {**flags, "output_dir": str(folder / "run"), "json": str(written)}
+    command = [sys.executable, "-m", "fastpack", "sft", *(f"--{name}={value}" for name, value in flags.items())]
+    environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder / "cache")}
+    done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise UsageError(f"the {what} run ended with exit code {done.returncode}, see above")
+    figures: dict[str, Any] = json.loads(written.read_text())
+    return figures
+
+
+def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
+    """What both runs say, step by step and in sum."""
+    steps = [
+        {
+            "step": s["step"],
+            "stock_loss": s["loss"],
+            "patched_loss": p["loss"],
+            "relative_difference": abs(p["loss"] - s["loss"]) / abs(s["loss"]),
+            "real_tokens": s["real_tokens"],
+            "slots": s["slots"],
+            "stock_seconds": s["seconds"],
+            "patched_seconds": p["seconds"],
+        }
+        for s, p in zip(stock["steps"], patched["steps"], strict=True)
+    ]
+    summaries = {"stock": stock["summary"], "patched": patched["summary"]}
+    # Of the median step: when something else takes the processor for a while, a few steps are slow.
+    speeds = {
+        name: statistics.median(row["real_tokens"] / row[f"{name}_seconds"] for row in steps[WARM_UP:])
+        for name in summaries
+    }
+    furthest = max(row["relative_difference"] for row in steps)
+    return {
+        "model": {name: patched["report"][name] for name in ("family", "rung", "backend")},
+        "steps": steps,
+        "warm_up_steps": WARM_UP,
+        **{name: stock["summary"][name] for name in ("real_tokens", "slots", "padding_share", "memory_kind")},
+        "tokens_per_second": speeds,
+        "speed_ratio": speeds["patched"] / speeds["stock"],
+        "peak_memory_bytes": {name: summary["peak_memory_bytes"] for name, summary in summaries.items()},
+        "max_relative_difference": furthest,
+        "tolerance": TOLERANCE,
+        "losses_agree": furthest < TOLERANCE,
+    }
+
+
+def _machine() -> dict[str, str]:
+    packages = {"fastpack": fastpack.__version__} | {name: version(name) for name in ("torch", "transformers", "trl")}
+    system = f"{platform.system()} {platform.machine()}, CPU, 1 thread"
+    return {"system": system, "python": platform.python_version(), **packages}

@@ -1,0 +1,90 @@
+"""``fastpack dpo``: preference training with TRL's own DPOTrainer, policy and reference patched."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from trl import get_quantization_config  # type: ignore[attr-defined]
+from trl.trainer.utils import create_model_from_path
+
+import fastpack
+from fastpack.cli.arguments import Command, Logs, ParsedArgs
+from fastpack.cli.meter import WASTE, Summary
+from fastpack.cli.training import run
+from fastpack.patching.report import PatchReport
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Train, and print what the run did."""
+    return run(DPO, arguments)
+
+
+def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
+    """Policy and reference where TRL's own way would not do.
+
+    TRL loads the reference from where the policy came from; random weights came from nowhere, so a copy of them is
+    passed. With adapters the reference is the policy without them, and precomputed log-probabilities need none. Those
+    are computed while the trainer is built, so that the policy has to be patched before it.
+    """
+    training = args.training
+    if training.precompute_ref_log_probs and args.ours.patch:
+        policy = _loaded(source, args) if isinstance(source, str) else source
+        fastpack.patch(policy, **args.ours.patch_keywords())
+        return {"model": policy, "quantization_config": None}
+    if args.model.use_peft or training.precompute_ref_log_probs:
+        return {}
+    if args.ours.patch and _sharded(training):
+        reference = _loaded(source, args) if isinstance(source, str) else copy.deepcopy(source)
+        return {"ref_model": fastpack.patch(reference, **args.ours.patch_keywords())}
+    return {} if isinstance(source, str) else {"ref_model": copy.deepcopy(source)}
+
+
+def _sharded(training: Any) -> bool:
+    """True where TRL shards the reference while its trainer is built, so that it has to be patched before."""
+    asked = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
+    return bool(training.fsdp or training.deepspeed or "true" in asked)
+
+
+def _loaded(source: str, args: ParsedArgs) -> Any:
+    """The policy, as TRL loads it."""
+    loading = dict(args.training.model_init_kwargs)
+    quantization = get_quantization_config(args.model)
+    if quantization is not None:
+        loading["quantization_config"] = quantization
+    if args.training.distributed_state.distributed_type in ("MULTI_GPU", "DEEPSPEED"):
+        loading["device_map"] = None
+    return create_model_from_path(source, **loading)
+
+
+def _advise(summary: Summary, args: ParsedArgs, ranks: int, report: PatchReport) -> str | None:
+    if args.ours.patch or summary.padding_share <= WASTE:
+        return None
+    padding = summary.slots - summary.real_tokens
+    return (
+        f"hint: {summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding, and every "
+        "layer of policy and reference worked on them; without --no_patch the backbone skips them, with the same "
+        "losses and rewards."
+    )
+
+
+def _rows(logs: Logs) -> dict[str, str]:
+    if "rewards/margins" not in logs:
+        return {}
+    return {"rewards, last step": "margin {rewards/margins:.4f}, accuracy {rewards/accuracies:.0%}".format(**logs)}
+
+
+DPO = Command(
+    name="dpo",
+    trainer="DPOTrainer",
+    config="DPOConfig",
+    what="Train on preferences with TRL's DPOTrainer, padding-free.",
+    formats="prompt, chosen and rejected, as texts or as messages; the prompt may also be the beginning of both",
+    flags="[--loss_type sigmoid] ",
+    columns=lambda training: ({"chosen", "rejected"},),
+    advise=_advise,
+    models=_models,
+    rows=_rows,
+)

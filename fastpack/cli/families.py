@@ -1,0 +1,161 @@
+"""``fastpack families``: which families of models are covered, and on which rung; what a run of them proved."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fastpack.cli import UsageError, require_file
+from fastpack.exactness import tiny
+from fastpack.families import FAMILIES, Family
+from fastpack.patching.tiers import WORDS
+from fastpack.testing.record import Record
+
+BEGIN = "<!-- families: written by `fastpack families --from RUN.json --into README.md` -->"
+END = "<!-- /families -->"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, for people, for the README or for programs.
+
+    Raises: UsageError where the files named are not what they should be.
+    """
+    parser = argparse.ArgumentParser(prog="fastpack families", description="The families of models that are covered.")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--markdown", action="store_true", help="a table in Markdown")
+    form.add_argument("--json", action="store_true", help="a list of objects")
+    form.add_argument(
+        "--from",
+        dest="run",
+        type=Path,
+        metavar="RUN.json",
+        help="what this run proved: gists/smoke.sh --all --json RUN.json",
+    )
+    parser.add_argument("--into", type=Path, metavar="README.md", help="write what the run proved between its marks")
+    given = parser.parse_args(arguments)
+    rows = family_rows()
+    if given.run is not None:
+        _show_run(given.run, given.into)
+    elif given.into is not None:
+        raise UsageError("--into writes what a run proved: name the run with --from RUN.json")
+    elif given.json:
+        print(json.dumps(rows, indent=2))
+    elif given.markdown:
+        print(markdown(rows))
+    else:
+        _print_table(rows)
+    return 0
+
+
+def family_rows() -> list[dict[str, str]]:
+    """``model_type``, ``rung`` and ``backbone`` of each family, those of the highest rung first."""
+    rows = [
+        {"model_type": name, "rung": _rung(family), "backbone": family.backbone} for name, family in FAMILIES.items()
+    ]
+    order = list(WORDS)
+    return sorted(rows, key=lambda row: (order.index(row["rung"]), row["model_type"]))
+
+
+def _rung(family: Family) -> str:
+    """The one that it is on without kernels of others: convolutions alone run packed everywhere."""
+    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.rung)
+
+
+def markdown(rows: Sequence[dict[str, str]]) -> str:
+    """The rows as a Markdown table, one line a rung, since there are many."""
+    lines = ["| rung | what runs | families |", "|---|---|---|"]
+    for rung in dict.fromkeys([*WORDS, *(row["rung"] for row in rows)]):  # a run of another version may name others
+        names = [f"`{row['model_type']}`" for row in rows if row["rung"] == rung]
+        if names:
+            lines.append(f"| **{rung}** ({len(names)}) | {WORDS.get(rung, '')} | {', '.join(names)} |")
+    return "\n".join(lines)
+
+
+def _print_table(rows: Sequence[dict[str, str]]) -> None:
+    table = Table(*rows[0], title=f"{len(rows)} families", title_justify="left", box=box.ROUNDED)
+    for row in rows:
+        table.add_row(*row.values(), style="" if row["rung"] == "fast" else "dim")
+    console = Console()
+    console.print(table)
+    for rung, what in WORDS.items():
+        console.print(f"[bold]{rung}[/bold]: {what}")
+    scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
+    recurrent = sorted(name for name, found in scans.items() if found - {"conv"} and None not in found)
+    console.print(
+        f"{', '.join(recurrent)}: varlen too on a GPU, where kernels of flash-linear-attention or mamba-ssm run "
+        "their recurrence packed."
+    )
+    console.print("Others find their rung when they are patched: fastpack verify MODEL says which, and proves it.")
+
+
+def _show_run(run: Path, into: Path | None) -> None:
+    """Print what a run proved, or write it between the marks of a file."""
+    try:
+        record = Record.read(run)
+        section = proved(record)
+    except OSError as error:
+        raise UsageError(f"--from {run}: {error.strerror or error}; pass what gists/smoke.sh --json wrote") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
+    if into is None:
+        print(section)
+        return
+    if not into.is_file():
+        raise UsageError(f"--into {into}: no such file; pass one that has the lines {BEGIN} and {END}")
+    require_file("--into", into)
+    before, _, behind = into.read_text(encoding="utf-8").partition(BEGIN)
+    _, found, behind = behind.partition(END)
+    if not found:
+        raise UsageError(f"{into} should have one line {BEGIN} and behind it one line {END}")
+    if others := _not_in_both(record):
+        raise UsageError(
+            f"--into {into}: the run and transformers' causal-LM mapping here do not have the same names: only one has "
+            f"{', '.join(others)}. Run gists/smoke.sh --all --json RUN.json, or leave --into out"
+        )
+    into.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{behind}", encoding="utf-8")
+
+
+def _not_in_both(record: Record) -> list[str]:
+    """Names that a run tried and transformers' causal-LM mapping here does not have, or the other way round."""
+    return sorted({row.family for row in record.rows} ^ set(tiny.model_types()))
+
+
+def proved(record: Record) -> str:
+    """What a run proved, as Markdown: the table of rungs, what was tried, on what, and who was refused and why.
+
+    Only families that the run tried in mode ``exact`` are claimed, and those alone of which no row failed.
+
+    Raises: ValueError where the run has no such row.
+    """
+    failed = sorted({row.family for row in record.rows if row.problem is not None})
+    refused = {row.family: row.refused for row in record.rows if row.refused is not None}
+    exact = [row for row in record.rows if row.kinds and row.family not in failed]
+    if not exact:
+        raise ValueError("no family was proved exact in it")
+    rungs = {row.family: row.rung for row in exact}
+    kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
+    worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
+    figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
+    total = len({row.family for row in record.rows})
+    of_all = f"{total} names in transformers' causal-LM mapping"
+    names = f"the {total} names that were tried" if _not_in_both(record) else of_all
+    told = (
+        f"{len(rungs)} of {names} give what each sequence alone gives, logits and every gradient, off by "
+        f"{figures} at most (1e-5 is allowed, or 1.5 times what the stock model itself is off by where that is more). "
+        f"Tried were {', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was built tiny "
+        f"from its own config, in a process of its own, on {record.made_with}."
+    )
+    lines = [markdown([{"model_type": family, "rung": rung} for family, rung in sorted(rungs.items())]), ""]
+    lines += textwrap.wrap(told, 120, break_long_words=False, break_on_hyphens=False)
+    if failed:
+        lines += ["", f"Not proved: {', '.join(f'`{family}`' for family in failed)}."]
+    if refused:
+        lines += ["", "Refused:", "", *(f"- `{family}`: {why}" for family, why in sorted(refused.items()))]
+    return "\n".join(lines)

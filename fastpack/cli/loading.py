@@ -1,0 +1,98 @@
+"""Tokenizer, data and model of the commands that train, from local files as well as from the hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.exceptions import DatasetsError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl import get_dataset  # type: ignore[attr-defined]
+
+from fastpack.cli import READERS, UsageError, read_dtype, require_there
+from fastpack.cli.arguments import Command, ParsedArgs
+from fastpack.utils.console import counted
+
+
+def load_tokenizer(args: ParsedArgs) -> Any:
+    """The tokenizer asked for, or the model's own."""
+    model, trust = args.model, args.training.trust_remote_code
+    source: Any = args.ours.tokenizer or model.model_name_or_path or args.ours.random_init
+    revision = model.model_revision if source == model.model_name_or_path else None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust)
+        if tokenizer.vocab_size == 0:
+            raise ValueError("what transformers makes of a config without a tokenizer's files is empty")
+    except (OSError, ValueError, KeyError) as error:
+        missing = f"no tokenizer in {source}: pass --tokenizer FOLDER, or a name on the hub"
+        raise UsageError(f"{missing} ({error})") from error
+    return tokenizer
+
+
+def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
+    """The training split, and the evaluation split where the trainer is to evaluate (else None)."""
+    script = args.script
+    name = script.dataset_name or "the mixture of datasets"
+    try:
+        splits = get_dataset(args.mixture) if args.mixture.datasets else _splits(script)
+    except DatasetsError as error:
+        raise UsageError(f"{name} can't be read as a data set: {error.__cause__ or error}") from error
+    except StopIteration as error:  # what datasets raises on a file without a line
+        raise UsageError(f"{name} holds no rows") from error
+    if not isinstance(splits, dict):
+        splits = {script.dataset_train_split: splits}
+    wanted = [script.dataset_train_split]
+    if args.training.eval_strategy != "no":
+        wanted.append(script.dataset_test_split)
+    for split in wanted:
+        if split not in splits:
+            raise UsageError(
+                f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}: choose with "
+                "--dataset_train_split, and --dataset_test_split where --eval_strategy is set"
+            )
+    _check_columns(splits[wanted[0]], name, command, args.training)
+    return splits[wanted[0]], splits[wanted[1]] if len(wanted) > 1 else None
+
+
+def _splits(script: Any) -> Any:
+    """The data set of ``--data``: its splits, or one alone."""
+    name, path, stream = script.dataset_name, Path(script.dataset_name), script.dataset_streaming
+    require_there(name)
+    if path.is_file():
+        if path.suffix not in READERS:
+            raise UsageError(f"{name}: a local data set is one of {', '.join(READERS)}, or a folder of them")
+        return datasets.load_dataset(READERS[path.suffix], data_files={"train": name}, streaming=stream)
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return datasets.load_from_disk(name)
+    return datasets.load_dataset(name, name=script.dataset_config, streaming=stream)
+
+
+def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> None:
+    columns = set(dataset.column_names or ())
+    found = next((wanted for wanted in command.columns(training) if wanted <= columns), set())
+    if columns and not found:
+        takes = f"{command.name.upper()} takes {command.formats}"
+        raise UsageError(f"{name} has the columns {', '.join(sorted(columns))}; {takes}")
+    table = getattr(dataset, "data", None)
+    if table is None or len(table) != len(dataset):
+        return  # a stream, or rows that were chosen from a table
+    for column in sorted(found):
+        if missing := table.column(column).null_count:
+            raise UsageError(f"{name} has {counted(missing, 'row')} without a value of {column!r}: leave them out")
+
+
+def random_model(source: str, args: ParsedArgs) -> Any:
+    """A causal LM of the config of ``--random_init``, with random weights."""
+    trust, asked = args.training.trust_remote_code, args.model
+    require_there(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    settings: dict[str, Any] = {"trust_remote_code": trust}
+    if asked.dtype not in (None, "auto"):
+        settings["dtype"] = read_dtype(asked.dtype)
+    if asked.attn_implementation is not None:
+        settings["attn_implementation"] = asked.attn_implementation
+    set_seed(args.training.seed)
+    # where it will train: a large model is drawn in a second there, and in minutes on the host
+    with args.training.device:
+        return AutoModelForCausalLM.from_config(config, **settings)

@@ -1,0 +1,171 @@
+"""What ``fastpack sft`` and ``fastpack dpo`` share: one of TRL's own trainers, built, patched, run and summed up.
+
+Every flag of TRL's script of the same name works: the arguments are parsed by TRL's parser into its
+``ScriptArguments``, the trainer's config and ``ModelConfig``; ours are added beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from trl import get_peft_config, get_quantization_config  # type: ignore[attr-defined]
+
+import fastpack
+from fastpack.cli import UsageError, loading_errors, require_file, require_trl_on_cpu
+from fastpack.cli.arguments import Command, Logs, ParsedArgs, parse
+from fastpack.cli.loading import load_dataset, load_tokenizer, random_model
+from fastpack.cli.meter import Summary, evaluation_losses, read_records, summarize
+from fastpack.cli.progress import ProgressBar
+from fastpack.patching.report import PatchReport
+from fastpack.trainers.metrics import MetricsCallback, attach
+
+
+def run(command: Command, arguments: Sequence[str]) -> int:
+    """Train, and print what the run did.
+
+    Raises:
+        UsageError: the arguments ask for what can't be done; the message says why.
+    """
+    args = parse(command, arguments)
+    if args.training.process_index == 0:  # which writes it
+        require_file("--json", args.ours.json, made=args.training.output_dir)
+    try:
+        trainer = make_trainer(command, args)
+        if args.ours.patch:
+            fastpack.patch(trainer, **args.ours.trainer_keywords())
+        metrics = attach(trainer)
+        metrics.logs = args.ours.metrics
+    except loading_errors() as error:
+        # Until training begins, these are the messages of TRL, transformers and the hub about what they were given.
+        raise UsageError(str(error)) from error
+    if args.training.device.type == "cpu":
+        require_trl_on_cpu(command.name)
+    train(trainer, metrics, args)
+    _finish(command, trainer, metrics, args)
+    return 0
+
+
+def make_trainer(command: Command, args: ParsedArgs) -> Any:
+    """The unmodified trainer that TRL's own script would build, on local files too."""
+    training, model, ours = args.training, args.model, args.ours
+    tokenizer = load_tokenizer(args)
+    train_dataset, eval_dataset = load_dataset(command, args)
+    quantization = get_quantization_config(model)
+    with ExitStack() as cleanup:
+        source: Any = model.model_name_or_path
+        if ours.random_init is not None:
+            source = random_model(ours.random_init, args)
+            if quantization is not None:  # weights are quantized as they are loaded
+                folder = cleanup.enter_context(tempfile.TemporaryDirectory())
+                source.save_pretrained(folder)
+                source = folder
+        if isinstance(source, str):
+            loading = {
+                "revision": None if ours.random_init else model.model_revision,
+                "trust_remote_code": training.trust_remote_code,
+                "attn_implementation": model.attn_implementation,
+                "dtype": model.dtype,
+            }
+            training.model_init_kwargs = {**loading, **(training.model_init_kwargs or {})}
+        settings: dict[str, Any] = {
+            "model": source,
+            "args": training,
+            "train_dataset": train_dataset,
+            "eval_dataset": eval_dataset,
+            "processing_class": tokenizer,
+            "quantization_config": quantization,
+            "peft_config": get_peft_config(model),
+        }
+        trainer: Any = getattr(trl, command.trainer)(**settings | command.models(source, args))
+    if args.script.ignore_bias_buffers:  # of DistributedDataParallel, as TRL's script does
+        buffers = trainer.model.named_buffers()
+        trainer.model._ddp_params_and_buffers_to_ignore = [name for name, b in buffers if b.dtype == torch.bool]
+    ids, rows = len(tokenizer), trainer.model.get_input_embeddings().weight.shape[0]
+    if ids > rows:
+        raise UsageError(
+            f"the tokenizer has {ids:,} ids, the model embeds {rows:,}: take the model's own tokenizer"
+            + (", or set vocab_size in the config of --random_init" if ours.random_init else "")
+        )
+    return trainer
+
+
+def train(trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
+    """Train under a progress bar, and save what came of it, which ``--save_strategy`` is not about (as in TRL)."""
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    if trainer.is_world_process_zero() and not args.training.disable_tqdm:
+        trainer.add_callback(ProgressBar(metrics))
+    trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
+    trainer.save_model(args.training.output_dir)
+
+
+def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
+    """Print the summary, and write ``--json``; all ranks count, one prints and writes."""
+    summary = summarize(trainer, metrics)
+    report = fastpack.report(trainer)
+    advice = command.advise(summary, args, args.training.world_size, report)
+    if not trainer.is_world_process_zero():
+        return
+    history = trainer.state.log_history
+    logged = {entry["step"]: entry for entry in history if "loss" in entry}
+    evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
+    further = {**command.rows(logged[max(logged)] if logged else {}), **_evaluation_rows(evaluations)}
+    _print_summary(f"fastpack {command.name}", summary, report, further)
+    if args.uncut:
+        off = f"the default --max_length {args.max_length:,} was off"
+        print(f"note: --padding_free without --packing cuts no examples: {off}")
+    if advice is not None:
+        print(advice)
+    if args.ours.json is not None:
+        figures = {
+            "steps": [{**vars(record), **logged.get(record.step, {})} for record in read_records(metrics)],
+            "evaluations": evaluations,
+            "summary": {**vars(summary), "backend": report.backend, "rung": report.rung},
+            "hint": advice,
+            "report": report.to_dict(),
+        }
+        Path(args.ours.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _evaluation_rows(evaluations: Sequence[Logs]) -> dict[str, str]:
+    """The losses on each evaluation set."""
+    losses: dict[str, list[float]] = {}
+    for entry in evaluations:
+        for name, value in evaluation_losses(entry).items():
+            losses.setdefault(name, []).append(value)
+    return {f"{name}, first to last": f"{found[0]:.4f} to {found[-1]:.4f}" for name, found in losses.items()}
+
+
+def _print_summary(title: str, summary: Summary, report: PatchReport, further: Mapping[str, str]) -> None:
+    first, last = ("not logged" if x is None else f"{x:.4f}" for x in (summary.first_loss, summary.last_loss))
+    memory = summary.peak_memory_bytes
+    shown = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
+    notes = [note for note in report.notes if note.startswith(shown)]
+    notes += [f"loss: not fused: {reason}" for what, reason in report.skipped if what == "loss"]
+    rows = {
+        "steps": f"{summary.steps:,}",
+        "loss, first to last": f"{first} to {last}",
+        **further,
+        "real tokens": f"{summary.real_tokens:,}",
+        "real tokens/s": f"{summary.tokens_per_second:,.0f}",
+        "slots that were padding": f"{summary.padding_share:.1%} of {summary.slots:,}",
+        "peak memory": "not known" if memory is None else f"{memory / 2**30:.2f} GiB ({summary.memory_kind})",
+        "attention backend": report.backend or "stock",
+        "rung": report.rung,
+    }
+    table = Table(title=title, title_justify="left", box=box.ROUNDED, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    for name, value in (*rows.items(), *(note.split(": ", 1) for note in notes)):
+        table.add_row(name, value)
+    Console().print(table)

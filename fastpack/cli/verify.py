@@ -1,0 +1,72 @@
+"""``fastpack verify MODEL``: patch a model, and prove on it that sequences don't see each other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import fastpack
+from fastpack.cli import UsageError, loading_errors, read_dtype, require_there
+from fastpack.ops.implementation import use_triton
+
+EXIT_CODES = {"exact": 0, "not exact": 1, "can't tell": 3}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table; return 1 where a check failed, and 3 where rounding would hide a failure."""
+    parser = argparse.ArgumentParser(
+        prog="fastpack verify",
+        description="Patch a model, and compare it with itself on each sequence alone. "
+        "Exit codes: 0 exact, 1 not exact, 3 nobody can tell in this dtype.",
+    )
+    parser.add_argument("model", help="a folder or a name on the hub; with --random, also a config.json")
+    parser.add_argument("--random", action="store_true", help="random weights of the model's config")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: the checkpoint's)")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--attention", default="auto", help="attention backend")
+    parser.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
+    parser.add_argument("--json", action="store_true", help="the figures for programs")
+    given = parser.parse_args(arguments)
+    device = _device(given)
+    model = _load(given, device)
+    fastpack.patch(model, attention=given.attention, kernels=given.kernels)
+    try:
+        found = fastpack.verify(model)
+    except (fastpack.ContaminationError, fastpack.InconclusiveError) as error:
+        found = error.verification
+    if given.json:
+        print(json.dumps({**found.to_dict(), "rung": fastpack.report(model).rung}, indent=2))
+    else:
+        Console().print(fastpack.report(model), found)
+    return EXIT_CODES[found.verdict]
+
+
+def _device(given: argparse.Namespace) -> torch.device:
+    """Where the model is to be, which the kernels asked for can serve."""
+    name = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        there = torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was compiled with CUDA
+        raise UsageError(f"--device {name} can't be used here: {str(error).splitlines()[0]}") from error
+    use_triton(given.kernels, there)
+    return there.device
+
+
+def _load(given: argparse.Namespace, device: Any) -> Any:
+    dtype: Any = given.dtype if given.dtype == "auto" else read_dtype(given.dtype)
+    require_there(given.model)
+    if given.model.endswith(".json") and not given.random:
+        raise UsageError(f"{given.model}: a config has no weights; pass --random with it, or a model's folder or name")
+    try:
+        if given.random:
+            settings = {} if dtype == "auto" else {"dtype": dtype}
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(given.model), **settings).to(device)
+        return AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device)
+    except loading_errors() as error:
+        raise UsageError(f"{given.model} can't be loaded: {error}") from error

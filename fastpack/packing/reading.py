@@ -1,0 +1,331 @@
+"""Reading where sequences begin and end from whatever a batch carries.
+
+This is the one place that knows how other libraries spell packing: ``cu_seq_lens_q``, ``max_length_q``, ``seq_idx``,
+restarting ``position_ids``, integer segment masks, 4-D masks of blocks. It costs at most one synchronisation with the
+host a batch, and nothing contradictory passes. Lengths that a collator read from a batch are believed: what changes
+the batch behind it has to leave sequences where they are, or drop them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fastpack.errors import PackingError
+from fastpack.packing.block_masks import check_blocks, read_blocks
+from fastpack.packing.prefixes import find_prefixes
+from fastpack.packing.seqlens import PackedSeqLens, build_lengths, check_lengths, check_vector
+
+
+def read_inputs(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    attention_mask: Any = None,
+    position_ids: Tensor | None = None,
+    packing: Mapping[str, Any] | None = None,
+    ids: Tensor | None = None,
+) -> PackedSeqLens:
+    """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.pack_inputs`."""
+    given = {key: value for key, value in (packing or {}).items() if value is not None}
+    known = already_read(given, shape, device, alone=attention_mask is None and position_ids is None)
+    if known is not None:
+        return known
+    rows, columns = shape
+    slots = rows * columns
+    if slots == 0:
+        raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
+    host = _to_host(shape, attention_mask, position_ids, given, ids)
+    # index of every real token in the flattened batch, and the sequence number its mask gives it
+    mask = host.get("attention_mask")
+    blocks = mask is not None and attention_mask.ndim == 4
+    if mask is None:
+        index = torch.arange(slots)
+        segment = torch.zeros(slots, dtype=torch.long)
+    else:
+        if blocks:
+            check_blocks(mask, columns)
+        if bool((mask < 0).any()):
+            raise PackingError(
+                "attention_mask holds negative, fractional or infinite values, or NaN: an additive mask does not say "
+                "where sequences end. Pass 0 and 1, or segment numbers with 0 for padding."
+            )
+        index = mask.nonzero()[:, 0]
+        segment = mask[index]
+    if index.numel() == 0:
+        if attention_mask.is_floating_point() and not blocks:
+            raise PackingError(
+                "attention_mask is of a floating-point dtype and holds zeros only: padding everywhere, or an additive "
+                "mask that hides nothing? Pass it as integers or bools, 1 for a real token."
+            )
+        _explicit_boundary(given, host, index, row=index, found=index.bool(), slots=slots)
+        return _empty(shape, device)
+    row = index // columns
+    gap = index.diff() != 1
+    new_row = row.diff() != 0
+    new_segment = segment.diff() != 0
+    hole = gap & ~new_row & ~new_segment
+    if bool(hole.any()):
+        at = int(hole.nonzero()[0, 0])
+        raise PackingError(
+            f"attention_mask has a hole: row {int(row[at])} has real tokens in columns {int(index[at] % columns)} "
+            f"and {int(index[at + 1] % columns)} with padding between them. Padding may stand left and right of a "
+            "sequence, not inside it. Number the segments (1, 1, 0, 2, 2) if they are separate sequences; if a prompt "
+            "was padded before its completion, pad it left (tokenizer.padding_side='left')."
+        )
+    boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
+
+    # who says outright where sequences begin: offsets, lengths, or a mask that numbers them
+    numbered = blocks or bool((new_segment & ~new_row).any())
+    author = "attention_mask (its segments)" if numbered else None
+    explicit = _explicit_boundary(given, host, index, row=row, found=boundary, slots=slots)
+    if explicit is not None:
+        if author is not None and not torch.equal(explicit[1], boundary):
+            at = int((explicit[1] & ~boundary).nonzero()[0, 0]) + 1
+            raise PackingError(
+                f"{explicit[0]} begins a sequence at token {at}, in the middle of a segment of attention_mask. Pass "
+                "one of them, or make them agree."
+            )
+        author, boundary = explicit
+    positions = host.get("position_ids")
+    real_positions = None if positions is None else positions[index]
+    if real_positions is not None:
+        if bool((real_positions < 0).any()):
+            raise PackingError(
+                "position_ids holds negative or fractional positions of real tokens. Pass whole numbers from 0 on."
+            )
+        step = real_positions.diff()
+        if author is None:
+            restarts = boundary | (step <= 0)
+            _reject_repeats(step, boundary, restarts)
+            boundary = restarts
+            _reject_jumps(step, boundary, all_real=index.numel() == slots)
+        else:
+            _check_positions(author, step, boundary, new_row)
+
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
+    lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
+    _check_max_length(given, host, max(lengths))
+    packed = build_lengths(
+        lengths,
+        device,
+        positions=real_positions,
+        indices=None if index.numel() == slots else index,
+        batch_shape=shape,
+    )
+    prefixes = None if ids is None else find_prefixes(lengths, host["input_ids"][index], real_positions)
+    starts_rows = not bool((index[starts] % columns).any())
+    return replace(packed, prefixes=prefixes, starts_rows=starts_rows, is_unwindowed=blocks)
+
+
+def numbers_segments(mask_BS: Tensor) -> bool:
+    """True where a mask numbers several sequences in one row. The host waits for it."""
+    number = _whole(mask_BS)
+    return bool(((number > 0) & (number != number.amax(1, keepdim=True))).any())
+
+
+def already_read(
+    given: Mapping[str, Any], shape: tuple[int, int], device: torch.device, *, alone: bool
+) -> PackedSeqLens | None:
+    """Return a ``packed_seq_lens`` that came with the batch and needs no look at it; None where there is none."""
+    ours = given.get("packed_seq_lens")
+    if not isinstance(ours, PackedSeqLens):
+        return None
+    compiling = torch.compiler.is_compiling()
+    if compiling and ours.cu_seqlens.device != device:
+        return None
+    if ours.batch_shape == shape:
+        return ours.to(device)  # already read from this very batch, and checked, by the head or a collator
+    if ours.batch_shape is None and alone and len(given) == 1 and shape == (1, ours.real_tokens):
+        if compiling:  # it would read every length to make another one, and the shape says nothing new
+            return ours
+        return replace(ours.to(device), batch_shape=shape, starts_rows=ours.num_sequences == 1)
+    return None
+
+
+def _empty(shape: tuple[int, int], device: torch.device) -> PackedSeqLens:
+    return build_lengths([1], device, indices=torch.zeros(1, dtype=torch.long), batch_shape=shape, is_empty=True)
+
+
+def _to_host(
+    shape: tuple[int, int],
+    attention_mask: Any,
+    position_ids: Tensor | None,
+    given: Mapping[str, Any],
+    ids: Tensor | None,
+) -> dict[str, Tensor]:
+    """Bring every tensor that describes the batch to the host, flat and int64, in one copy."""
+    rows, columns = shape
+    parts: dict[str, Tensor] = {} if ids is None else {"input_ids": ids}
+    if attention_mask is not None:
+        if not isinstance(attention_mask, Tensor):
+            raise PackingError(
+                f"attention_mask is a {type(attention_mask).__name__}; a patched model takes None or a [B, S] tensor "
+                "of 0 and 1 (or segment numbers), and builds what the backend needs itself."
+            )
+        if attention_mask.ndim == 4:
+            parts["attention_mask"] = read_blocks(attention_mask, shape)
+        elif tuple(attention_mask.shape) == shape:
+            parts["attention_mask"] = _whole(attention_mask)
+        else:
+            raise PackingError(
+                f"attention_mask has shape {tuple(attention_mask.shape)} for inputs of shape {shape}; a patched model "
+                "takes [B, S], or causal blocks of sequences as [B, 1, S, S]."
+            )
+    if position_ids is not None:
+        if position_ids.ndim > 2:
+            raise PackingError(
+                f"position_ids has shape {tuple(position_ids.shape)}; multi-axis positions (3-D, of vision-language "
+                "models) are not covered. Pass [B, S]."
+            )
+        if position_ids.shape[-1] != columns or position_ids.numel() not in (columns, rows * columns):
+            raise PackingError(
+                f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
+            )
+        parts["position_ids"] = _whole(position_ids).reshape(-1, columns).expand(rows, columns)
+    for key, value in given.items():
+        if key != "packed_seq_lens":
+            parts[key] = _numbers(key, value)
+        elif isinstance(value, Tensor):
+            check_vector(value)
+            parts[key] = value
+    host = {key: part.detach().reshape(-1).long() for key, part in parts.items() if part.device.type == "cpu"}
+    remote = {key: part for key, part in parts.items() if key not in host}
+    if remote:
+        device = next(iter(remote.values())).device
+        joined = torch.cat([part.detach().reshape(-1).to(device, torch.int32) for part in remote.values()])
+        split = joined.cpu().long().split([part.numel() for part in remote.values()])
+        host.update(zip(remote, split, strict=True))
+    return host
+
+
+def _numbers(key: str, value: Any) -> Tensor:
+    """Of a keyword of other libraries, as a tensor of integers: cut to whole ones, fractions would join sequences."""
+    try:
+        numbers = value if isinstance(value, Tensor) else torch.tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PackingError(f"{key}={str(value)[:80]} ({type(value).__name__}): pass integers, or a tensor.") from error
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
+        raise PackingError(f"{key} holds numbers of {numbers.dtype}, and says by integers where sequences begin.")
+    return numbers
+
+
+def _whole(given: Tensor) -> Tensor:
+    """A mask or positions, with -1 for what is negative or fractional: integers alone can number."""
+    if not given.is_floating_point():
+        return given
+    return torch.where(given == given.trunc(), given.clamp(min=-1), -1)
+
+
+def _explicit_boundary(
+    given: Mapping[str, Any], host: Mapping[str, Tensor], index: Tensor, *, row: Tensor, found: Tensor, slots: int
+) -> tuple[str, Tensor] | None:
+    """Boundaries that were given outright, after a check that everything given agrees.
+
+    Args:
+        index: ``[T]``, where each real token sits in the batch; ``row``: in which row.
+        found: ``[T - 1]`` bool, the boundaries that rows and the mask make.
+        slots: real tokens and padding.
+
+    Returns:
+        The keyword that says so, and ``[T - 1]`` bool; None where none came.
+    """
+    total = index.numel()
+    sources: dict[str, Tensor] = {}
+    ours = given.get("packed_seq_lens")
+    if ours is not None:
+        lengths = (
+            list(ours.lengths) if isinstance(ours, PackedSeqLens) else check_lengths(host.get("packed_seq_lens", ours))
+        )
+        if sum(lengths) != total:
+            raise PackingError(
+                f"packed_seq_lens sum to {sum(lengths)}, but the batch holds {total} real tokens. They must be the "
+                "lengths of the sequences in input_ids, in order."
+            )
+        sources["packed_seq_lens"] = torch.tensor(lengths).cumsum(0)[:-1]
+    for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if key in given:
+            offsets = host[key]
+            if offsets.numel() < 1 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+                raise PackingError(f"{key} must rise from 0; got {offsets.tolist()[:8]}.")
+            if int(offsets[-1]) != total:
+                raise PackingError(
+                    f"{key} ends at {int(offsets[-1])}, but the batch holds {total} tokens. It must be the offsets "
+                    "of the sequences in input_ids, from 0 to their total."
+                )
+            sources[key] = offsets.unique()[1:-1]  # repeated offsets are sequences without tokens
+    if "seq_idx" in given:
+        numbers = host["seq_idx"]
+        if numbers.numel() not in (total, slots):
+            raise PackingError(f"seq_idx holds {numbers.numel()} entries, but the batch has {total} tokens.")
+        changes = (numbers if numbers.numel() == total else numbers[index]).diff() != 0
+        if getattr(given["seq_idx"], "ndim", 1) == 2 and len(given["seq_idx"]) > 1:
+            changes |= row.diff() != 0  # each row numbers its own
+        sources["seq_idx"] = changes.nonzero()[:, 0] + 1
+    if not sources:
+        return None
+    first, starts = next(iter(sources.items()))
+    for other, others in sources.items():
+        if not torch.equal(starts, others):
+            raise PackingError(
+                f"{first} and {other} disagree about where sequences begin: {starts.tolist()[:8]} against "
+                f"{others.tolist()[:8]}. Pass one of them, or make them agree."
+            )
+    boundary = torch.zeros_like(found)
+    boundary[starts - 1] = True
+    if bool((found & ~boundary).any()):
+        at = int((found & ~boundary).nonzero()[0, 0]) + 1
+        raise PackingError(
+            f"{first} lets a sequence run over token {at}, where a new row or a new segment of attention_mask begins."
+        )
+    return first, boundary
+
+
+def _reject_repeats(step: Tensor, boundary: Tensor, restarts: Tensor) -> None:
+    # a sequence of one token and the next may both begin at 0; inside a sequence, a position that comes twice is none
+    begins = torch.cat([torch.ones(1, dtype=torch.bool), restarts[:-1]])
+    repeats = (step == 0) & ~boundary & ~begins
+    if bool(repeats.any()):
+        at = int(repeats.nonzero()[0, 0]) + 1
+        raise PackingError(
+            f"position_ids repeat a position at token {at}, inside a sequence: that is no restart, and nobody can tell "
+            "what was meant. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
+        )
+
+
+def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
+    # With padding in the mask, skipped positions are a choice of the user's (the stock model keeps one sequence);
+    # without, transformers would read a jump as a new sequence, and nobody can tell which was meant.
+    jump = (step > 1) & ~boundary
+    if all_real and bool(jump.any()):
+        at = int(jump.nonzero()[0, 0]) + 1
+        raise PackingError(
+            f"position_ids jump by {int(step[at - 1])} at token {at}: neither the next position nor a restart. Pass "
+            "packed_seq_lens to say where sequences begin."
+        )
+
+
+def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
+    # Several packed rows may hold one sequence each, whose positions need not restart in any visible way. Who passes
+    # packed_seq_lens may skip positions; other libraries' keywords come with positions that restart.
+    wrong = torch.where(explicit, (step == 1) & ~new_row, step <= 0 if author == "packed_seq_lens" else step != 1)
+    if bool(wrong.any()):
+        at = int(wrong.nonzero()[0, 0]) + 1
+        what = "begin a sequence" if bool(explicit[at - 1]) else "continue one"
+        raise PackingError(
+            f"{author} and position_ids disagree: token {at} should {what}, but its position "
+            f"is {int(step[at - 1]):+d} from the token before. position_ids must restart where a sequence begins "
+            "and grow by 1 inside it; leave them out to have them made."
+        )
+
+
+def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
+    for key in ("max_length_q", "max_length_k"):
+        if key in given:
+            value = int(host[key].max())
+            if value < longest:
+                raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")

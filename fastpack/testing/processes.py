@@ -1,0 +1,101 @@
+"""Many families, each in a process of its own with a time limit: one that hangs or crashes is a row, not the end."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from fastpack.testing.record import Row
+from fastpack.testing.worker import TRAINED, Task, work
+
+IMPORTED = (
+    "fastpack.testing.worker",
+    "fastpack.verify",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+)
+IMPORTED_TO_TRAIN = ("fastpack.testing.train", "datasets", "peft", "trl.trainer.sft_trainer")
+
+
+def run(
+    families: Sequence[str], task: Task, *, jobs: int, timeout: float, done: Callable[[str], None] = lambda _: None
+) -> list[Row]:
+    """The rows of all families, in order.
+
+    Args:
+        jobs: processes at a time.
+        timeout: seconds for each family.
+        done: called with the name of a family that is finished, from any thread.
+    """
+    context, stopped = _context(task), threading.Event()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+
+        def one(family: str) -> list[Row]:
+            found = _in_a_process(family, task, context, timeout, Path(folder), stopped)
+            done(family)
+            return found
+
+        try:
+            return [row for rows in pool.map(one, families) for row in rows]
+        except KeyboardInterrupt:  # or all those that wait would have their turn first
+            pool.shutdown(wait=False, cancel_futures=True)
+            stopped.set()
+            for process in context.active_children():
+                process.kill()
+            raise
+
+
+def _context(task: Task) -> Any:
+    """How processes start: forked from one that has imported everything, which saves each its nine seconds.
+
+    On a GPU they start anew, since libraries talk to the driver while they are imported, which no fork survives.
+    """
+    if task.setting.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*IMPORTED, *(IMPORTED_TO_TRAIN if set(task.modes) & set(TRAINED) else ())])
+    return context
+
+
+def _in_a_process(
+    family: str, task: Task, context: Any, timeout: float, folder: Path, stopped: threading.Event
+) -> list[Row]:
+    sent, words = folder / f"{family}.rows", folder / family
+    process = context.Process(target=work, args=(family, task, sent, words), daemon=True)
+    process.start()
+    if stopped.is_set():  # while it started, and was not among those that were killed
+        process.kill()
+    process.join(timeout)
+    late = process.is_alive()
+    process.kill()
+    process.join()
+    lines = sent.read_text().splitlines(keepends=True) if sent.exists() else []
+    whole = [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [Row(**row) for row in whole if row is not None]
+    sent_modes = {row.mode for row in rows}
+    missing = [mode for mode in task.modes if mode not in sent_modes and not any(row.refused for row in rows)]
+    if None not in whole:  # an exit code of 0 is no end: rows may be missing until the word that those were all
+        problem = f"not done after {timeout:g} s" if late else _last_word(words, process.exitcode or 0)
+    elif missing:
+        problem = "its process was done, and had sent no row of it"
+    else:
+        return rows
+    return [*rows, Row(family, ", ".join(missing) or rows[-1].mode, problem=problem)]
+
+
+def _last_word(words: Path, exitcode: int) -> str:
+    """The last line that it printed, and the signal that ended it, or that it ended as if nothing were wrong."""
+    printed = words.read_text(errors="replace") if words.exists() else ""
+    lines = [line for line in printed.splitlines() if line.strip()] or ["no word"]
+    if exitcode < 0:
+        fatal = [line for line in lines if line.startswith("Fatal Python error")]
+        return f"ended by signal {-exitcode}: {(fatal or lines)[-1][:300]}"
+    if exitcode == 0:
+        return f"its process ended before it had sent all rows, with exit code 0: {lines[-1][:300]}"
+    return lines[-1][:300]

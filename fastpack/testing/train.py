@@ -1,0 +1,169 @@
+"""A family trained for three steps with TRL: whole, with LoRA, and on packed batches, patched and unpatched."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import fastpack
+from fastpack.errors import PatchError
+from fastpack.exactness.verification import ContaminationError, InconclusiveError
+from fastpack.testing.id_tokenizer import tokenizer_of_ids
+from fastpack.testing.record import Row
+from fastpack.testing.setting import Setting
+
+STEPS, BATCH = 3, 4
+LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)
+LOSS_BOUND, HALF_LOSS_BOUND = 1e-4, 3e-2
+
+NOT_AS_PADDED = ("big_bird", "cpmant")
+"""The stock model gives a padded sequence other logits than the same one alone, whose losses are the patched ones."""
+MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
+NOT_FOR_LORA = ("out_proj", "conv1d")
+"""What PEFT does not wrap in them, since their fused kernels read its weight."""
+
+
+def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
+    """A row for each of ``plain``, ``lora`` and ``packed`` among the modes, and for each backend.
+
+    Where TRL can't train the stock model either, there is one row for the mode, which says so.
+    """
+    bound = LOSS_BOUND if setting.dtype == "float32" else HALF_LOSS_BOUND
+    # with LoRA or without: the stock model is given padded batches either way
+    stock: dict[bool, tuple[list[float], float] | str] = {}
+    for mode in modes:
+        lora = mode == "lora"
+        if lora not in stock:
+            stock[lora] = _stock(family, lora, setting)
+        trained = stock[lora]
+        if isinstance(trained, str):
+            yield Row(family, mode, dtype=setting.dtype, left_out=trained)
+            continue
+        stock_losses, stock_seconds = trained
+        for backend in backends:
+            model = _prepare(setting.build(family), lora)
+            fastpack.patch(model, attention=backend)
+            report = fastpack.report(model)
+            proof = verified(model)
+            losses, seconds = _train(model, packed=mode == "packed")
+            loss = _off(losses, stock_losses, packed=mode == "packed")
+            if family not in NOT_AS_PADDED and not loss <= bound:
+                proof["problem"] = proof["problem"] or f"losses are off by {loss:.1e}"
+            yield Row(
+                family,
+                mode,
+                report.rung,
+                report.backend or "",
+                setting.dtype,
+                loss=loss,
+                speed=stock_seconds / seconds,
+                **proof,
+            )
+
+
+def _stock(family: str, lora: bool, setting: Setting) -> tuple[list[float], float] | str:
+    """What the stock model gives on padded batches, or why it gives nothing."""
+    try:
+        return _train(_prepare(setting.build(family), lora), packed=False)
+    except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
+        return f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}"
+
+
+def _off(losses: Sequence[float], stock: Sequence[float], *, packed: bool) -> float:
+    """The largest relative difference.
+
+    A loss is divided by the number of labels in the batch, of which TRL's packed batches have one less a sequence than
+    its padded ones. Of some models (GPT-2) it shows, the stock ones too; of most TRL computes the loss itself.
+    """
+    tokens = [sum(LENGTHS[at : at + BATCH]) for at in range(0, BATCH * STEPS, BATCH)]
+    counted = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
+    worst = [
+        max(abs(a - b) / abs(b) for a, b in zip(losses, true, strict=True))
+        for true in ((stock, counted) if packed else (stock,))
+    ]
+    return min(worst)
+
+
+def _prepare(model: Any, lora: bool) -> Any:
+    if not lora:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    excluded = list(NOT_FOR_LORA) if model.config.model_type in MAMBAS else None
+    config = LoraConfig(r=4, target_modules="all-linear", exclude_modules=excluded, lora_dropout=0.0)
+    wrapped = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
+def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
+    """The losses of three steps of TRL's ``SFTTrainer``, and the seconds of all but the first."""
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.perf_counter())
+
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(3, 90, (length,), generator=generator).tolist() for length in LENGTHS]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=BATCH,
+            max_steps=STEPS,
+            learning_rate=1e-3,
+            logging_steps=1,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            padding_free=packed,
+            max_length=None,
+            use_cpu=next(model.parameters()).device.type == "cpu",
+            train_sampling_strategy="sequential",
+            dataset_kwargs={"skip_prepare_dataset": True},
+            **_without_balance(model.config),
+        )
+        data = Dataset.from_dict({"input_ids": ids, "labels": ids})
+        trainer = SFTTrainer(
+            model, args=arguments, train_dataset=data, processing_class=tokenizer_of_ids(), callbacks=[Clock()]
+        )
+        trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], ends[-1] - ends[0]
+
+
+def _without_balance(config: Any) -> dict[str, Any]:
+    """TRL's settings for a model of experts whose config does not count them as TRL's own balancing loss expects."""
+    text = config.get_text_config()
+    balanced = hasattr(text, "output_router_logits") and not hasattr(text, "num_experts")
+    return {"router_aux_loss_coef": 0.0} if balanced else {}
+
+
+def verified(model: Any) -> dict[str, Any]:
+    """Return ``error`` and ``bound`` of the check that comes nearest to its bound, and the ``problem``, if any.
+
+    All are None for a model whose tokens verify can't tell by their ids; the sweep can.
+    """
+    try:
+        found = fastpack.verify(model)
+    except (ContaminationError, InconclusiveError) as error:
+        found = error.verification
+    except PatchError:
+        return {"error": None, "bound": None, "problem": None}
+    off = ", ".join(check.what for check in found.checks if not check.passed)
+    problem = None if found.passed else f"{found.verdict}: {off}"
+    return {"error": found.nearest.error, "bound": found.nearest.bound, "problem": problem}

@@ -1,0 +1,350 @@
+"""Preference losses on packed pairs, for loops of one's own.
+
+::
+
+    batch = PackedPreferenceCollator()(examples)
+    labels = batch.pop("labels")
+    hidden = model.base_model(**batch).last_hidden_state  # of a patched model
+    policy = pair_log_probs(hidden, model.lm_head.weight, labels, batch["packed_seq_lens"])
+    ...  # the same under torch.no_grad() with the reference model
+    found = preference_loss(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta=0.1)
+    found.loss.backward()
+
+Definitions, of a prompt with completions w (chosen) and l (rejected), log p being the sum over a completion's tokens:
+
+    h = (log p(w) - log p_ref(w)) - (log p(l) - log p_ref(l))
+
+- ``sigmoid``: -log sigmoid(beta h). Rafailov et al., "Direct Preference Optimization", arXiv:2305.18290, eq. 7.
+- ``hinge``: max(0, 1 - beta h). Liu et al., "Statistical Rejection Sampling", arXiv:2309.06657, their hinge-norm.
+- ``ipo``: (h' - 1 / (2 beta))^2, where h' has each log-ratio divided by its completion's tokens. Azar et al., "A
+  General Theoretical Paradigm", arXiv:2310.12036, eq. 17, which has the sums; the averages are those of TRL.
+- ``robust``: ((1 - e) sigmoid loss of h - e sigmoid loss of -h) / (1 - 2 e) with e the ``label_smoothing``, the share
+  of pairs whose labels are swapped. Chowdhury et al., "Provably Robust DPO", arXiv:2403.00409, their rDPO.
+- length-desensitised (``ld_alpha``): tokens of the longer completion behind as many as the shorter one has count alpha
+  times in log p. Liu et al., "Length Desensitization in DPO", arXiv:2409.06411.
+- weighted (``wpo``): each pair's loss times v(w) v(l), v = exp of the mean over a completion of
+  log p(token) - log sum over the vocabulary of p^2, without gradient. Zhou et al., "WPO", arXiv:2406.11827, eq. 2.
+
+Nothing here waits for the device. Sums over segments are made, kept and compared in float64: log p is near -6,000 for
+texts of 600 tokens, where float32 has steps of 5e-4, and a loss depends on small differences of such numbers. (On MPS,
+which has no float64, all of this is float32.)
+
+Shape suffixes: T tokens, H hidden, V vocabulary, R rank of LoRA, N sequences, P pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastpack.errors import PackingError
+from fastpack.ops.implementation import Implementation
+from fastpack.ops.loss.linear_cross_entropy import CHUNK, Weight, linear_cross_entropy
+from fastpack.ops.loss.segment_sums import segment_sums
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+
+LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
+
+
+@dataclass(frozen=True, eq=False)
+class PairLogProbs:
+    """Log-probabilities of the completions of P pairs.
+
+    Attributes:
+        chosen: float64 ``[P]``, the sum over the completion's tokens.
+        rejected: the same.
+        chosen_tokens: int64 ``[P]``, how many tokens were summed: those that something predicts.
+        rejected_tokens: the same.
+        weights: float64 ``[P]``, WPO's, without gradient; None where they were not asked for.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    weights: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PreferenceLoss:
+    """What :func:`preference_loss` found.
+
+    Attributes:
+        loss: 0-d: the mean over pairs, in the dtype of the log-probabilities, as all of these.
+        losses: ``[P]``, of each pair.
+        chosen_rewards: ``[P]``, beta times the log-ratio of policy and reference, without gradient.
+        rejected_rewards: the same.
+    """
+
+    loss: Tensor
+    losses: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+
+    @property
+    def margins(self) -> Tensor:
+        """``[P]``: chosen less rejected rewards."""
+        return self.chosen_rewards - self.rejected_rewards
+
+    @property
+    def accuracies(self) -> Tensor:
+        """float32 ``[P]``: 1 where the chosen reward is the larger one."""
+        return (self.chosen_rewards > self.rejected_rewards).float()
+
+
+def preference_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float,
+    loss_type: LossType = "sigmoid",
+    label_smoothing: float = 0.0,
+    chosen_tokens: Tensor | None = None,
+    rejected_tokens: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> PreferenceLoss:
+    """The loss of each pair, as defined above.
+
+    Args:
+        policy_chosen: ``[P]``, log-probabilities of the chosen completions under the model that is trained.
+        policy_rejected: ``[P]``, of the rejected ones.
+        reference_chosen: ``[P]``, under the reference model; for ``ld_alpha`` made with the same one.
+        reference_rejected: ``[P]``.
+        beta: factor on log-ratios; for ``ipo`` the paper's tau.
+        loss_type: one of those above. WPO and LD-DPO go with any: pass ``weights``, or log-probabilities made with
+            ``ld_alpha``.
+        label_smoothing: for ``robust`` alone, from 0 up to, not including, 0.5.
+        chosen_tokens: ``[P]``, what ``ipo`` divides by.
+        rejected_tokens: the same.
+        weights: ``[P]``, factors on the losses.
+
+    Raises:
+        ValueError: shapes differ, or an argument has a value that it doesn't take or is missing.
+    """
+    shapes = [tuple(x.shape) for x in (policy_chosen, policy_rejected, reference_chosen, reference_rejected)]
+    if len(set(shapes)) > 1 or policy_chosen.ndim != 1:
+        raise ValueError(f"log-probabilities have shapes {', '.join(map(str, shapes))}; pass [P] each.")
+    if beta <= 0:
+        raise ValueError(f"beta={beta}; pass a factor above 0.")
+    if loss_type not in get_args(LossType):
+        raise ValueError(
+            f"loss_type={loss_type!r}; choose one of {', '.join(map(repr, get_args(LossType)))}. WPO and LD-DPO go "
+            "with any of them: pass weights= from pair_log_probs(wpo=True), or log-probabilities from "
+            "pair_log_probs(ld_alpha=...)."
+        )
+    if not 0 <= label_smoothing < 0.5 or (label_smoothing and loss_type != "robust"):
+        raise ValueError(
+            f"label_smoothing={label_smoothing} with loss_type={loss_type!r}; pass 0, or with 'robust' the share of "
+            "swapped labels, below 0.5."
+        )
+    chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+    scaled = beta * (chosen - rejected)
+    if loss_type == "sigmoid":
+        losses = -F.logsigmoid(scaled)
+    elif loss_type == "hinge":
+        losses = torch.relu(1 - scaled)
+    elif loss_type == "robust":
+        right, swapped = -F.logsigmoid(scaled), -F.logsigmoid(-scaled)
+        losses = ((1 - label_smoothing) * right - label_smoothing * swapped) / (1 - 2 * label_smoothing)
+    else:
+        if chosen_tokens is None or rejected_tokens is None:
+            raise ValueError("loss_type='ipo' divides by the lengths of completions: pass both numbers of tokens.")
+        _check_per_pair(policy_chosen, chosen_tokens=chosen_tokens, rejected_tokens=rejected_tokens)
+        averages = chosen / chosen_tokens - rejected / rejected_tokens
+        losses = (averages - 1 / (2 * beta)).square()
+    if weights is not None:
+        _check_per_pair(policy_chosen, weights=weights)
+        losses = losses * weights
+    return PreferenceLoss(losses.mean(), losses, beta * chosen.detach(), beta * rejected.detach())
+
+
+def _check_per_pair(policy: Tensor, **given: Tensor) -> None:
+    """Broadcasting would mix pairs."""
+    for name, value in given.items():
+        if value.shape != policy.shape:
+            raise ValueError(f"{name} has shape {tuple(value.shape)} for {len(policy)} pairs; pass [P].")
+
+
+def pair_log_probs(
+    hidden: Tensor,
+    weight: Weight,
+    labels: Tensor,
+    packed_seq_lens: PackedSeqLens,
+    *,
+    ld_alpha: float | None = None,
+    wpo: bool = False,
+    bias: Tensor | None = None,
+    lora: tuple[Tensor, Tensor, float] | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    num_kept: int | None = None,
+    chunk: int | None = None,
+    implementation: Implementation = "auto",
+) -> PairLogProbs:
+    """Log-probabilities of packed pairs from hidden states, without ``[T, V]`` logits.
+
+    Args:
+        hidden: ``[1, T, H]``, the backbone's last hidden state on a batch of
+            :class:`fastpack.data.packed_collators.PackedPreferenceCollator`.
+        weight: the head's, ``[V, H]``, or what returns it.
+        labels: that batch's, ``[1, T]``.
+        packed_seq_lens: that batch's: P chosen sequences, P rejected ones, and a tail or none.
+        ld_alpha: from 0 to 1, the factor of LD-DPO on tokens beyond the shorter completion's length.
+        wpo: also make WPO's weights, for which the product with the head is computed once more, without gradient.
+
+    For the others, which the head decides, see :func:`fastpack.ops.linear_cross_entropy.linear_cross_entropy`.
+
+    Raises:
+        PackingError: hidden states or labels are not of this batch.
+        ValueError: ``ld_alpha`` is not from 0 to 1.
+    """
+    pairs = _read_pairs(hidden, labels, packed_seq_lens, ld_alpha)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    losses = linear_cross_entropy(
+        hidden,
+        weight,
+        pairs.targets,
+        bias=bias,
+        lora=lora,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction="none",
+        num_kept=num_kept,
+        chunk=chunk,
+        implementation=implementation,
+    )
+    squares: Tensor | None = None
+    if wpo:
+        squares = _log_sum_squares(
+            hidden, weight, pairs.targets, bias, lora, softcap, logit_scale, num_kept, chunk or CHUNK
+        )
+    return _finished(pairs, losses, squares)
+
+
+def pair_log_probs_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    packed_seq_lens: PackedSeqLens,
+    *,
+    ld_alpha: float | None = None,
+    wpo: bool = False,
+) -> PairLogProbs:
+    """The same from logits ``[1, T, V]``, for heads that can't be taken apart.
+
+    It holds a float32 copy of them and its gradient.
+    """
+    pairs = _read_pairs(logits, labels, packed_seq_lens, ld_alpha)
+    logits = logits.reshape(-1, logits.shape[-1]).float()
+    losses = F.cross_entropy(logits, pairs.targets, ignore_index=IGNORE_INDEX, reduction="none")
+    squares: Tensor | None = None
+    if wpo:
+        with torch.no_grad():
+            squares = _squares(logits).masked_fill(pairs.targets == IGNORE_INDEX, 0)
+    return _finished(pairs, losses, squares)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """Where the completions of a batch are.
+
+    Attributes:
+        targets: int64 ``[T]``, what each token predicts in its own sequence.
+        offsets: int64, where segments begin, and where the last one ends: ``[2 P + 1]``, or ``[4 P + 1]`` where each
+            sequence is cut behind the tokens that count wholly.
+        tokens: int64 ``[2 P]``, the targets of each sequence.
+        ld_alpha: the factor on every second segment, None where there is one a sequence.
+    """
+
+    targets: Tensor
+    offsets: Tensor
+    tokens: Tensor
+    ld_alpha: float | None
+
+
+def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: float | None) -> _Pairs:
+    if ld_alpha is not None and not 0 <= ld_alpha <= 1:
+        raise ValueError(f"ld_alpha={ld_alpha}; pass a factor from 0 to 1, or None.")
+    if packed.indices is not None or x.shape[:-1].numel() != packed.total_tokens:
+        raise PackingError(
+            f"hidden states or logits of shape {tuple(x.shape)} are not those of a packed batch [1, T] with "
+            f"{packed.total_tokens} tokens. Pass what a model made of a batch of PackedPreferenceCollator, and its "
+            "packed_seq_lens."
+        )
+    # what a sequence's last token "predicts" is the next one's first label, which is ignored
+    targets = packed.mask_first_labels(labels).to(x.device).reshape(-1).roll(-1)
+    count = packed.num_sequences // 2  # a tail is one more, or not there
+    offsets = packed.cu_seqlens[: 2 * count + 1].to(x.device, torch.int64)
+    counted = F.pad((targets != IGNORE_INDEX).cumsum(0), (1, 0))
+    before = counted[offsets]
+    tokens = before.diff()
+    if ld_alpha is not None:
+        shared = torch.minimum(tokens[:count], tokens[count:]).repeat(2)
+        # the first token with more targets up to it, itself included, than count wholly; or the sequence's end
+        cuts = torch.searchsorted(counted[1:], before[:-1] + shared, right=True)
+        cuts = torch.minimum(cuts, offsets[1:])
+        offsets = torch.cat([torch.stack([offsets[:-1], cuts], 1).flatten(), offsets[-1:]])
+    return _Pairs(targets, offsets, tokens, ld_alpha)
+
+
+def _finished(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogProbs:
+    """From cross-entropies ``[T]`` of tokens, and WPO's sums of squares ``[T]``, to pairs."""
+    sums = -segment_sums(losses, pairs.offsets)
+    weights: Tensor | None = None
+    if squares is not None:
+        with torch.no_grad():
+            aligned = sums.detach() - segment_sums(squares, pairs.offsets)
+            if pairs.ld_alpha is not None:
+                aligned = aligned.view(-1, 2).sum(1)
+            weights = (aligned / pairs.tokens.clamp(min=1)).exp().view(2, -1).prod(0)
+    if pairs.ld_alpha is not None:
+        shared, rest = sums.view(-1, 2).unbind(1)
+        sums = shared + pairs.ld_alpha * rest
+    chosen, rejected = sums.chunk(2)
+    chosen_tokens, rejected_tokens = pairs.tokens.chunk(2)
+    return PairLogProbs(chosen, rejected, chosen_tokens, rejected_tokens, weights)
+
+
+def _squares(logits: Tensor) -> Tensor:
+    """log sum p^2 over the vocabulary, of float32 logits ``[T, V]``."""
+    return torch.logsumexp(2 * logits, -1) - 2 * torch.logsumexp(logits, -1)
+
+
+@torch.no_grad()
+def _log_sum_squares(
+    hidden: Tensor,
+    weight: Weight,
+    targets: Tensor,
+    bias: Tensor | None,
+    lora: tuple[Tensor, Tensor, float] | None,
+    softcap: float | None,
+    logit_scale: float,
+    num_kept: int | None,
+    chunk: int,
+) -> Tensor:
+    """log sum p^2 over the vocabulary, float32 ``[T]``, 0 where the target is ignored; ``chunk`` rows at a time."""
+    device = hidden.device.type
+    dense = weight if isinstance(weight, Tensor) else weight()
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dense.dtype
+    ignored = targets == IGNORE_INDEX
+    if num_kept is None and device == "cpu" and not torch.compiler.is_compiling():
+        num_kept = int((~ignored).sum())
+    rows = torch.argsort(ignored.to(torch.uint8), stable=True)[:num_kept]
+    found = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
+    with torch.autocast(device, enabled=False):
+        for some in rows.split(chunk):
+            h = hidden.index_select(0, some).to(dtype)
+            logits = F.linear(h, dense.to(dtype), None if bias is None else bias.to(dtype))
+            if lora is not None:
+                a, b, scale = lora
+                logits = logits + F.linear(F.linear(h, (a * scale).to(dtype)), b.to(dtype))
+            logits = logits.float() * logit_scale
+            if softcap is not None:
+                logits = softcap * torch.tanh(logits / softcap)
+            found.index_copy_(0, some, _squares(logits))
+    return found.masked_fill(ignored, 0)

@@ -1,0 +1,238 @@
+"""The sequences of preference data, as a collator sends them, and their log-probabilities, padding-free.
+
+Shape suffixes: L tokens of a sequence, N sequences, T tokens of all of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastpack.data.packed_collators import PackedPreferenceCollator
+from fastpack.errors import PackingError
+from fastpack.families import FORMS, HeadSpec, source_hash
+from fastpack.model.loss import HeadProduct, read_head
+from fastpack.model.unwrap import Parts, find_parts
+from fastpack.ops.loss.linear_cross_entropy import CHUNK, linear_cross_entropy
+from fastpack.ops.loss.segment_sums import segment_sums
+from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.patching.apply import temporarily_patched
+from fastpack.patching.state import is_patched
+from fastpack.patching.support import covered_family
+from fastpack.trainers.reference.cache import is_peft
+
+Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
+
+PAIR_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
+JUDGED_COLUMNS = ("ref_logps", "ref_KL_logps")
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """A sequence, and how much each of its tokens counts.
+
+    Attributes:
+        ids: int64 ``[L]``.
+        weights: float32 ``[L]``, the factor on each token's log-probability; 0 for the first, which nothing predicts.
+    """
+
+    ids: Tensor
+    weights: Tensor
+
+    @cached_property
+    def id(self) -> str:
+        """128 bits in hex that are the same wherever the sequence is met: a digest of the ids and the weights."""
+        made = hashlib.blake2b(digest_size=16)
+        made.update(self.ids.numpy().astype("<i8").tobytes())
+        made.update(self.weights.numpy().astype("<f4").tobytes())
+        return made.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """A data set of tokenised pairs, or of judged completions, and the sequences that each example needs scored.
+
+    Reading what the collator makes, rather than the columns, honours whatever it does: truncation above all.
+
+    Attributes:
+        dataset: a ``datasets.Dataset``.
+        name: what it is called in messages.
+        collator: what makes batches of its examples; None for one that sends them as they are.
+        ld_alpha: the factor on tokens of the longer completion of a pair behind as many as the shorter one has.
+    """
+
+    dataset: Any
+    name: str
+    collator: Collator | None = None
+    ld_alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if not hasattr(self.dataset, "add_column") or not hasattr(self.dataset, "__len__"):
+            raise PackingError(
+                f"{self.name} is a {type(self.dataset).__name__}. Pass one split, a datasets.Dataset, that was loaded "
+                "without streaming=True."
+            )
+        there = [name for name in (*PAIR_COLUMNS, *JUDGED_COLUMNS) if name in self.dataset.column_names]
+        if there:
+            raise PackingError(
+                f"{self.name} has {' and '.join(there)} already. Take them out to have them made anew: "
+                f"dataset.remove_columns({there}). (A trainer built with precompute_ref_log_probs=True has made them "
+                "itself, on padded batches: build it without.)"
+            )
+        _ = self.columns
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that are to be filled, under TRL's names; one for each sequence of an example."""
+        names = self.dataset.column_names
+        if "chosen_ids" in names or "chosen_input_ids" in names:
+            return PAIR_COLUMNS
+        if "completion_ids" in names:
+            return JUDGED_COLUMNS if "KL_completion_ids" in names else JUDGED_COLUMNS[:1]
+        raise PackingError(
+            f"{self.name} has the columns {', '.join(names) or 'none'}. Pass tokenised examples, as TRL's trainers "
+            "make them (trainer.train_dataset): prompt_ids, chosen_ids and rejected_ids, or prompt_ids and "
+            "completion_ids."
+        )
+
+    @cached_property
+    def _lists(self) -> Any:
+        return self.dataset.with_format(None)  # examples of lists, as collators want them
+
+    def __getitem__(self, row: int) -> list[Scored]:
+        """The sequences of one example, one for each of the columns."""
+        example = self._lists[row]
+        try:
+            sequences = _collated(self.collator([example])) if self.collator else _as_they_are(example, self.columns)
+        except PackingError as error:
+            raise PackingError(f"example {row} of {self.name}: {error}") from error
+        if len(sequences) != len(self.columns):
+            raise PackingError(
+                f"example {row} of {self.name}: the collator made {len(sequences)} sequences [B, S] of it with "
+                f"input_ids, attention_mask and completion_mask, for {', '.join(self.columns)}. Pass TRL's collator "
+                "for preferences (trainer.data_collator), or none."
+            )
+        if self.ld_alpha is not None and self.columns == PAIR_COLUMNS:
+            shared = min(int(sequence.weights.sum()) for sequence in sequences)
+            for sequence in sequences:
+                sequence.weights[sequence.weights.cumsum(0) > shared] *= self.ld_alpha
+        return sequences
+
+
+def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[Scored]:
+    """A prompt with each of its completions, uncut. One that was judged is a pair with that for the KL, or itself."""
+    if columns != PAIR_COLUMNS:
+        chosen, rejected = example["completion_ids"], example.get("KL_completion_ids", example["completion_ids"])
+        example = {"prompt_ids": example["prompt_ids"], "chosen_ids": chosen, "rejected_ids": rejected}
+    batch = PackedPreferenceCollator()([example])
+    lengths = batch["packed_seq_lens"].lengths
+    pairs = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths), strict=True)
+    return [Scored(ids, (labels != IGNORE_INDEX).float()) for ids, labels in pairs][: len(columns)]
+
+
+def _collated(batch: Mapping[str, Any]) -> list[Scored]:
+    """The sequences of a padded batch with TRL's names, tensors ``[B, S]``: the completions, then those for the KL."""
+    found = []
+    for prefix in ("", "KL_"):
+        names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
+        if not all(name in batch for name in names):
+            continue
+        for ids, real, scored in zip(*(batch[name] for name in names), strict=True):
+            weights = scored[real.bool()].float()
+            weights[:1] = 0
+            found.append(Scored(ids[real.bool()].long(), weights))
+    return found
+
+
+# from N sequences to float64 [N] on the device, for which nothing waits (float32 on MPS)
+Score = Callable[[Sequence[Scored]], Tensor]
+
+
+@contextmanager
+def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
+    """Give what scores sequences; within, the model is the reference, and behind it what it was.
+
+    That is: in evaluation mode, patched, with PEFT's ``adapter`` on, or all of them off for None.
+
+    Raises:
+        UnsupportedModelError: the model is not covered.
+    """
+    parts = find_parts(model)
+    with (
+        _as_reference(model, adapter),
+        nullcontext() if is_patched(model) else temporarily_patched(model),
+        torch.no_grad(),
+    ):
+        yield partial(_log_probs, parts, _head_spec(parts))
+
+
+@contextmanager
+def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
+    """With the adapters as they are in the reference; behind it, modules and weights train that did before."""
+    training = [(module, module.training) for module in model.modules()]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    active = None if adapter is None else model.base_model.active_adapter
+    try:
+        model.eval()
+        if adapter is not None:
+            model.base_model.set_adapter(adapter)
+        with model.disable_adapter() if adapter is None and is_peft(model) else nullcontext():
+            yield
+    finally:
+        if adapter is not None:
+            model.base_model.set_adapter(active)
+        for module, on in training:
+            module.training = on
+        for parameter, on in trained:
+            parameter.requires_grad_(on)  # PEFT decides about them as it switches adapters
+
+
+def _head_spec(parts: Parts) -> HeadSpec | None:
+    """How the head makes logits, where its source is known."""
+    family, cls = covered_family(parts), type(parts.head)
+    known = cls.__module__ == family.module and cls.__name__ in family.fast
+    spec = FORMS.get(source_hash(cls)) if known else None
+    return spec if isinstance(spec, HeadSpec) else None
+
+
+def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored]) -> Tensor:
+    backbone, head = parts.backbone, parts.head
+    device = next(backbone.parameters()).device
+    packed = PackedSeqLens.from_lengths([len(s.ids) for s in sequences]).to(device)
+    ids_T = torch.cat([s.ids for s in sequences])
+    # the first token of a sequence never counts, so that its last one predicts nothing
+    weights_T = torch.cat([s.weights for s in sequences]).roll(-1)
+    targets_T = ids_T.roll(-1).masked_fill(weights_T == 0, IGNORE_INDEX)
+    count = int((weights_T != 0).sum())
+    inputs = {"input_ids": ids_T[None].to(device), "packed_seq_lens": packed, "use_cache": False, "return_dict": True}
+    product = None if spec is None else read_head(head, spec)
+    if isinstance(product, HeadProduct):
+        hidden_TH = backbone(**inputs).last_hidden_state[0]
+        losses_T = linear_cross_entropy(
+            hidden_TH,
+            product.weight,
+            targets_T.to(hidden_TH.device),
+            bias=product.bias,
+            lora=product.lora,
+            softcap=product.softcap,
+            logit_scale=product.logit_scale,
+            reduction="none",
+            num_kept=count,
+        )
+    else:
+        losses_T = _of_logits(head(**inputs).logits[0], targets_T)
+    return -segment_sums(losses_T * weights_T.to(losses_T.device), packed.cu_seqlens.to(losses_T.device, torch.int64))
+
+
+def _of_logits(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """The same losses from logits, for heads that can't be taken apart; in float32 a chunk of rows at a time."""
+    chunks = zip(logits_TV.split(CHUNK), targets_T.to(logits_TV.device).split(CHUNK), strict=True)
+    return torch.cat([F.cross_entropy(x.float(), y, ignore_index=IGNORE_INDEX, reduction="none") for x, y in chunks])
