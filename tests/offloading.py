@@ -166,8 +166,7 @@ def equal(ours: dict[str, Tensor], want: dict[str, Tensor]) -> bool:
 
 
 def tiny(model_type: str = "llama", *, lora: bool = False) -> Any:
-    kinds = {"layer_types": ["full_attention"] * LAYERS} if model_type == "qwen3" else {}
-    model = tiny_model(model_type, num_hidden_layers=LAYERS, **kinds)
+    model = tiny_model(model_type, num_hidden_layers=LAYERS)
     return with_lora(model) if lora else model
 
 
