@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.seqlens import IGNORE_INDEX, Bucket, PackedSeqLens
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 1, 4, 4, 2)
@@ -52,3 +53,28 @@ def trl(lengths: Sequence[int]) -> dict[str, Any]:
         "max_length_q": longest,
         "max_length_k": torch.tensor(longest),
     }
+
+
+def filled_up(batch: dict[str, Any], tokens: int, *, in_a_bucket: bool = True) -> dict[str, Any]:
+    """The packed batch in a row of so many tokens, whose last ones count for nothing, as somebody's collator makes it.
+
+    Without a bucket they are one more sequence, where there are any.
+    """
+    known: PackedSeqLens = batch["packed_seq_lens"]
+    lengths, rest = known.lengths, tokens - known.total_tokens
+    if in_a_bucket:
+        packed = PackedSeqLens.from_lengths(lengths).bucketed(Bucket(tokens, len(lengths) + 1, tokens))
+    else:
+        packed = replace(PackedSeqLens.from_lengths([*lengths, rest] if rest else lengths), filler=rest)
+    packed = replace(packed.flattened(), prefixes=known.prefixes)
+    ids, labels = batch["input_ids"], batch["labels"]
+    return {
+        "input_ids": torch.cat([ids, ids[:, :1].expand(1, rest)], 1),
+        "labels": torch.cat([labels, labels.new_full((1, rest), IGNORE_INDEX)], 1),
+        "position_ids": packed.position_ids,
+        "packed_seq_lens": packed,
+    }
+
+
+def next_multiple(tokens: int, of: int) -> int:
+    return -(-tokens // of) * of

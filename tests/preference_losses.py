@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
 from fastpack.trainers.preference_losses import PairLogProbs, PreferenceLoss, preference_loss
 
 BETA = 0.3
@@ -49,15 +48,3 @@ def loss_of(policy: PairLogProbs, reference: PairLogProbs, case: Case, beta: flo
         rejected_tokens=policy.rejected_tokens,
         weights=policy.weights,
     )
-
-
-def bucketed(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The packed batch in a row of so many tokens, with bucket padding at its end."""
-    lengths = batch["packed_seq_lens"].lengths
-    packed = PackedSeqLens.from_lengths(lengths).bucketed(Bucket(tokens, len(lengths) + 1, tokens))
-    return {
-        "input_ids": packed.unpad(batch["input_ids"]),
-        "labels": packed.unpad(batch["labels"]),  # those of the padding are copies of the first one, which is ignored
-        "position_ids": packed.position_ids,
-        "packed_seq_lens": packed.flattened(),
-    }

@@ -57,13 +57,12 @@ def plain(module: nn.Module) -> dict[str, Any]:
 
 
 def one_of_each_kind(model: Any) -> Any:
-    """Without a second layer that computes what the first one does."""
-    first, second = model.base_model.layers
-    kinds = getattr(model.config, "layer_types", None) or [None, None]
-    same = [map(plain, layer.modules()) for layer in (first, second)]
-    if kinds[0] == kinds[1] and str(first) == str(second) and all(a == b for a, b in zip(*same, strict=True)):
-        del model.base_model.layers[1]
-        model.config.num_hidden_layers = 1
+    """Without the last layers, as long as they compute what an earlier one does."""
+    layers, kinds = model.base_model.layers, getattr(model.config, "layer_types", None)
+    known = [(kinds and kinds[i], str(layer), list(map(plain, layer.modules()))) for i, layer in enumerate(layers)]
+    while known[-1] in known[:-1]:
+        del layers[-1], known[-1]
+    model.config.num_hidden_layers = len(layers)
     return model
 
 

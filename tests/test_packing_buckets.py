@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import FLOAT32_BOUND, make_sequences, relative
+from packing_cases import filled_up, next_multiple
 from tiny import VOCAB, tiny_model
 
 import fastpack
@@ -204,12 +205,13 @@ def test_a_model_runs_a_bucket_that_it_is_given(model_type: str, monkeypatch: py
         assert float((ours - want).abs().max()) <= FLOAT32_BOUND * max(floor, float(want.abs().max()))
 
 
-def filled_up(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
+def longer(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
     """The same sequences as a batch with tokens behind them, put there by a collator or on the way into the model."""
     total = sum(map(len, sequences))
-    sizes = {"pad_to": total + 9, "pad_to, full": total, "pad_to_multiple_of": 32}
+    sizes = {"filled up": total + 9, "filled up, full": total, "rounded up": next_multiple(total, 32)}
     if kind in sizes:
-        return PackedSFTCollator(**{kind.split(",")[0]: sizes[kind]})([{"input_ids": ids} for ids in sequences])
+        batch = PackedSFTCollator()([{"input_ids": ids} for ids in sequences])
+        return filled_up(batch, sizes[kind], in_a_bucket=kind != "rounded up")
     ids = torch.cat(sequences)[None]
     packed = PackedSeqLens.from_lengths([len(sequence) for sequence in sequences]).bucketed()
     if kind == "a bucket":
@@ -227,18 +229,18 @@ def filled_up(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
 @pytest.mark.parametrize("loss", [None, "fused"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize(
-    "kind", ["pad_to", "pad_to, full", "pad_to_multiple_of", "a bucket", "a bucket's row", "padded, in a bucket"]
+    "kind", ["filled up", "filled up, full", "rounded up", "a bucket", "a bucket's row", "padded, in a bucket"]
 )
 def test_experts_are_not_balanced_over_what_fills_up(kind: str, model_type: str, loss: Any) -> None:
     """Loss and gradients are those of the stock model on a padded batch, whose mask says what counts."""
     traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     sequences = make_sequences(VOCAB)
-    padded = filled_up("padded", sequences)
+    padded = longer("padded", sequences)
     del padded["packed_seq_lens"]
     results = []
     for model, batch in (
         (tiny_model(model_type, **traits), padded),
-        (fastpack.patch(tiny_model(model_type, **traits), loss=loss), filled_up(kind, sequences)),
+        (fastpack.patch(tiny_model(model_type, **traits), loss=loss), longer(kind, sequences)),
     ):
         out = model(**batch, use_cache=False)
         out.loss.backward()
@@ -252,7 +254,7 @@ def test_experts_are_not_balanced_over_what_fills_up(kind: str, model_type: str,
 def test_filler_is_kept_with_the_lengths() -> None:
     row = PackedSeqLens.from_lengths([200, 57]).bucketed(Bucket(tokens=1024, sequences=16, max_seqlen=256)).flattened()
     sequences = [torch.ones(n, dtype=torch.long) for n in (200, 57)]
-    rounded = filled_up("pad_to_multiple_of", sequences)["packed_seq_lens"]
+    rounded = longer("rounded up", sequences)["packed_seq_lens"]
     for packed in (row, copy.deepcopy(row), rounded, rounded.bucketed(), rounded.bucketed().flattened()):
         mask = packed.without_filler()
         assert mask.shape == packed.batch_shape

@@ -14,7 +14,8 @@ import pytest
 import torch
 from datasets import Dataset
 from oracle import FLOAT32_BOUND, Result, compare, relative
-from preference_losses import BETA, CASES, Case, bucketed, loss_of
+from packing_cases import filled_up
+from preference_losses import BETA, CASES, Case, loss_of
 from test_trainers import tokenizer
 from tiny import VOCAB, tiny_model
 from tokenizers.pre_tokenizers import Whitespace
@@ -117,7 +118,7 @@ def packed(
 ) -> Step:
     """Our loss on the columns that TRL made."""
     batch = PackedPreferenceCollator()(list(trainer.train_dataset))
-    batch = bucketed(batch, size) if size else batch
+    batch = filled_up(batch, size) if size else batch
     model, other = fastpack.patch(model_of()), fastpack.patch(model_of(0.05))
     policy = log_probs(model, batch, case, head=head, **changes)
     with torch.no_grad():
@@ -222,7 +223,7 @@ def test_training_step_by_step() -> None:
     seen = []
     for step in range(10):
         examples = [rows[step % 5], rows[(step + 2) % 5], rows[(step + 3) % 5]]
-        batch = bucketed(PackedPreferenceCollator()(examples), 256)
+        batch = filled_up(PackedPreferenceCollator()(examples), 256)
         with torch.no_grad():
             reference = log_probs(other, batch, case, head="hidden")
         mine = loss_of(log_probs(ours, batch, case, head="hidden"), reference, case).loss

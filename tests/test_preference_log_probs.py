@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, relative
-from preference_losses import CASES, Case, bucketed, loss_of
+from packing_cases import filled_up
+from preference_losses import CASES, Case, loss_of
 from tiny import VOCAB
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +29,7 @@ def drawn(*lengths: tuple[int, int, int]) -> tuple[dict[str, Any], Tensor, Tenso
         {f"{k}_ids": [5 + i] * n for i, (k, n) in enumerate(zip(("prompt", "chosen", "rejected"), triple, strict=True))}
         for triple in lengths
     ]
-    batch = bucketed(PackedPreferenceCollator()(examples), 64)
+    batch = filled_up(PackedPreferenceCollator()(examples), 64)
     return batch, torch.randn(1, 64, 16, generator=generator), torch.randn(VOCAB, 16, generator=generator)
 
 

@@ -26,6 +26,7 @@ from oracle import (
     run_alone,
     run_batch,
 )
+from packing_cases import filled_up, next_multiple
 from prefix_cases import PROMPTS, SAVED, grouped, nodes, pairs, sharing, words
 from test_adapters import quantised, with_lora
 from test_exact import Calls
@@ -259,13 +260,18 @@ def examples() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("size", [{}, {"pad_to_multiple_of": 16}, {"pad_to": 200}])
-def test_the_collator_of_pairs(size: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", ["its own", "rounded up", "filled up"])
+def test_the_collator_of_pairs(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes are found with the batch: the model looks for none, and reads no ids."""
     model = tiny_model("llama", max_position_embeddings=256)
     sequences = pairs()
     alone = run_alone(model, sequences)
-    batch = PackedPreferenceCollator(**size)(examples())
+    batch = PackedPreferenceCollator()(examples())
+    total = batch["packed_seq_lens"].total_tokens
+    if size != "its own":
+        tokens = 200 if size == "filled up" else next_multiple(total, 16)
+        assert tokens > total
+        batch = filled_up(batch, tokens, in_a_bucket=size == "filled up")
     assert batch["packed_seq_lens"].prefixes.saved == SAVED
     patched(model)
     monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *_: pytest.fail("they were found before"))

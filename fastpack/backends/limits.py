@@ -1,4 +1,4 @@
-"""What kernels can't do: limits that several have, and those of FlashAttention-2, whoever ships it."""
+"""The limits of kernels: those that several have, and those of FlashAttention-2, whoever ships it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class Clock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Of each timed step."""
+        """Return the seconds of each timed step."""
         marks = self._marks[self._warmup :]
         if not torch.cuda.is_available():
             return [end - begin for begin, end in pairwise(marks)]

@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def title(self) -> str:
-        """What was trained, in one line: what people ask for first, and all else that is not at its default."""
+        """The training in one line: what people ask for first, and all else that is not at its default."""
         default = asdict(Settings(""))
         told = {
             name: value for name, value in asdict(self.settings).items() if value != default[name] or name in ALWAYS

@@ -56,7 +56,7 @@ def _speeds(outcome: Outcome) -> Table:
 
 
 def _legend(outcome: Outcome) -> str:
-    """What the columns mean."""
+    """Return the meaning of the columns, and the share of padding."""
     ceiling = outcome.ceiling
     told = [
         f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: of all of them together",

@@ -113,12 +113,12 @@ class OwnArguments:
     )
 
     def patch_keywords(self) -> PatchKeywords:
-        """Those that :func:`fastpack.patch` takes for a model."""
+        """Return the keywords that :func:`fastpack.patch` takes for a model."""
         keywords: Any = {name: getattr(self, name) for name in PATCH_OPTIONS}
         return keywords
 
     def trainer_keywords(self) -> PatchKeywords:
-        """The same for a trainer."""
+        """Return those that it takes for a trainer."""
         too_long: Any = self.too_long
         budget = None if self.max_tokens is None else TokenBudget(self.max_tokens, self.same_steps, too_long)
         return {**self.patch_keywords(), "max_tokens": budget}

@@ -125,7 +125,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
             self._plan = self._planned(self._epoch)
 
     def _settings(self) -> dict[str, Any]:
-        """What the batches of an epoch depend on, as ints, floats and strings; the same on every rank."""
+        """Return all that the batches of an epoch depend on, as ints, floats and strings; the same on every rank."""
         return {
             "examples": len(self.lengths),
             "lengths": self.fingerprint,

@@ -180,6 +180,8 @@ def _shrink(config: Any, row: Mapping[str, Any], overrides: dict[str, Any], head
     if head_dim % HEAD_DIM and head_dim != HEAD_DIM // 2:
         raise ValueError(f"heads are {HEAD_DIM // 2} wide, or a multiple of {HEAD_DIM}, not {head_dim}")
     factor = head_dim / HEAD_DIM
+    if overrides.get("num_hidden_layers", count := row.get("num_hidden_layers")) != count:  # its lists are of as many
+        row = {name: value for name, value in row.items() if not (isinstance(value, list) and len(value) == count)}
     row = _widened(row, factor)
     given = {name: {**row.get(name, {}), **overrides[name]} for name in config.sub_configs.keys() & overrides.keys()}
     return _small(config, {**row, **overrides, **given}, factor, traits=traits)

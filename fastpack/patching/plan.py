@@ -12,18 +12,15 @@ from torch import nn
 from fastpack.attention_dispatch import explain
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import (
-    FORMS,
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
     Family,
-    HeadSpec,
     MixerSpec,
     MlpSpec,
     NormSpec,
     Rung,
     Spec,
-    source_hash,
 )
 from fastpack.layers.adapters import count_opaque, count_projections
 from fastpack.layers.attention import attention_forward
@@ -51,13 +48,14 @@ from fastpack.patching.recognise import (
     Recognised,
     Skipped,
     forms_by_family,
+    head_spec,
     own_class,
     recognise,
     with_mask_window,
 )
 from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
-from fastpack.utils.classes import mentions, shadowed, stock_class
+from fastpack.utils.classes import mentions, shadowed
 from fastpack.utils.hooks import own_forward
 from fastpack.utils.replacement import PreHook, Replacement
 
@@ -236,10 +234,7 @@ def _head_loss(head: Any, kind: HeadKind, options: PatchOptions, family: Family)
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
-    cls: Any = stock_class(head)
-    known = cls.__module__ == family.module and cls.__name__ in family.fast
-    spec = FORMS.get(source_hash(cls)) if known else None
-    found = spec if isinstance(spec, HeadSpec) else None
+    found = head_spec(head, family)
     reason = fused_loss_rejects(head, kind, found)
     if reason is not None:
         return None, reason

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.families import FORMS, source_hash
-from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, HeadSpec, MixerSpec, Spec
 from fastpack.layers.adapters import refuse_rows
 from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.stock_attention import StockAttention
@@ -97,6 +97,14 @@ def known_specs(backbone: Any, family: Family) -> tuple[dict[str, Spec], Skipped
         trusted = {name: spec for name, spec in trusted.items() if name not in fast}
         skipped += [(name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in fast]
     return trusted, tuple(skipped)
+
+
+def head_spec(head: nn.Module, family: Family) -> HeadSpec | None:
+    """Return how a head makes logits, where its class is the family's and its source is known; else None."""
+    cls: Any = stock_class(head)
+    known = cls.__module__ == family.module and cls.__name__ in family.fast
+    spec = FORMS.get(source_hash(cls)) if known else None
+    return spec if isinstance(spec, HeadSpec) else None
 
 
 def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:

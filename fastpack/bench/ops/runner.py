@@ -103,7 +103,7 @@ def check(case: Case, make: Maker) -> dict[str, float]:
 
 
 def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
-    """Of each result and gradient, by implementation."""
+    """Return the error of each result and gradient, by implementation."""
     inputs = case.inputs(make)
     runs = runs_of(case, inputs)
     wider, size = (torch.float32, torch.linalg.vector_norm) if is_half(make.dtype) else (torch.float64, largest)
@@ -138,7 +138,7 @@ def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
 
 
 def results(run: Run, given: Inputs, seed: int) -> list[Tensor]:
-    """What ``run`` returns, and the gradients for random gradients of that; where nothing has one, the former alone."""
+    """Return the results of ``run``, and the gradients for random gradients of those, where anything has one."""
     outputs = _tuple(run(*given))
     kept = [out.detach().clone() for out in outputs]
     trained = _trained(given)

@@ -40,7 +40,6 @@ TRAINING = {
     "dataloader_pin_memory": "False",
     "log_level": "error",
     "metrics": "False",
-    "logging_steps": "1",
 }
 """Flags of both runs."""
 ENVIRONMENT = {

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from fastpack.data.packed_collators import PackedPreferenceCollator
 from fastpack.errors import PackingError
-from fastpack.families import FORMS, HeadSpec, source_hash
+from fastpack.families import HeadSpec
 from fastpack.model.loss import HeadProduct, read_head
 from fastpack.model.unwrap import Parts, find_parts
+from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.ops.loss.linear_cross_entropy import CHUNK, linear_cross_entropy
 from fastpack.ops.loss.segment_sums import segment_sums
-from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.patching.apply import temporarily_patched
+from fastpack.patching.recognise import head_spec
 from fastpack.patching.state import is_patched
 from fastpack.patching.support import covered_family
 from fastpack.trainers.reference.cache import is_peft
@@ -166,12 +168,10 @@ def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
         UnsupportedModelError: the model is not covered.
     """
     parts = find_parts(model)
-    with (
-        _as_reference(model, adapter),
-        nullcontext() if is_patched(model) else temporarily_patched(model),
-        torch.no_grad(),
-    ):
-        yield partial(_log_probs, parts, _head_spec(parts))
+    as_patched = nullcontext() if is_patched(model) else temporarily_patched(model)
+    with _as_reference(model, adapter), as_patched, torch.no_grad():
+        assert parts.head is not None  # as identify found
+        yield partial(_log_probs, parts, head_spec(parts.head, covered_family(parts)))
 
 
 @contextmanager
@@ -193,14 +193,6 @@ def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
             module.training = on
         for parameter, on in trained:
             parameter.requires_grad_(on)  # PEFT decides about them as it switches adapters
-
-
-def _head_spec(parts: Parts) -> HeadSpec | None:
-    """How the head makes logits, where its source is known."""
-    family, cls = covered_family(parts), type(parts.head)
-    known = cls.__module__ == family.module and cls.__name__ in family.fast
-    spec = FORMS.get(source_hash(cls)) if known else None
-    return spec if isinstance(spec, HeadSpec) else None
 
 
 def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored]) -> Tensor:
