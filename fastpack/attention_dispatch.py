@@ -2,8 +2,8 @@
 
 Shape suffixes: T tokens of all sequences, N sequences, H query heads, K key/value heads, D head size, V value size.
 
-A forward builds an :class:`AttentionCall` and hands it to :func:`attend`; the table in :mod:`fastpack.backends.registry`
-says which backend runs it.
+A forward builds an :class:`AttentionCall` and hands it to :func:`attend`; the table in
+:mod:`fastpack.backends.registry` says which backend runs it.
 No backend ever builds a mask of size T x T, and none waits for the device.
 """
 

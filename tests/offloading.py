@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_cases import with_lora
 from oracle import make_sequences
-from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

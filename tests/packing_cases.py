@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import IGNORE_INDEX, Bucket, PackedSeqLens
+from fastpack.packing.seqlens import Bucket, PackedSeqLens
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 1, 4, 4, 2)

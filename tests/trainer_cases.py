@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from other_trainer_cases import share_of_low_words
 from preferences import alone, judged, pairs, settings, word_tokenizer
-from test_other_trainers import share_of_low_words
 from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, Trainer, TrainerCallback, TrainingArguments

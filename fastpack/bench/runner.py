@@ -100,7 +100,7 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     verdict = compare(figures, precision)
     for name in contestants:
         given = json.dumps(asdict(replace(settings, contestant=name)))
-        row = Figures(**_run(name, "fastpack.bench.contestant", given))
+        row = Figures(**_run(name, "fastpack.bench.variant_run", given))
         figures.append(row)
         print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
         verdict = compare(figures, precision)

@@ -1,6 +1,6 @@
 """One contestant: builds its model, trains it, and prints its figures.
 
-Run as ``python -m fastpack.bench.contestant '{"contestant": ...}'`` by :mod:`fastpack.bench.runner`; the last line
+Run as ``python -m fastpack.bench.variant_run '{"contestant": ...}'`` by :mod:`fastpack.bench.runner`; the last line
 that it prints is its figures, as JSON.
 """
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from fastpack.errors import PackingError
+from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.prefixes import find_prefixes
-from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 Example = Mapping[str, Any]
 

@@ -1,7 +1,7 @@
 """The table of families: ``model_type`` to declaration.
 
 Adding a family is a row of one of the tables that are put together below. What its classes compute is known by their
-sources (:mod:`fastpack.families.forms`); a source that is new there needs a form, and a proof.
+sources (:mod:`fastpack.families.known_sources`); a source that is new there needs a form, and a proof.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Families of the fast rung: every attention module has a form that :mod:`fastpack.families.forms` knows.
+"""Families of the fast rung: every attention module has a form that :mod:`fastpack.families.known_sources` knows.
 
 They fulfil what :mod:`fastpack.families.varlen` asks for. What else of them has a form is fast as well: norms, MLPs,
 whole layers, and heads where their loss is to be fused. Blocks of experts keep their stock forward.

@@ -220,7 +220,7 @@ class Family:
         routers: class names of the modules in whose forward experts are chosen for each token, by ``torch.topk`` or
             ``max``: choices flip with rounding, and comparisons hold them.
         fast: names of the classes that get fast forwards. What each computes is known by its source
-            (:mod:`fastpack.families.forms`); a class with a source that is not known keeps its stock forward.
+            (:mod:`fastpack.families.known_sources`); a class with a source that is not known keeps its stock forward.
     """
 
     model_type: str

@@ -80,7 +80,7 @@ def project_modules(
         row_count: how many of the T tokens count.
 
     Returns:
-        The outputs, and x to go on with (see :func:`fastpack.ops.projections.project`).
+        The outputs, and x to go on with (see :func:`fastpack.ops.linear.projections.project`).
     """
     fused_norm = None if norm is None else read_norm(norm)
     given = x if norm is None or fused_norm is not None else _call(norm, x)

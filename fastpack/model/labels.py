@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
-from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.ops.loss import IGNORE_INDEX
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions, names_in, stock_class
 from fastpack.utils.signatures import keeps_some_logits
 

@@ -1,7 +1,7 @@
 """A causal LM head's own loss without logits, in training: ``patch(model, loss="fused")``.
 
 The head's forward is the family's (:class:`fastpack.families.spec.HeadSpec`), but for its product with the vocabulary
-and its loss, which :func:`fastpack.ops.linear_cross_entropy.linear_cross_entropy` computes on real tokens.
+and its loss, which :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy` computes on real tokens.
 
 Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 """
@@ -26,8 +26,9 @@ from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear.parts import Projection
+from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.ops.loss.linear_cross_entropy import Weight, linear_cross_entropy
-from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, stock_class
 from fastpack.utils.hooks import carries_hooks
 from fastpack.utils.replacement import Replacement

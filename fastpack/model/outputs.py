@@ -13,8 +13,7 @@ from torch import Tensor
 
 from fastpack.ops.autograd import as_row
 from fastpack.ops.shared_rows import spread
-from fastpack.packing.prefixes import SharedTokens
-from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens, SharedTokens
 
 Change = Callable[[Tensor], Tensor]
 

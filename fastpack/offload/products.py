@@ -2,8 +2,8 @@
 
 A checkpointed layer runs twice. The products of its gated MLP are the larger part of the second run, and H operations
 for each byte of their results; where copies beside the computation keep pace, bringing these back costs nothing. Each
-layer carries a :class:`Slot` while it runs, in which :func:`fastpack.ops.gated_mlp.gated_mlp` puts them the first time
-and finds them the second. The bits are the same.
+layer carries a :class:`Slot` while it runs, in which :func:`fastpack.ops.linear.gated_mlp.gated_mlp` puts them the
+first time and finds them the second. The bits are the same.
 
 Shape suffixes: T tokens, H hidden size, I size inside.
 """
@@ -155,7 +155,7 @@ class Journey:
 
 
 class Slot:
-    """What one checkpointed call of a layer keeps: :class:`fastpack.ops.gated_mlp.Kept`."""
+    """What one checkpointed call of a layer keeps: :class:`fastpack.ops.linear.gated_mlp.Kept`."""
 
     def __init__(self, journey: Journey, index: int) -> None:
         self._journey, self._index = journey, index

@@ -34,7 +34,7 @@ class RowCount:
         work: floating-point operations that they left out for each row that does not count.
         flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
         plans: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, for each kind of launch and number of rows a
-            :func:`fastpack.ops.plans.plan`; in the first place zeros, for all others: no tall tiles, no teams.
+            :func:`fastpack.ops.tile_plan.plan`; in the first place zeros, for all others: no tall tiles, no teams.
         kinds: those of which there are plans, and where.
     """
 
@@ -51,7 +51,7 @@ class RowCount:
         self.plans = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / BLOCK_BELOW) + 1, 3)
 
     def plans_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
-        """int32 ``[ceil(T / BLOCK_BELOW) + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.plans.plan`.
+        """int32 ``[ceil(T / BLOCK_BELOW) + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.tile_plan.plan`.
 
         They are made when a kind is first met, without waiting for the device. A recording makes none: it reads what is
         there, which for a kind that it is the first to meet is zeros, as it is where all places are taken.

@@ -25,6 +25,7 @@ from fastpack.ops.loss import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from fastpack.ops.row_count import RowCount
+    from fastpack.ops.shared_rows import Copies
 
 TOKEN_MULTIPLE = 64
 TOKEN_STEPS = 16

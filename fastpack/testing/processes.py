@@ -16,7 +16,7 @@ from fastpack.testing.worker import TRAINED, Task, work
 
 IMPORTED = (
     "fastpack.testing.worker",
-    "fastpack.verify",
+    "fastpack.patching.verify",
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
 )

@@ -43,9 +43,10 @@ from torch import Tensor
 
 from fastpack.errors import PackingError
 from fastpack.ops.implementation import Implementation
+from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.ops.loss.linear_cross_entropy import CHUNK, Weight, linear_cross_entropy
 from fastpack.ops.loss.segment_sums import segment_sums
-from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
 
@@ -198,7 +199,7 @@ def pair_log_probs(
         ld_alpha: from 0 to 1, the factor of LD-DPO on tokens beyond the shorter completion's length.
         wpo: also make WPO's weights, for which the product with the head is computed once more, without gradient.
 
-    For the others, which the head decides, see :func:`fastpack.ops.linear_cross_entropy.linear_cross_entropy`.
+    For the others, which the head decides, see :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy`.
 
     Raises:
         PackingError: hidden states or labels are not of this batch.

@@ -19,7 +19,7 @@ region that does the rest; ``fullgraph=True`` does not allow that. Layers should
 a forward of its own, so each would be compiled.
 
 Kernels and Functions of ours stay out: a compiler fuses the plain definitions with their neighbours. Attention runs on
-``torch_varlen`` where that serves, else on any backend as one operator (:mod:`fastpack.backends.opaque`).
+``torch_varlen`` where that serves, else on any backend as one operator (:mod:`fastpack.backends.custom_op`).
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_bytes_and_operations_by_hand() -> None:
     assert work["dequantize"] == 1000 * 4096 * 2 + 1000 * 2048 + 1000 * 64
     assert work["lora_qkv"] == 2 * 1000 * (2 * 4096 * 6144 + 3 * 16 * (3 * 4096 + 6144))
     assert {name for name, case in CASES.items() if case.bound == "flops"} == {
-        "linear_cross_entropy", "linear_cross_entropy_trained", "sequence_log_probs", "attention", *LORA
+        "linear_cross_entropy", "linear_cross_entropy_trained", "attention", *LORA
     }  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_attention_takes_lengths_that_are_asked_for(
     assert seen == ["7", "alpaca"]
     seen.clear()
     assert main(["bench", "--ops", "rope", "--lengths", "7"]) == 2
-    of_packed = "none of which is asked for: sequence_log_probs, attention."
+    of_packed = "none of which is asked for: attention."
     assert of_packed in capsys.readouterr().err
     assert main(["bench", "--ops", "rope", "attention", "--lengths", "7"]) == 0
     assert main(["bench", "--ops", "attention", "--lengths", "none.json"]) == 2

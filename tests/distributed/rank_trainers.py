@@ -13,9 +13,9 @@ from unittest import mock
 import torch.distributed as dist
 from accelerate import state
 from accelerate.utils import DistributedType
+from adapter_cases import with_lora
 from preferences import pairs, settings, word_tokenizer
-from test_adapters import with_lora
-from test_trainers import rows, tokenizer
+from sft_cases import rows, tokenizer
 from tiny import tiny_model
 from trainer_cases import BUILD, Gradients, grpo, ids_of, watch_batches
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer

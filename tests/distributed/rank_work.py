@@ -14,9 +14,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from adapter_cases import with_lora
 from oracle import INPUT_KINDS, Result, compare, make_sequences, run_batch, to_device, trained_tokens
 from prefix_cases import pairs, sharing
-from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_cases import with_lora
 from oracle import FLOAT32_BOUND, INPUT_KINDS, make_sequences, relative
-from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 

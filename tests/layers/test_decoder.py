@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_cases import with_lora
 from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative, run_alone, run_batch
-from test_adapters import with_lora
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

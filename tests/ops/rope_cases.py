@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import relative
+from op_checks import relative
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

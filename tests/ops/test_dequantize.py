@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import DEVICES, KERNEL_DTYPES, count_calls, relative
+from op_checks import DEVICES, KERNEL_DTYPES, count_calls, relative
 from torch import Tensor
 
 from fastpack.ops.dequantize import definition, dequantize, kernel_rejects

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import DEVICES, KERNEL_DTYPES, assert_no_worse, count_calls, relative
+from op_checks import DEVICES, KERNEL_DTYPES, assert_no_worse, count_calls, relative
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN

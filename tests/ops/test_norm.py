@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from common import EPS, defined, relative
+from op_checks import EPS, defined, relative
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import DEVICES, EPS, KERNEL_DTYPES, assert_no_worse, count_calls, defined, relative
+from op_checks import DEVICES, EPS, KERNEL_DTYPES, assert_no_worse, count_calls, defined, relative
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import KERNEL_DTYPES, assert_no_worse, relative
+from op_checks import KERNEL_DTYPES, assert_no_worse, relative
 from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, SHAPES, counted, drawn, error_of, on_gpu, tables
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

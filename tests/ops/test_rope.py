@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import relative
+from op_checks import relative
 from rope_cases import LAYOUTS
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere

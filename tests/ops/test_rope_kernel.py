@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import DEVICES, relative
+from op_checks import DEVICES, relative
 from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, SHAPES, counted, drawn, error_of, on_gpu, tables
 from torch import Tensor
 from transformers.models.cohere import modeling_cohere

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from other_trainer_cases import BOUND
 from preferences import STEPS, logged
-from test_other_trainers import BOUND
 from trainer_cases import plain, sft
 from transformers import Trainer, TrainerCallback
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from adapter_cases import with_lora
 from oracle import FLOAT32_BOUND
 from preferences import alone
-from test_adapters import with_lora
-from test_trainers import FEEDS, STEPS, config, rows, tokenizer
+from sft_cases import FEEDS, STEPS, config, rows, tokenizer
 from tiny import tiny_model
 from torch import Tensor, nn
 from trainer_cases import dpo, plain
@@ -105,7 +105,7 @@ def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
     for fused in (None, "fused"):
         trainer = fastpack.patch(trainer_of(tmp_path, **SETTINGS[what]), loss=fused)
         results.append(logged(trainer))
-    # TRL's tiles of logits are rounded to bfloat16, here products are: tests/layers/test_loss_heads.py has the bounds
+    # TRL's tiles of logits are rounded to bfloat16, here products are: tests/model/test_loss_heads.py has the bounds
     check_same(results[1], results[0], 2e-2 if what == "bf16" else FLOAT32_BOUND)
     assert len(ran.rows) == ran.of_trl == STEPS
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dpo_cases import dpo
 from preferences import logged, pairs, settings, word_tokenizer
-from test_preference_trainers import dpo
 from tiny import tiny_model
 from trainer_cases import kto, sft
 from transformers import TrainerCallback

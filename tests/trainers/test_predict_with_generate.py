@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapter_cases import with_lora
 from preferences import pairs, settings, word_tokenizer
-from test_adapters import with_lora
 from tiny import tiny_model
 from torch import Tensor
 from transformers import DataCollatorForSeq2Seq, Seq2SeqTrainer, Seq2SeqTrainingArguments

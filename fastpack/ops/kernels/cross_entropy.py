@@ -140,7 +140,8 @@ def cross_entropy_(
         losses: float32 ``[C]``, contiguous; written.
         scale: float32, the factor on the gradient: one for all rows, or ``[C]``, or None for 1.
         gradient: whether to write it.
-        statistics: float32 ``[C, 2]``, contiguous; written, as :func:`fastpack.ops.cross_entropy.cross_entropy_` says.
+        statistics: float32 ``[C, 2]``, contiguous; written, as
+            :func:`fastpack.ops.loss.cross_entropy.cross_entropy_` says.
     """
     rows, vocab = logits.shape
     if rows == 0:

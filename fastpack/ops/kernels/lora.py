@@ -1,4 +1,4 @@
-"""Products with a thin factor, LoRA's: Triton kernels of :mod:`fastpack.ops.updates`, which holds their definition.
+"""Products with a thin factor, LoRA's: Triton kernels of :mod:`fastpack.ops.linear.lora`, which holds their definition.
 
 They do next to no arithmetic, so what counts is that each large tensor is read or written once, and that one launch
 does it for a whole group of projections. The library's own products take three launches where they split a sum

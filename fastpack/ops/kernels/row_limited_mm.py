@@ -1,10 +1,10 @@
 """Sums of matrix products over the first rows, as many as the device says: Triton kernel of
-:mod:`fastpack.ops.products`, which holds its definition.
+:mod:`fastpack.ops.linear.row_limited_mm`, which holds its definition.
 
 One program for each processor walks over tiles of the output, of two heights. The terms of a tile are summed in
 registers, what they are added to is read at its end, and a tile behind the last row that counts has no terms. How many
 tiles there are, only the device knows, which looks up how many are tall, and who shares the last ones, in a table of
-:mod:`fastpack.ops.plans`: those of a last round in which many programs would have none are shared, by teams of one
+:mod:`fastpack.ops.tile_plan`: those of a last round in which many programs would have none are shared, by teams of one
 program more than they have tiles, or of several for one tile, each of which takes as many steps as the next
 (Osama et al., "Stream-K", arXiv:2301.03598, section 4, where all programs are one team; teams read the same operands
 at the same time). Tiles come into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where

@@ -6,8 +6,8 @@ Definition:
     h = activation(gate(n)) * up(n)
     y = down(h)                                      (+ x)
 
-with ``gate``, ``up`` and ``down`` as in :mod:`fastpack.ops.projections`. What is cheap to compute again is not kept:
-n and h come back in the backward from x, gate(n) and up(n), whose gradients take their memory unless the graph is
+with ``gate``, ``up`` and ``down`` as in :mod:`fastpack.ops.linear.projections`. What is cheap to compute again is not
+kept: n and h come back in the backward from x, gate(n) and up(n), whose gradients take their memory unless the graph is
 retained: who keeps what a saved-tensors hook was shown will find gradients there afterwards.
 
 Shape suffixes: T tokens, H hidden size, I size inside.
@@ -71,7 +71,7 @@ def gated_mlp(
         need_output: False where checkpointing runs this again for its backward alone: the product with ``down`` is
             left out, and the result holds nothing.
         kept: where gate and up may wait for it meanwhile.
-        row_count: how many of the T tokens count; see :func:`fastpack.ops.projections.project`.
+        row_count: how many of the T tokens count; see :func:`fastpack.ops.linear.projections.project`.
     """
     settings = (Settings.of(inner, implementation, row_count), Settings.of([down], implementation, row_count))
     weight = None if norm is None else norm.weight

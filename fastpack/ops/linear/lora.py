@@ -1,7 +1,7 @@
 """LoRA's low-rank updates alone, added to products that somebody else computed (LLM.int8's, an offloaded layer's).
 
-Definition, for each i: ``y_i + scale_i dropout_i(n) A_i^T B_i^T``; see :mod:`fastpack.ops.projections`, which this
-shares its products with.
+Definition, for each i: ``y_i + scale_i dropout_i(n) A_i^T B_i^T``; see :mod:`fastpack.ops.linear.projections`, which
+this shares its products with.
 """
 
 from __future__ import annotations

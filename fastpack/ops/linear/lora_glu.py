@@ -1,11 +1,11 @@
 """Gated units with a low-rank update of gate, of up, and of the gradient that reaches them.
 
 Definition, each update the product of two thin factors ``[T, R] [R, I]`` (LoRA's, see
-:mod:`fastpack.ops.projections`):
+:mod:`fastpack.ops.linear.projections`):
 
     h = activation(gate + update_gate) * (up + update_up)
 
-No graph: for use inside :mod:`fastpack.ops.gated_mlp`, which keeps gate and up as the base products gave them.
+No graph: for use inside :mod:`fastpack.ops.linear.gated_mlp`, which keeps gate and up as the base products gave them.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Definition, for each projection i: ``scale_i dropout_i(n) A_i^T B_i^T`` (Hu et a
 A and B are brought to the activations' dtype, all of a group in one launch; where every update has the same scale and
 no dropout, one product serves all A. The scale is part of that product. Where kernels gain by it, one launch expands
 all updates of a group (and adds a residual), shrinks all its gradients, or makes the gradients of all its B
-(:mod:`fastpack.ops.kernels.thin`); torch's products do the rest.
+(:mod:`fastpack.ops.kernels.lora`); torch's products do the rest.
 
-``flat`` is what :func:`fastpack.ops.projection_parts.tensors_of` makes, ``keep`` and ``kept`` hold what the backward
+``flat`` is what :func:`fastpack.ops.linear.parts.tensors_of` makes, ``keep`` and ``kept`` hold what the backward
 needs under names of their own.
 
 Shape suffixes: T tokens, H size of the input, O of an output, R rank.

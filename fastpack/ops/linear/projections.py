@@ -309,7 +309,7 @@ def backward_to_input(
         updates: whether the updates' share is added to the input's gradient; else the caller does it.
 
     Returns:
-        It (None where it is not needed), and what :func:`fastpack.ops.updates.shrink_backward` gives.
+        It (None where it is not needed), and what :func:`fastpack.ops.kernels.lora.shrink_backward` gives.
     """
     low = shrink_backward(grads, settings, kept, prefix=prefix)
     if not need_input:

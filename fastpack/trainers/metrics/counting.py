@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.block_masks import may_be_blocks, read_blocks
-from fastpack.packing.seqlens import IGNORE_INDEX, PackedSeqLens, sent
+from fastpack.packing.seqlens import PackedSeqLens, sent
 
 Count = Tensor | int
 """A whole number: a 0-dimensional int64 tensor on the batch's device, or one that the host knows."""

@@ -1,0 +1,125 @@
+"""Recordings whose products leave out what comes behind the last real token: right, and for whom they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import nf4, with_lora
+from oracle import FLOAT32_BOUND, compare
+from recording import LARGE, SMALL, check, graphed, hidden, recorded, runner, step, without_epsilon
+from tiny import tiny_model
+
+import fastpack
+from fastpack.cuda_graphs import step as step_module
+from fastpack.cuda_graphs.step import RecordedStep
+from fastpack.packing.seqlens import Bucket
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.usefixtures("varlen", "unwritten_memory_is_not_finite"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter; test_graphs_tails_gpu.py is native"),
+]
+
+
+def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
+    """Tiles of rows behind the last real token, of 128 each."""
+    return step.bucket.tokens // 128 - -(-sum(lengths) // 128)
+
+
+@pytest.mark.parametrize(("family", "lora"), [("llama", True), ("qwen2", False), ("gemma2", True)])
+def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
+    """One recording serves batches of several sizes; also with biases, and with norms behind products."""
+    models = [tiny_model(family) for _ in range(2)]
+    if lora:
+        models = [with_lora(model) for model in models]
+    plain, model = fastpack.patch(models[0]), graphed(models[1], kernels="triton", first_steps=1, record_after=4.0)
+    for lengths in (LARGE, SMALL):
+        check(step(model, lengths), step(plain, lengths))
+    stats = runner(model).stats
+    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {})
+    (found,) = recorded(model)
+    assert found.leaves_out_tails
+    assert whole_tiles(found, SMALL) == 1
+
+
+def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
+    """Dense copies of a group's weights are not held together: each is a sum of its own, on top of the one before."""
+
+    def build() -> Any:
+        model = with_lora(nf4(tmp_path))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        return model
+
+    plain, model = fastpack.patch(build()), graphed(build(), kernels="triton", first_steps=1, record_after=4.0)
+    for lengths in (LARGE, SMALL):
+        check(step(model, lengths), step(plain, lengths))
+    (found,) = recorded(model)
+    assert found.leaves_out_tails
+    assert whole_tiles(found, SMALL) == 1
+
+
+def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RecordedStep._write_inputs
+
+    def too_few(self: Any, *args: Any) -> None:
+        write(self, *args)
+        self._row_count.rows.fill_(1)  # a tile of 128 is computed all the same
+
+    monkeypatch.setattr(RecordedStep, "_write_inputs", too_few)
+    plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"), kernels="triton")
+    assert compare(step(model, LARGE), step(plain, LARGE)).worst > 100 * FLOAT32_BOUND
+
+
+def test_tails_stay_finite() -> None:
+    """Sums over all rows, of the gradients of weights, meet zeros and finite numbers there."""
+    model = graphed(tiny_model("qwen2"), kernels="triton", first_steps=1, record_after=4.0)
+    hidden(model, lengths=LARGE).sum().backward()
+    out = hidden(model)
+    (found,) = recorded(model)
+    assert out.shape[1] == sum(SMALL)
+    assert whole_tiles(found, SMALL) == 1
+    assert found._tape.output.isfinite().all()
+
+
+def test_nothing_is_left_out_where_zeros_do_harm() -> None:
+    models = [without_epsilon(tiny_model("llama")) for _ in range(2)]
+    plain, model = fastpack.patch(models[0]), graphed(models[1], kernels="triton")
+    check(step(model, LARGE), step(plain, LARGE))
+    assert [s.leaves_out_tails for s in recorded(model)] == [False]
+
+
+def test_experts_run_on_tails() -> None:
+    """Leaving tails out of attention's projections alone is not called so."""
+    model = graphed(tiny_model("mixtral"), kernels="triton")
+    step(model)
+    (found,) = recorded(model)
+    assert found._row_count.products
+    assert not found.leaves_out_tails
+
+
+def test_plain_torch_leaves_nothing_out() -> None:
+    model = graphed(tiny_model("llama"))
+    step(model)
+    assert [s.leaves_out_tails for s in recorded(model)] == [False]
+
+
+@pytest.mark.parametrize(("left_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
+def test_they_serve_smaller_batches_and_longer(
+    left_out: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice a batch's own sizes may serve it, not 1.5 times, and until it has wasted four times its tokens: in seven
+    batches 192 each of 320."""
+    large, small = (500,), (280,)
+    assert [Bucket.of(x).tokens for x in (large, small)] == [512, 320]
+    monkeypatch.setattr(step_module, "MOST_WORK", -1.0 if left_out else 0.5)
+    model = graphed(tiny_model("llama", num_hidden_layers=1), record_after=4.0)
+    found = []
+    for lengths in (large, *[small] * 8):
+        step(model, lengths)
+        found.append(runner(model).stats.recordings)
+    assert found == counts

@@ -1,0 +1,87 @@
+"""On a GPU in bf16: recordings whose products leave tails out, as near to float32 as plain torch's half precision."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import with_lora
+from gpu_cases import LENGTHS, build, check, oracle_and_plain
+from graphs_on_gpu import LARGE, graphed
+from oracle import compare, make_sequences, run_batch
+from recording import recorded, runner
+from tiny import EXPERTS, FAST, VOCAB
+
+import fastpack
+from fastpack.cuda_graphs.step import RecordedStep
+from fastpack.ops.linear import row_limited_mm as products
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="NEEDS HOPPER"
+    ),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "NARROWEST", 0)
+    monkeypatch.setattr(products, "FEWEST_TILES", 0)
+
+
+IN_PART = ("cohere", "cohere2", "starcoder2")
+"""Their MLPs are called by layers of transformers' own, which know nothing of a count."""
+
+
+@pytest.mark.parametrize("model_type", [name for name in FAST if name not in EXPERTS])
+def test_families_in_bf16(model_type: str) -> None:
+    """A recording of 1,024 tokens or more, of batches of 784."""
+    wide, plain = oracle_and_plain(model_type)
+    model = graphed(build(model_type, torch.bfloat16), first_steps=1, record_after=4.0)
+    sequences = make_sequences(VOCAB, LENGTHS)
+    for kind in ("padded left", "several packed rows"):
+        check(compare(run_batch(model, sequences, kind), wide), plain)
+    if not runner(model).stats.replays:
+        pytest.skip(f"not recorded: {runner(model).describe(torch.device('cuda'))}")
+    found = recorded(model)[0]
+    assert found.bucket.tokens - sum(LENGTHS) > 128
+    assert found._row_count.products
+    assert found.leaves_out_tails == (model_type not in IN_PART)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [("llama", "auto"), ("qwen2", "auto"), ("llama", "triton_packed"), ("gemma2", "triton_packed")],
+)
+def test_lora(model_type: str, attention: str) -> None:
+    """Updates are terms of the products; one recording serves both batches, whatever the other one left behind."""
+    plain = with_lora(build(model_type, torch.bfloat16), r=8)
+    wide = fastpack.patch(copy.deepcopy(plain).float(), kernels="torch")
+    model = graphed(copy.deepcopy(plain), attention, first_steps=1, record_after=4.0, roomy_left_out=4.0)
+    plain = fastpack.patch(plain, kernels="torch")
+    for lengths in (LARGE, LENGTHS, LARGE):
+        sequences = make_sequences(VOCAB, lengths)
+        want = run_batch(wide, sequences, "padded right")
+        theirs = compare(run_batch(plain, sequences, "padded right"), want)
+        check(compare(run_batch(model, sequences, "padded right"), want), theirs)
+    assert runner(model).stats.replays == 3
+    assert all(step.leaves_out_tails for step in recorded(model))
+
+
+def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RecordedStep._write_inputs
+
+    def too_few(self: RecordedStep, *args: Any) -> None:
+        write(self, *args)
+        self._row_count.rows.fill_(600)
+
+    monkeypatch.setattr(RecordedStep, "_write_inputs", too_few)
+    wide, plain = oracle_and_plain("llama")
+    error = compare(
+        run_batch(graphed(build("llama", torch.bfloat16)), make_sequences(VOCAB, LENGTHS), "padded left"), wide
+    )
+    with pytest.raises(AssertionError):
+        check(error, plain)

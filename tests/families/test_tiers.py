@@ -1,0 +1,150 @@
+"""Every family of transformers' causal-LM mapping, on whichever rung it is exact: nothing leaks, nothing crashes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from readme import MEND, claimed
+
+import fastpack
+from fastpack.errors import UnsupportedModelError
+from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
+from fastpack.exactness.oracle import SHARED_STATES, Proof
+from fastpack.exactness.rule import FULL_BOUND
+from fastpack.exactness.special import NOT_BUILT
+from fastpack.exactness.tiny import model_types
+from fastpack.families import (
+    FAMILIES,
+    FAST_FAMILIES,
+    MIXER_FAMILIES,
+    REFUSED,
+    REPADDED_FAMILIES,
+    SCOPED_FAMILIES,
+    Family,
+)
+from fastpack.testing.most_used import MOST_USED
+from fastpack.testing.setting import Setting
+from fastpack.testing.worker import oracle_of
+
+UNTRIED = {**NOT_BUILT, **REFUSED}
+TINY = Setting()
+
+HERE = [name for name in model_types() if name not in UNTRIED]
+FURTHER = [f for f in (*SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES) if f.model_type in model_types()]
+
+
+EACH = [*(f for f in FAST_FAMILIES if f.model_type in model_types()), *FURTHER]
+
+
+@pytest.mark.parametrize("model_type", HERE)
+def test_exact(model_type: str) -> None:
+    """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""
+    model = fastpack.patch(TINY.build(model_type))
+    rung = fastpack.report(model).rung
+    found = oracle_of(model_type, TINY).prove(model)
+    assert found.problem is None, found.errors
+    assert found.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
+    assert rung != "stock"
+    checkpointing = model.supports_gradient_checkpointing * (2 - (model_type in SHARED_STATES))
+    assert len(found.errors) == len(INPUT_KINDS) + checkpointing
+    assert claimed().get(model_type) == rung, f"the README is stale: {MEND}"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba2"])
+def test_a_leak_is_seen(model_type: str) -> None:
+    """The stock model takes every kind of input too, and does not tell sequences apart in all of them."""
+    found = oracle_of(model_type, TINY).prove(TINY.build(model_type))
+    assert (found.problem or "").startswith("not exact")
+    assert found.errors["packed_seq_lens"] > 0.1
+
+
+def test_what_is_no_proof() -> None:
+    """Too far off, no number at all, or a control that could not have told."""
+    errors = {"padded right": 1e-6, "padded left": 1e-5}
+    assert Proof(errors, FULL_BOUND, 0.9).problem is None
+    for error in (2e-4, float("inf")):
+        problem = Proof({**errors, "packed_seq_lens": error}, FULL_BOUND, 0.9).problem
+        assert (problem or "").startswith("not exact: packed_seq_lens")
+    for control in (1e-3, float("nan")):
+        assert "would not be seen" in (Proof(errors, FULL_BOUND, control).problem or "")
+
+
+@pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])
+def test_the_rung_that_was_promised_ran(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Re-padded mixers were given rows, and what has a form has its fast forward; each kind as often as it is there."""
+    model, sequences = TINY.build(family.model_type), make_sequences()
+    fastpack.patch(model)
+    report = fastpack.report(model)
+    mixers = [m for m in model.modules() if type(m).__name__ in family.mixers]
+    # a convolution alone needs no kernel to run on packed tokens: see tests/layers/mixers/test_packed_mixer.py
+    packed = [m for m in mixers if family.mixers[type(m).__name__].scan == "conv"]
+    assert report.rung == ("varlen" if packed else family.rung)
+    assert report.swapped.get("packed mixer", 0) == len(packed)
+    assert report.swapped.get("re-padded mixer", 0) == len(mixers) - len(packed)
+    attentions = [type(m).__name__ for m in model.modules() if type(m).__name__ in family.attention]
+    fast = [name for name in attentions if name in family.fast]
+    assert report.swapped.get("attention", 0) == len(fast)
+    assert report.swapped.get("attention (interface)", 0) == len(attentions) - len(fast)
+    assert bool(mixers) == bool(family.mixers)
+    assert not report.skipped
+    if packed or family.rung == "fast":
+        return
+    rows: list[int] = []
+    for mixer in mixers:
+        monkeypatch.setattr(type(mixer), "forward", counted(type(mixer).forward, rows))
+    with torch.no_grad():
+        model(input_ids=torch.cat(sequences)[None], packed_seq_lens=list(LENGTHS))
+    assert len(rows) >= 2 * len(mixers), "more than one group of similar lengths"
+    assert all(tokens < sum(LENGTHS) for tokens in rows)
+
+
+def counted(forward: Any, rows: list[int]) -> Any:
+    """The forward, which notes the longest second dimension that it is given: the tokens of a row."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.ndim >= 2]
+        rows.append(max([t.shape[1] for t in tensors], default=0))
+        return forward(self, *args, **kwargs)
+
+    run.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return run
+
+
+@pytest.mark.parametrize("model_type", sorted(set(REFUSED) - set(NOT_BUILT)))
+def test_refused(model_type: str) -> None:
+    if model_type not in model_types():
+        pytest.skip("not in this transformers")
+    with pytest.raises(UnsupportedModelError, match="is refused"):
+        fastpack.patch(TINY.build(model_type))
+
+
+def test_the_whole_mapping_is_accounted_for() -> None:
+    """A new release can't slip through: what is new fails here by its name, or in test_exact."""
+    assert len(UNTRIED) <= 11
+    assert len(REPADDED_FAMILIES) <= 25
+    assert not {family.model_type for family in REPADDED_FAMILIES} & {*MOST_USED}
+    assert len(MOST_USED) >= 60
+    names = [family.model_type for family in FURTHER]
+    assert len(names) == len(set(names))
+    for family in FURTHER:
+        module = importlib.import_module(family.module)
+        for name in (family.backbone, *family.attention, *family.mixers):
+            assert hasattr(module, name), (family.model_type, name)
+    assert len(FAMILIES) == len(set(FAMILIES))
+
+
+GENERATED = ("mamba", "bamba", "bloom", "falcon", "opt", "qwen3_next", "recurrent_gemma", "roberta", "rwkv", "zaya")
+
+
+@pytest.mark.parametrize("model_type", GENERATED)
+def test_generate_is_stock(model_type: str) -> None:
+    model = TINY.build(model_type).eval()
+    prompt = make_sequences()[2][None]
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    stock = model.generate(prompt, **settings)
+    fastpack.patch(model)
+    assert torch.equal(model.generate(prompt, **settings), stock)

@@ -1,0 +1,284 @@
+"""The fused LoRA path on a GPU, its kernels included, against PEFT: at most 1.5 times its error, in every setting.
+
+Truth is the same model in float32, with the values that quantised weights stand for. An error is the norm of a
+difference: of all logits, and of the gradient of each A and B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import NF4, loaded_again, with_lora
+from op_checks import count_calls
+from oracle import INPUT_KINDS, Result, make_sequences, split_logits, to_device, trained_tokens
+from tiny import HEAD_DIM, VOCAB, tiny_model
+from torch import Tensor, nn
+
+import fastpack
+from fastpack.exactness.rule import FACTOR, compare_norms
+from fastpack.ops.implementation import use_triton
+
+cast = pytest.importorskip("fastpack.ops.kernels.cast")
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "max_position_embeddings": 512}
+GAIN = (HEAD_DIM / SIZES["head_dim"]) ** 0.5
+LENGTHS = (70, 1, 190, 190, 333)
+KIND = "TRL's keywords"
+BOUND = FACTOR
+FUSED = {"project": 4, "gated_mlp": 2, "add_updates": 0}
+UPDATES = {"project": 0, "gated_mlp": 0, "add_updates": 8}
+
+
+@dataclass(frozen=True)
+class Base:
+    """What LoRA is put on.
+
+    Attributes:
+        dtype: of all that is not quantised; a 4-bit weight computes in it.
+        bits: of the projections' weights, where they are quantised.
+        half_lora: A and B are in the dtype of the base, not in float32.
+        prepared: by PEFT: what is not quantised is float32.
+    """
+
+    dtype: torch.dtype
+    bits: int | None = None
+    half_lora: bool = False
+    prepared: bool = False
+
+    @property
+    def calls(self) -> dict[str, int]:
+        """The fused Functions of two layers: LLM.int8 keeps its own product, the updates on top of it are fused."""
+        return UPDATES if self.bits == 8 else FUSED
+
+
+BASES = {
+    "float32": Base(torch.float32),
+    "bf16": Base(torch.bfloat16),
+    "fp16": Base(torch.float16),
+    "bf16, A and B too": Base(torch.bfloat16, half_lora=True),
+    "NF4": Base(torch.bfloat16, 4),
+    "NF4 in fp16": Base(torch.float16, 4),
+    "NF4, prepared": Base(torch.bfloat16, 4, prepared=True),
+    "8-bit": Base(torch.bfloat16, 8),
+    "8-bit in fp16": Base(torch.float16, 8),
+    "8-bit, prepared": Base(torch.float16, 8, prepared=True),
+}
+PLAIN, BF16, FP16 = None, torch.bfloat16, torch.float16
+SETTINGS = [
+    *((name, PLAIN) for name in ("bf16", "bf16, A and B too", "NF4", "8-bit", "8-bit in fp16")),
+    *((name, BF16) for name in ("float32", "bf16", "NF4", "NF4, prepared", "8-bit", "8-bit, prepared")),
+    *((name, FP16) for name in ("float32", "fp16", "NF4 in fp16", "8-bit in fp16", "8-bit, prepared")),
+]
+
+
+def build(base: Base, folder: Path, dropout: float = 0.0) -> Any:
+    """A small Llama with LoRA over this base."""
+    from peft import prepare_model_for_kbit_training
+
+    model: Any = tiny_model("llama", **SIZES)
+    with torch.no_grad():  # as tame as with its own sizes: rounding grows less, and less is hidden by it
+        for parameter in model.parameters():
+            parameter.mul_(GAIN if parameter.ndim > 1 else 1)
+    if base.bits is None:
+        model = model.to(DEVICE, base.dtype)
+    else:
+        model = quantised(model, base, folder)
+        if base.prepared:
+            model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = with_lora(model, lora_dropout=dropout)
+    of_lora = {p.dtype for name, p in model.named_parameters() if "lora_" in name}
+    assert of_lora == {torch.float32}, "which PEFT makes of half precision"
+    if base.half_lora:
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = parameter.data.to(base.dtype)
+    return model
+
+
+def quantised(model: nn.Module, base: Base, folder: Path) -> Any:
+    """LLM.int8 without outlier columns, which would be picked over all tokens of a batch."""
+    settings: dict[str, Any] = {"load_in_8bit": True, "llm_int8_threshold": 0.0}
+    if base.bits == 4:
+        settings = NF4 | {"bnb_4bit_compute_dtype": base.dtype}
+    return loaded_again(folder, model, base.dtype, DEVICE, **settings)
+
+
+def in_float32(model: Any, dropout: float = 0.0) -> Any:
+    """The same values in a float32 model; of a model that has not run yet, where LLM.int8 still has its scales."""
+    true: Any = with_lora(tiny_model("llama", **SIZES), lora_dropout=dropout).to(DEVICE)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            true.get_parameter(name).copy_(dense(parameter))
+    return true
+
+
+def dense(parameter: Any) -> Tensor:
+    """What a weight stands for."""
+    if type(parameter).__name__ == "Params4bit":
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(parameter.data, parameter.quant_state)
+    if type(parameter).__name__ == "Int8Params":
+        return parameter.data.float() * parameter.SCB[:, None].float() / 127
+    return parameter.data
+
+
+def run(model: Any, sequences: list[Tensor], autocast: torch.dtype | None, *, packed: bool) -> Result:
+    """All logits and LoRA's gradients, of the sequences packed or each alone; with a scaled loss in fp16."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 28, "A and B of 14 projections"
+    model.zero_grad(set_to_none=True)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0**10, enabled=autocast == torch.float16)
+    with torch.autocast(DEVICE, autocast or torch.bfloat16, enabled=autocast is not None):
+        if packed:
+            batch = to_device(INPUT_KINDS[KIND](sequences), torch.device(DEVICE))
+            out = model(**batch, num_items_in_batch=trained_tokens(sequences))
+            logits, loss = split_logits(out.logits, batch, sequences), out.loss
+        else:
+            logits = [model(input_ids=s[None].to(DEVICE), use_cache=False).logits[0] for s in sequences]
+            targets = torch.cat([s[1:] for s in sequences]).to(DEVICE)
+            loss = nn.functional.cross_entropy(torch.cat([x[:-1] for x in logits]).float(), targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(torch.optim.SGD(trained.values(), lr=0.1))
+    gradients = {name: p.grad.detach().clone() for name, p in trained.items()}
+    return Result([torch.cat(logits).detach()], loss.detach(), gradients)
+
+
+def check(found: Result, stock: Result, true: Result) -> None:
+    """The rule, for the logits and for each gradient."""
+    for name in true.grads:
+        only = [Result(each.logits, each.loss, {name: each.grads[name]}) for each in (found, stock, true)]
+        error, allowed = compare_norms(only[0], only[2]), compare_norms(only[1], only[2])
+        assert 1e-4 < error.grads <= BOUND * allowed.grads, f"{error}, PEFT's {allowed}"
+    assert 1e-4 < error.logits <= BOUND * allowed.logits, f"{error}, PEFT's {allowed}"
+
+
+def check_control(model: Any, stock: Result, true: Result, *given: Any) -> None:
+    """What is a tenth off in one layer's scales is seen, in logits and in gradients."""
+    for name, module in model.named_modules():
+        if "layers.0." in name and hasattr(module, "lora_A"):
+            module.scaling["default"] *= 1.1
+    error, allowed = compare_norms(run(model, *given, packed=True), true), compare_norms(stock, true)
+    assert error.grads > BOUND * allowed.grads, f"{error}, PEFT's {allowed}"
+    assert error.logits > BOUND * allowed.logits, f"{error}, PEFT's {allowed}"
+
+
+def check_kernels(model: Any, casts: list[Any], base: Base) -> None:
+    """Kernels are what ran: one brings A and B to the product's dtype where they have another."""
+    assert use_triton("auto", next(model.parameters()))
+    assert bool(casts) == (not base.half_lora)
+
+
+@pytest.mark.parametrize(("name", "autocast"), SETTINGS)
+def test_no_worse_than_peft(
+    name: str, autocast: torch.dtype | None, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, sequences = BASES[name], make_sequences(VOCAB, LENGTHS)
+    stock, model = build(base, tmp_path), build(base, tmp_path)
+    true = run(in_float32(stock), sequences, None, packed=False)
+    alone = run(stock, sequences, autocast, packed=False)
+    assert not any(calls.values())
+    casts = count_calls(monkeypatch, cast, "cast_together")
+    fastpack.patch(model)
+    found = run(model, sequences, autocast, packed=True)
+    assert calls == base.calls
+    check_kernels(model, casts, base)
+    check(found, alone, true)
+    check_control(model, alone, true, sequences, autocast)
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
+DROPOUT = 0.3
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """The masks that fastpack draws meanwhile, in their order."""
+    found: list[Tensor] = []
+    stock = torch.native_dropout
+
+    def native_dropout(x: Tensor, probability: float, train: bool) -> tuple[Tensor, Tensor]:
+        dropped, mask = stock(x, probability, train)
+        found.append(mask)
+        return dropped, mask
+
+    with monkeypatch.context() as context:
+        context.setattr(torch, "native_dropout", native_dropout)
+        yield found
+
+
+def dropouts(model: Any) -> list[nn.Module]:
+    """Those of LoRA, in the order in which projections are called."""
+    found = [module for name, module in model.named_modules() if name.endswith("lora_dropout.default")]
+    assert len(found) == 14
+    return found
+
+
+def drops_what(model: Any, masks: list[Tensor], lengths: tuple[int, ...]) -> None:
+    """Let a stock model drop, sequence by sequence, what was dropped in a packed row."""
+    for module, mask in zip(dropouts(model), masks, strict=True):
+        parts = iter(mask.split(lengths))
+        module.register_forward_hook(lambda _, args, out, parts=parts: args[0] * next(parts) / (1 - DROPOUT))
+
+
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [
+        *((name, PLAIN) for name in ("bf16", "bf16, A and B too", "NF4", "8-bit")),
+        ("NF4, prepared", BF16),
+        ("8-bit, prepared", BF16),
+        ("float32", FP16),
+    ],
+)
+def test_dropout_is_no_worse_than_peft(
+    name: str, autocast: torch.dtype | None, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where PEFT drops the same: what is drawn may depend on a tensor's dtype, and its input has that of A."""
+    base, sequences = BASES[name], make_sequences(VOCAB, LENGTHS)
+    stock, model = build(base, tmp_path, DROPOUT), build(base, tmp_path, DROPOUT)
+    wide = in_float32(stock, DROPOUT)
+    fastpack.patch(model)
+    torch.manual_seed(11)
+    with recorded(monkeypatch) as masks:
+        found = run(model, sequences, autocast, packed=True)
+    assert calls == base.calls
+    for each in (stock, wide):
+        drops_what(each, masks, LENGTHS)
+    true = run(wide, sequences, None, packed=False)
+    alone = run(stock, sequences, autocast, packed=False)
+    assert 0.25 < 1 - torch.cat([mask.flatten() for mask in masks]).double().mean() < 0.35
+    check(found, alone, true)
+    torch.manual_seed(12)
+    other = compare_norms(run(model, sequences, autocast, packed=True), true)
+    assert other.grads > 2 * BOUND * compare_norms(alone, true).grads, "the control: another seed is another draw"
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16, A and B too"])
+def test_dropout_draws_what_peft_draws(
+    name: str, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the generator's state of one seed, where both drop in one dtype."""
+    base, sequences = BASES[name], make_sequences(VOCAB, [333])
+    stock, model = build(base, tmp_path, DROPOUT), fastpack.patch(build(base, tmp_path, DROPOUT))
+    theirs: list[tuple[Tensor, Tensor]] = []
+    for module in dropouts(stock):
+        module.register_forward_hook(lambda _, args, out: theirs.append((args[0][0] != 0, out[0] != 0)))
+    torch.manual_seed(11)
+    run(stock, sequences, None, packed=False)
+    for seed in (11, 12):
+        torch.manual_seed(seed)
+        with recorded(monkeypatch) as masks:
+            run(model, sequences, None, packed=True)
+        assert len(masks) == len(theirs) == 14
+        alike = [torch.equal(mask[given], kept[given]) for mask, (given, kept) in zip(masks, theirs, strict=True)]
+        assert all(alike) if seed == 11 else not any(alike)
+    assert calls == {key: 2 * count for key, count in FUSED.items()}

@@ -1,0 +1,154 @@
+"""Every family of the fast rung trains as one graph, and so does LoRA over NF4: loss and gradients are those of eager.
+
+The graph is traced out of the fast forwards, and a packing that is not the batch's shows in what it gives.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_cases import in_float32, nf4, qlora, with_lora
+from oracle import FLOAT32_BOUND
+from test_compile import LENGTHS, SAME_SIZES, against, alone, calls_of_ours, collate, error, step
+from tiny import tiny_model
+from torch import nn
+from torch._dynamo.testing import AotEagerAndRecordGraphs
+
+import fastpack
+from fastpack.exactness.rule import compare_norms
+from fastpack.exactness.tiny import model_types
+from fastpack.families import FAST_FAMILIES
+
+pytestmark = pytest.mark.usefixtures("compile_anew")
+
+FAMILIES = [family.model_type for family in FAST_FAMILIES if family.model_type in model_types()]
+TRACED = {
+    "attention": "attention.attend_heads",
+    "head": "head.head_forward",
+    "layer": "decoder._run",
+    "mlp": "mlp.mlp_block",
+    "norm": "norm.norm_forward",
+}
+"""By what the report counts, the function that computes it, called from its own forward or from the layer's."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_older_is_collected() -> Iterator[None]:
+    """A third of the time would go into looking through all that was imported, for each of these models."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def plain(module: nn.Module) -> dict[str, Any]:
+    """What a module was told beside its weights; not which layer it is in."""
+    told = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    return {name: value for name, value in told.items() if name != "layer_idx"}
+
+
+def one_of_each_kind(model: Any) -> Any:
+    """Without the last layers, as long as they compute what an earlier one does."""
+    layers, kinds = model.base_model.layers, getattr(model.config, "layer_types", None)
+    known = [(kinds and kinds[i], str(layer), list(map(plain, layer.modules()))) for i, layer in enumerate(layers)]
+    while known[-1] in known[:-1]:
+        del layers[-1], known[-1]
+    model.config.num_hidden_layers = len(layers)
+    return model
+
+
+def traced(graph: torch.fx.GraphModule) -> set[str]:
+    """The functions of our layers that the operations of a graph come from."""
+    stacks = (str(node.meta.get("stack_trace", "")) for node in graph.graph.nodes)
+    frame = re.compile(r'fastpack/(?:layers|model)/(\w+)\.py", line \d+, in (\w+)')
+    return {".".join(found) for stack in stacks for found in frame.findall(stack)}
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
+    model = fastpack.patch(one_of_each_kind(tiny_model(model_type)))
+    report = fastpack.report(model)
+    compiler = AotEagerAndRecordGraphs()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+
+    def seeded(function: Any, batch: dict[str, Any]) -> Any:
+        torch.manual_seed(0)  # Phi-MoE routes by chance
+        return step(function, batch, model)
+
+    eager = []
+    for lengths in (LENGTHS, SAME_SIZES):
+        batch = collate(lengths)
+        eager.append(seeded(model, batch))
+        found = error(seeded(compiled, batch), eager[-1])
+        assert found <= FLOAT32_BOUND
+    assert len(compiler.graphs) == len(compiler.fw_graphs) == len(compiler.bw_graphs) == 1
+    (graph,) = compiler.graphs
+    assert (report.rung, report.skipped) == ("fast", ())
+    assert calls_of_ours(graph) == report.swapped["attention"] == model.config.num_hidden_layers
+    functions = traced(graph)
+    assert {kind for kind, name in TRACED.items() if name in functions} == report.swapped.keys() - {"backbone"}
+    # negative control: the graph follows the lengths that it is given, and wrong ones show
+    wrong = collate(LENGTHS) | {"packed_seq_lens": collate(SAME_SIZES)["packed_seq_lens"]}
+    assert error(seeded(compiled, wrong), eager[0]) > 1e3 * FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "gemma2", "granite", "mixtral"])
+def test_fused_loss_of_heads(model_type: str) -> None:
+    """Of those that scale their logits, cap or divide them, and of one that hands routers on."""
+    model = fastpack.patch(one_of_each_kind(tiny_model(model_type)), loss="fused")
+    batch = collate(LENGTHS)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = step(compiled, batch, model)
+    assert compiled(**batch).logits is None
+    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
+    stock = alone(one_of_each_kind(tiny_model(model_type)))
+    assert against(found, stock) <= FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("loss", [None, "fused"])
+def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
+    """The compiler is handed bitsandbytes' operator for the weights, and plain LoRA."""
+    stock = alone(with_lora(nf4(tmp_path)))
+    model = fastpack.patch(with_lora(nf4(tmp_path)), loss=loss)
+    assert fastpack.report(model).projections == {"4-bit + lora": 14}
+    compiler = AotEagerAndRecordGraphs()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    batch = collate(LENGTHS)
+    found = step(compiled, batch, model)
+    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
+    assert against(found, stock) <= FLOAT32_BOUND
+    assert len(found.grads) == 28, "A and B of 14 projections"
+    assert all(grad.any() for grad in found.grads.values())
+    assert len(compiler.graphs) == len(compiler.bw_graphs) == 1
+    assert calls_of_ours(compiler.graphs[0]) == 2
+    assert all("bitsandbytes" in str(graph.graph) for graph in (*compiler.fw_graphs, *compiler.bw_graphs))
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_lora_over_4_bits_under_autocast(reentrant: bool | None, tmp_path: Path) -> None:
+    """As PEFT prepares it, without checkpointing and with it; norms and embeddings are trained too."""
+
+    def build() -> Any:
+        return qlora(tmp_path, torch.bfloat16, torch.bfloat16, prepared=True, reentrant=reentrant)
+
+    batch = collate(LENGTHS)
+    wide = fastpack.patch(in_float32(build()))
+    true = step(wide, batch, wide)
+    model = fastpack.patch(build())
+    compiler = AotEagerAndRecordGraphs()
+    compiled = torch.compile(model, fullgraph=True, backend=compiler)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = step(compiled, batch, model), step(model, batch, model)
+    ours, allowed = compare_norms(found, true), compare_norms(wanted, true)
+    assert 1e-4 < ours.grads <= 1.5 * allowed.grads, (ours, allowed)
+    assert ours.logits <= 1.5 * allowed.logits
+    assert len(compiler.graphs) == len(compiler.bw_graphs) == 1
+    assert ("checkpoint" in str(compiler.graphs[0].graph)) == (reentrant is not None)

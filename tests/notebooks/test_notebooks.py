@@ -1,0 +1,118 @@
+"""The notebooks run from their first cell to their last, on a tiny local model and local data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from fastpack.cli import trl_trains_on_cpu
+from fastpack.cli.demo.data import Row, make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
+
+FOLDER = Path(__file__).parent.parent.parent / "notebooks"
+SFT, DPO, FRAMEWORKS = "sft_quickstart.ipynb", "dpo_padding_free.ipynb", "frameworks.ipynb"
+STEPS = 6
+trains_on_cpu = pytest.mark.skipif(not trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
+
+
+def read(name: str) -> Any:
+    return nbformat.read(FOLDER / name, as_version=4)
+
+
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS])
+def test_outputs_are_not_committed(name: str) -> None:
+    cells = [cell for cell in read(name).cells if cell.cell_type == "code"]
+    assert all(not cell.outputs and cell.execution_count is None for cell in cells)
+
+
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS])
+def test_first_code_cell_installs_only_where_fastpack_is_missing(name: str) -> None:
+    first = next(cell.source for cell in read(name).cells if cell.cell_type == "code")
+    condition, install = first.index('find_spec("fastpack") is None'), first.index("%pip install")
+    assert condition < install
+
+
+def save_tiny_model(rows: list[Row], folder: Path) -> Path:
+    """Save a tiny Llama with a tokenizer trained on the rows, and return where."""
+    from transformers import AutoModelForCausalLM, set_seed
+
+    tokenizer = train_tokenizer(rows)
+    model = folder / "model"
+    tokenizer.save_pretrained(model)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    set_seed(0)
+    AutoModelForCausalLM.from_config(tiny_llama(tokenizer, **sizes)).save_pretrained(model)
+    return model
+
+
+def with_parameters(name: str, rows: list[Row], folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any) -> Any:
+    """Return the notebook with these parameters, a tiny model and these rows in its cell of parameters."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    model = save_tiny_model(rows, folder)
+    parameters = {"MODEL": str(model), "DATASET": str(write_rows(rows, folder)), "MAX_STEPS": STEPS, **given}
+
+    notebook = read(name)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    assert {line.split(" = ")[0] for line in cell.source.splitlines()} == parameters.keys()
+    cell.source = "\n".join(f"{name} = {value!r}" for name, value in parameters.items())
+    return notebook
+
+
+def execute(notebook: Any, folder: Path) -> None:
+    """Run its cells in this folder, from the first to the last."""
+    NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def run(
+    name: str, rows: list[Row], patching: str, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **given: Any
+) -> dict[str, Any]:
+    """Run a notebook with these parameters, and give what ``told`` says at its end.
+
+    ``patching`` is what the cell holds that patches; its report is kept.
+    """
+    notebook = with_parameters(name, rows, folder, monkeypatch, **given)
+    patched = next(cell for cell in notebook.cells if patching in cell.source and "print(" in cell.source)
+    patched.source += f"\nreport_of_test = fastpack.report({patching.split('(')[1]}.to_dict()"
+    notebook.cells.append(nbformat.v4.new_code_cell(f"import json; print(json.dumps({told}))"))
+    execute(notebook, folder)
+
+    *_, plotted, last = (cell for cell in notebook.cells if cell.cell_type == "code")
+    assert any("image/png" in output.get("data", {}) for output in plotted.outputs)
+    nbformat.write(notebook, folder / name)
+    figures: dict[str, Any] = json.loads(last.outputs[0].text)
+    return figures
+
+
+@trains_on_cpu
+def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"BATCH_SIZE": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3}
+    told = "{'runs': runs, 'report': report_of_test}"
+    figures = run(SFT, make_rows(48), "fastpack.patch(model)", told, tmp_path, monkeypatch, **given)
+    stock, padding_free = figures["runs"]["stock, padded"], figures["runs"]["patched"]
+    assert len(stock["loss"]) == STEPS
+    assert padding_free["loss"] == pytest.approx(stock["loss"], rel=1e-4)
+    assert stock["loss"][-1] < stock["loss"][0]
+    assert figures["report"]["rung"] == "fast"
+
+
+@trains_on_cpu
+def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"PAIRS": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3, "BETA": 0.1}
+    told = "{'runs': runs, 'report': report_of_test, 'apart': [loss_apart, margin_apart], 'counts': [real, slots]}"
+    figures = run(DPO, make_pairs(48), "fastpack.patch(trainer)", told, tmp_path, monkeypatch, **given)
+    stock, padding_free = figures["runs"]["stock, padded"], figures["runs"]["patched"]
+    assert len(stock["loss"]) == STEPS
+    assert padding_free["loss"] == pytest.approx(stock["loss"], rel=1e-5)
+    assert padding_free["logps"] == pytest.approx(stock["logps"], rel=1e-6)
+    assert figures["apart"][1] <= 1e-6
+    assert stock["margin"][0] == 0 != stock["margin"][-1]
+    assert figures["report"]["rung"] == "fast"
+    real, slots = figures["counts"]
+    assert 0.3 < 1 - real / slots < 0.8
+    assert figures["runs"]["patched"]["num_tokens"] == real  # what was counted is what was trained on
