@@ -12,9 +12,7 @@ from trl.trainer.utils import create_model_from_path
 
 import fastpack
 from fastpack.cli.arguments import Command, Logs, ParsedArgs
-from fastpack.cli.meter import WASTE, Summary
 from fastpack.cli.training import run
-from fastpack.patching.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,17 +57,6 @@ def _loaded(source: str, args: ParsedArgs) -> Any:
     return create_model_from_path(source, **loading)
 
 
-def _advise(summary: Summary, args: ParsedArgs, ranks: int, report: PatchReport) -> str | None:
-    if args.ours.patch or summary.padding_share <= WASTE:
-        return None
-    padding = summary.slots - summary.real_tokens
-    return (
-        f"hint: {summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding, and every "
-        "layer of policy and reference worked on them; without --no_patch the backbone skips them, with the same "
-        "losses and rewards."
-    )
-
-
 def _rows(logs: Logs) -> dict[str, str]:
     if "rewards/margins" not in logs:
         return {}
@@ -84,7 +71,6 @@ DPO = Command(
     formats="prompt, chosen and rejected, as texts or as messages; the prompt may also be the beginning of both",
     flags="[--loss_type sigmoid] ",
     columns=lambda training: ({"chosen", "rejected"},),
-    advise=_advise,
     models=_models,
     rows=_rows,
 )

@@ -73,10 +73,6 @@ def _dequantize_runs(inputs: Inputs) -> dict[str, Run]:
     return _where_made_dense(inputs, {PLAIN: plain, OURS: functools.partial(dequantize, dtype=dtype)})
 
 
-def _unrounded(weight: Tensor, state: Any) -> Tensor:
-    return definition(weight, SimpleNamespace(**{**vars(state), "dtype": torch.float32}))
-
-
 def _dequantize_bytes(make: Maker) -> int:
     weights = make.tokens * make.sizes.hidden
     return weights // 2 + weights // BLOCK + weights * make.dtype.itemsize
@@ -189,7 +185,6 @@ CASES = [
         lambda make: [*_four_bit_weight(make, make.tokens, make.sizes.hidden)],
         _dequantize_runs,
         _dequantize_bytes,
-        reference=_unrounded,
     ),
     _case("lora_qkv", "q, k and v projections with LoRA, A and B in float32", mlp=False, four_bit=False),
     _case("lora_mlp", "a gated MLP with LoRA, A and B in float32", mlp=True, four_bit=False),

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.table import Table
+
+from fastpack.utils.console import headed
 
 ROWS = 10
 """How many steps the table shows, spread evenly; ``--json`` holds them all."""
@@ -32,15 +33,9 @@ def print_figures(figures: dict[str, Any]) -> None:
     )
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    return table
-
-
 def _losses(steps: list[dict[str, Any]]) -> Table:
-    table = _table("Loss, step by step", "step", "stock, padded", "patched", "difference", "real tokens", "padding")
+    names = ("step", "stock, padded", "patched", "difference", "real tokens", "padding")
+    table = headed(*names, title="Loss, step by step", right=names)
     last = len(steps) - 1
     for at in sorted({round(n * last / (ROWS - 1)) for n in range(ROWS)}):
         row = steps[at]
@@ -58,7 +53,8 @@ def _losses(steps: list[dict[str, Any]]) -> Table:
 def _costs(figures: dict[str, Any]) -> Table:
     real, slots = figures["real_tokens"], figures["slots"]
     speeds, memory = figures["tokens_per_second"], figures["peak_memory_bytes"]
-    table = _table("The same training", "", "stock, padded", "patched", "ratio")
+    ways = ("stock, padded", "patched", "ratio")
+    table = headed("", *ways, title="The same training", right=ways)
     speed = [f"{speeds[name]:,.0f}" for name in ("stock", "patched")]
     table.add_row("real tokens/s (median step)", *speed, f"{figures['speed_ratio']:.2f}x")
     table.add_row("tokens through the layers", f"{slots:,}", f"{real:,}", f"{real / slots:.2f}x")
