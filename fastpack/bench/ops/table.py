@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fastpack.bench.ops.case import PLAIN, Case
 from fastpack.bench.ops.results import OpFigures, OpsOutcome
-from fastpack.utils.console import room_for, without_empty
+from fastpack.utils.console import headed, room_for, without_empty
 
 WIDTH = 110
 COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB")
@@ -16,9 +14,7 @@ COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB")
 
 def print_op(case: Case, rows: list[OpFigures]) -> None:
     """Print the table of one op."""
-    table = Table(title=f"{case.name}: {case.what}", box=box.HORIZONTALS)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if not name else "right")
+    table = headed(*COLUMNS, title=f"{case.name}: {case.what}", right=[name for name in COLUMNS if name])
     for tokens in dict.fromkeys(row.tokens for row in rows):
         group = [row for row in rows if row.tokens == tokens]
         plain = next((row.both for row in group if row.implementation == PLAIN), None)
