@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +22,6 @@ from fastpack.data.token_budget import TOO_LONG
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget
 
-Logs = Mapping[str, Any]
 PATCH_OPTIONS = ("attention", "kernels", "graphs", "loss", "offload", "share_prefixes")
 """Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
 BUDGET = ("max_tokens", "same_steps", "too_long")
@@ -155,7 +154,6 @@ class Command:
         columns: from the trainer's config, the sets of columns of which a data set must have one.
         models: from the policy (a model, or where to load it) and the arguments, keyword arguments that the trainer
             is given beside or instead of the usual ones.
-        rows: from what the last step logged, further rows of the summary.
     """
 
     name: str
@@ -166,7 +164,6 @@ class Command:
     flags: str
     columns: Callable[[Any], Collection[set[str]]]
     models: Callable[[Any, ParsedArgs], dict[str, Any]] = lambda source, args: {}
-    rows: Callable[[Logs], Mapping[str, str]] = lambda logs: {}
 
 
 _IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics metrics: false."

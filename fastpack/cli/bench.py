@@ -176,7 +176,7 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
     config = make_config(settings.shape)
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     device = torch.device("cuda" if on_gpu else "cpu")
-    shape = AttentionShape(device, dtype_of(settings, device), heads, kv_heads, size, size)
+    shape = AttentionShape(device, dtype_of(device), heads, kv_heads, size, size)
     choose_backend(shape, settings.attention)
     try:
         settings.timed_batches()

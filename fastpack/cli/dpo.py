@@ -11,7 +11,7 @@ from trl import get_quantization_config  # type: ignore[attr-defined]
 from trl.trainer.utils import create_model_from_path
 
 import fastpack
-from fastpack.cli.arguments import Command, Logs, ParsedArgs
+from fastpack.cli.arguments import Command, ParsedArgs
 from fastpack.cli.training import run
 
 
@@ -57,12 +57,6 @@ def _loaded(source: str, args: ParsedArgs) -> Any:
     return create_model_from_path(source, **loading)
 
 
-def _rows(logs: Logs) -> dict[str, str]:
-    if "rewards/margins" not in logs:
-        return {}
-    return {"rewards, last step": "margin {rewards/margins:.4f}, accuracy {rewards/accuracies:.0%}".format(**logs)}
-
-
 DPO = Command(
     name="dpo",
     trainer="DPOTrainer",
@@ -72,5 +66,4 @@ DPO = Command(
     flags="[--loss_type sigmoid] ",
     columns=lambda training: ({"chosen", "rejected"},),
     models=_models,
-    rows=_rows,
 )

@@ -6,15 +6,16 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
 from fastpack.cli.flags import make_parser
 from fastpack.cli.smoke_flags import FLAGS, WHAT, check, choose
 from fastpack.testing.processes import run
-from fastpack.testing.record import Record, Row
+from fastpack.testing.record import Record
 from fastpack.testing.setting import Setting
 from fastpack.testing.worker import Task
 from fastpack.utils.console import counted, headed, room_for, without_empty
@@ -31,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     names, absent = choose(given.families, everyone=given.all, tier=given.tier)
     setting = Setting.of_this_machine(given.device, given.dtype)
     start = time.monotonic()
-    rows = _run(names, Task(tuple(given.modes), given.backends, setting), given.jobs, given.timeout)
+    found = run(names, Task(tuple(given.modes), given.backends, setting), jobs=given.jobs, timeout=given.timeout)
+    rows = list(chain.from_iterable(track(found, "", total=len(names), transient=True)))
     record = Record.of_now(setting.named(), time.monotonic() - start, absent, rows)
     console = Console(width=room_for(150))
     console.print(heading(record), highlight=False)
@@ -49,17 +51,6 @@ def main(arguments: Sequence[str]) -> int:
     if given.json:
         given.json.write_text(json.dumps(record.to_dict(), indent=1))
     return 1 if failed else 0
-
-
-def _run(names: Sequence[str], task: Task, jobs: int, timeout: float) -> list[Row]:
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
-        bar = progress.add_task("", total=len(names))
-
-        def done(family: str) -> None:
-            progress.update(bar, advance=1, description=family)
-
-        return run(names, task, jobs=jobs, timeout=timeout, done=done)
 
 
 VERDICTS = ("exact", "refused", "left out", "FAILED")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from trl import get_peft_config, get_quantization_config  # type: ignore[attr-de
 
 import fastpack
 from fastpack.cli import UsageError, loading_errors, require_file, require_trl_on_cpu
-from fastpack.cli.arguments import Command, Logs, ParsedArgs, parse
+from fastpack.cli.arguments import Command, ParsedArgs, parse
 from fastpack.cli.loading import load_dataset, load_tokenizer, random_model
 from fastpack.cli.meter import Summary, hint, read_steps, summarize
 from fastpack.patching.report import PatchReport
@@ -111,8 +111,7 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
     history = trainer.state.log_history
     logged = {entry["step"]: entry for entry in history if "loss" in entry}
     evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-    further = {**command.rows(logged[max(logged)] if logged else {}), **_evaluation_rows(evaluations)}
-    _print_summary(f"fastpack {command.name}", summary, report, further)
+    _print_summary(f"fastpack {command.name}", summary, report)
     if args.uncut:
         off = f"the default --max_length {args.max_length:,} was off"
         print(f"note: --padding_free without --packing cuts no examples: {off}")
@@ -129,17 +128,7 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
         Path(args.ours.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def _evaluation_rows(evaluations: Sequence[Logs]) -> dict[str, str]:
-    """Return the losses on each evaluation set, which are ``eval_loss``, or ``eval_NAME_loss`` of several."""
-    losses: dict[str, list[float]] = {}
-    for entry in evaluations:
-        for name in entry:
-            if name.startswith("eval_") and name.endswith("loss"):
-                losses.setdefault(name, []).append(entry[name])
-    return {f"{name}, first to last": f"{found[0]:.4f} to {found[-1]:.4f}" for name, found in losses.items()}
-
-
-def _print_summary(title: str, summary: Summary, report: PatchReport, further: Mapping[str, str]) -> None:
+def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
     first, last = ("not logged" if x is None else f"{x:.4f}" for x in (summary.first_loss, summary.last_loss))
     memory = summary.peak_memory_bytes
     shown = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
@@ -148,7 +137,6 @@ def _print_summary(title: str, summary: Summary, report: PatchReport, further: M
     rows = {
         "steps": f"{summary.steps:,}",
         "loss, first to last": f"{first} to {last}",
-        **further,
         "real tokens": f"{summary.real_tokens:,}",
         "real tokens/s": f"{summary.tokens_per_second:,.0f}",
         "slots that were padding": f"{summary.padding_share:.1%} of {summary.slots:,}",

@@ -117,9 +117,7 @@ def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.M
 
 
 @trains_on_cpu
-def test_prompts_and_completions_evaluation_and_saving(
-    work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "data"
@@ -140,8 +138,7 @@ def test_prompts_and_completions_evaluation_and_saving(
     assert figures["summary"]["slots"] < 3 * 16 * 256
     evaluations = figures["evaluations"]
     assert [each["step"] for each in evaluations] == [step["step"] for step in figures["steps"]]
-    first, last = (f"{evaluations[at]['eval_loss']:.4f}" for at in (0, -1))
-    assert f"{first} to {last}" in capsys.readouterr().out
+    assert all(each["eval_loss"] > 0 for each in evaluations)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not fastpack.is_patched(saved)
 

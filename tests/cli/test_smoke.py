@@ -153,7 +153,7 @@ def test_what_trl_can_not_train_is_left_out(
     found = list(worker.rows("llama", Task(("plain", "lora"), "auto", Setting())))
     assert [row.verdict for row in found] == ["exact", "left out"]
     assert "AttributeError: no such thing" in (found[-1].left_out or "")
-    monkeypatch.setattr(smoke, "run", lambda *_, **__: found)
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: [found])
     assert smoke_main(["llama", *ON_CPU]) == 0
     assert "llama (lora): left out: the stock model can't be trained" in capsys.readouterr().out
     monkeypatch.setattr(
@@ -217,21 +217,21 @@ def test_what_hangs_or_crashes_is_a_failed_row(
 ) -> None:
     """What it had sent before is kept, the rest of its modes failed, and the next family runs."""
     monkeypatch.setattr(processes, "work", stand_in)
-    task, finished = Task(("exact", "plain", "lora"), "auto", Setting()), []
-    found = processes.run(["one", "two"], task, jobs=2, timeout=timeout, done=finished.append)
-    assert sorted(finished) == ["one", "two"]
-    for family in finished:
-        *_, last = [row for row in found if row.family == family]
+    task = Task(("exact", "plain", "lora"), "auto", Setting())
+    found = list(processes.run(["one", "two"], task, jobs=2, timeout=timeout))
+    assert [rows[-1].family for rows in found] == ["one", "two"]
+    for rows in found:
+        last = rows[-1]
         assert last.mode == modes
         assert (last.problem or "").startswith(problem)
         sent = stand_in not in (smoke_stand_ins.die, smoke_stand_ins.leave_before_anything)
-        assert len([row for row in found if row.family == family]) == 1 + sent
+        assert len(rows) == 1 + sent
 
 
 def test_leaving_before_the_last_backend_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though each mode has a row."""
     monkeypatch.setattr(processes, "work", smoke_stand_ins.leave)
-    sent, missed = processes.run(["one"], EXACT, jobs=1, timeout=60)
+    ((sent, missed),) = processes.run(["one"], EXACT, jobs=1, timeout=60)
     assert (sent.mode, missed.mode, missed.verdict) == ("exact", "exact", "FAILED")
 
 
@@ -258,7 +258,7 @@ def test_columns_without_a_figure_are_left_out(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     row = Row("llama", "exact", "fast", "segments", "float32", 1e-6, 1e-4)
-    monkeypatch.setattr(smoke, "run", lambda *_, **__: [row])
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: [[row]])
     assert smoke_main(["llama", *ON_CPU]) == 0
     printed = capsys.readouterr().out
     assert "1 run of 1 family" in printed
@@ -271,21 +271,21 @@ def test_columns_without_a_figure_are_left_out(
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_real_processes_have_a_time_limit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context(method))
-    (row,) = processes.run(["llama"], EXACT, jobs=1, timeout=0)
+    ((row,),) = processes.run(["llama"], EXACT, jobs=1, timeout=0)
     assert row.problem == "not done after 0 s"
 
 
 def test_a_new_process_gives_what_a_forked_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are not forked."""
-    forked = processes.run(["llama"], EXACT, jobs=1, timeout=200)
+    (forked,) = processes.run(["llama"], EXACT, jobs=1, timeout=200)
     monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context("spawn"))
-    assert processes.run(["llama"], EXACT, jobs=1, timeout=200) == forked
+    assert list(processes.run(["llama"], EXACT, jobs=1, timeout=200)) == [forked]
     assert [row.verdict for row in forked] == ["exact"]
 
 
 def test_a_row_that_fails_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def made_up(families: Any, *_: Any, **__: Any) -> list[Row]:
-        return [Row(f, "plain", "fast", "segments", problem="not exact" if f == "qwen2" else None) for f in families]
+    def made_up(families: Any, *_: Any, **__: Any) -> list[list[Row]]:
+        return [[Row(f, "plain", "fast", "segments", problem="not exact" if f == "qwen2" else None)] for f in families]
 
     monkeypatch.setattr(smoke, "run", made_up)
     assert smoke_main(["llama", "mistral", *ON_CPU]) == 0

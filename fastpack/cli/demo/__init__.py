@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import fastpack
 from fastpack.cli import PICTURES, UsageError, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
 from fastpack.cli.flags import at_least, make_parser
+from fastpack.utils.versions import versions_of
 
 TOLERANCE = 1e-4
 """How far apart the losses of a step may be, relative to the stock one."""
@@ -157,6 +157,5 @@ def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    packages = {"fastpack": fastpack.__version__} | {name: version(name) for name in ("torch", "transformers", "trl")}
     system = f"{platform.system()} {platform.machine()}, CPU, 1 thread"
-    return {"system": system, "python": platform.python_version(), **packages}
+    return {"system": system, "fastpack": fastpack.__version__, **versions_of("torch", "transformers", "trl")}

@@ -1,4 +1,4 @@
-"""The demo's figures: tables for the terminal, and a picture of both loss curves and both speeds."""
+"""The demo's figures: a table for the terminal, and a picture of both loss curves and both speeds."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from rich.table import Table
 
 from fastpack.utils.console import headed
 
-ROWS = 10
-"""How many steps the table shows, spread evenly; ``--json`` holds them all."""
-
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """Print both loss curves side by side, then what they cost."""
+    """Print what both runs cost, and how far apart their losses are."""
     console = Console(highlight=False)
-    console.print(_losses(figures["steps"]), _costs(figures))
+    console.print(_costs(figures))
     agree = figures["losses_agree"]
     console.print(
         f"The losses {'agree' if agree else 'DISAGREE'}: at most {figures['max_relative_difference']:.1e} apart, "
@@ -31,23 +28,6 @@ def print_figures(figures: dict[str, Any]) -> None:
         f"{figures['model']['family']}, float32; {data['rows']} rows, batches of {data['batch_size']}; "
         f"{machine['system']}; {packages}"
     )
-
-
-def _losses(steps: list[dict[str, Any]]) -> Table:
-    names = ("step", "stock, padded", "patched", "difference", "real tokens", "padding")
-    table = headed(*names, title="Loss, step by step", right=names)
-    last = len(steps) - 1
-    for at in sorted({round(n * last / (ROWS - 1)) for n in range(ROWS)}):
-        row = steps[at]
-        table.add_row(
-            str(row["step"]),
-            f"{row['stock_loss']:.6f}",
-            f"{row['patched_loss']:.6f}",
-            f"{row['relative_difference']:.1e}",
-            f"{row['real_tokens']:,}",
-            f"{1 - row['real_tokens'] / row['slots']:.0%}",
-        )
-    return table
 
 
 def _costs(figures: dict[str, Any]) -> Table:
