@@ -16,6 +16,7 @@ from fastpack.families import (
     AttentionSpec,
     DecoderSpec,
     Family,
+    HeadSpec,
     MixerSpec,
     MlpSpec,
     NormSpec,
@@ -119,7 +120,11 @@ def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
     refuse_wrapped(model)
     parts = find_parts(model)
     refuse_kept_forward(model, parts.head)
-    found = recognise(parts)
+    return plan_recognised(model, parts, recognise(parts), options)
+
+
+def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
+    """Plan a patch of a model that is known to be this."""
     _refuse_options(options, found)
     backbone, family, specs = found.backbone, found.family, found.specs
     forms = forms_by_family(backbone, specs, family)
@@ -209,7 +214,7 @@ def _plan_model(parts: Parts, found: Recognised, runtime: ModelRuntime, options:
     if parts.head is None:
         return Findings((backbone,))
     kind = _head_kind(parts.head)
-    loss, reason = _head_loss(parts.head, kind, options, found.family)
+    loss, reason = _head_loss(parts.head, kind, options, found)
     planned = [backbone, _plan(parts.head, "head", head_forward, Head(kind, loss), runtime)]
     if hasattr(type(parts.head), GENERATE):
         planned.append(_plan(parts.head, GENERATE, generate, None, runtime, method=GENERATE))
@@ -230,11 +235,14 @@ def _plan_hooks(
     return tuple(hooks)
 
 
-def _head_loss(head: Any, kind: HeadKind, options: PatchOptions, family: Family) -> tuple[FusedLoss | None, str | None]:
+def _head_loss(
+    head: Any, kind: HeadKind, options: PatchOptions, recognised: Recognised
+) -> tuple[FusedLoss | None, str | None]:
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
-    found = head_spec(head, family)
+    given = recognised.specs.get(own_class(head, recognised.family) or "")
+    found = given if isinstance(given, HeadSpec) else head_spec(head, recognised.family)
     reason = fused_loss_rejects(head, kind, found)
     if reason is not None:
         return None, reason

@@ -57,7 +57,19 @@ def recognise(parts: Parts) -> Recognised:
         UnsupportedModelError: no family of these is known to be exact.
         PatchError: something that mixes tokens, or an adapter, is not known.
     """
-    family, backbone = covered_family(parts), parts.backbone
+    return recognise_as(parts, covered_family(parts))
+
+
+def recognise_as(parts: Parts, family: Family, specs: Mapping[str, Spec] | None = None) -> Recognised:
+    """Say what a model of this family is.
+
+    Args:
+        specs: what its classes compute, by name, in place of what those do whose source is known.
+
+    Raises:
+        PatchError: something that mixes tokens, or an adapter, is not known.
+    """
+    backbone = parts.backbone
     refuse_rows((parts.head or backbone).modules())
     refuse_look_alikes(backbone, family)
     refuse_replaced_attention(backbone, family)
@@ -65,7 +77,8 @@ def recognise(parts: Parts) -> Recognised:
     attends_by.check(" Nothing was changed.")
     family = with_known_backbone(backbone, family)
     layers, skipped = layers_replaced(backbone, family)
-    specs, others = known_specs(backbone, family)
+    known, others = known_specs(backbone, family)
+    specs = known if specs is None else specs
     family = _keeping_windows(family, specs)
     return Recognised(backbone, family, specs, tuple(layers), attends_by, skipped + others)
 
