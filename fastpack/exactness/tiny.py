@@ -216,7 +216,7 @@ def build(
     The global random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the GPUs' as well
         model = of_config(config, dtype=dtype)
     _redraw(model, torch.Generator().manual_seed(seed), SPREAD * min(1.0, (HEAD_DIM / head_dim) ** 0.5))
     return model.eval()

@@ -39,7 +39,8 @@ def window_of(module: Any, form: Form) -> int | None:
         reads_config = "sliding_window" in forward.__code__.co_consts  # by getattr
         window = getattr(module.config, "sliding_window", None) if reads_config else None
         return window if isinstance(window, int) else None
-    spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window")
+    flag = "is_sliding" if hasattr(module, "is_sliding") else None  # EXAONE 4 has a window in every layer
+    spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window", window_if=flag)
     if spec.window is None or (spec.window_if is not None and not getattr(module, spec.window_if)):
         return None
     window = attrgetter(spec.window)(module) if hasattr(module, spec.window.split(".")[0]) else None
