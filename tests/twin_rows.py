@@ -77,7 +77,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("llama", HEAD, {"scale": "config.attention_dropout"}, "float32"),
     Wrong("llama", HEAD, {"divisor": "config.num_hidden_layers"}, "float32"),
     Wrong("llama", HEAD, {"softcap": "config.num_hidden_layers"}, "float32"),
-    Wrong("llama", HEAD, {"experts": "balanced"}, "fails"),
+    Wrong("llama", HEAD, {"balanced": True}, "fails"),
     # Qwen 2 and 3: windows, norms of heads
     Wrong("qwen2", ATTENTION, {"window": None}, "windows"),
     Wrong("qwen2", ATTENTION, {"window": "config.sliding_window"}, "windows"),
@@ -115,7 +115,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("gpt_oss", ATTENTION, {"rope_tables": "whole"}, "float32"),
     Wrong("gpt_oss", ATTENTION, {"window": None}, "windows"),
     Wrong("gpt_oss", LAYER, {"mlp": "self_attn"}, "fails"),
-    Wrong("gpt_oss", HEAD, {"experts": None}, "float32"),
+    Wrong("gpt_oss", HEAD, {"balanced": False}, "float32"),
     # Phi 3: one projection, dropouts behind each branch
     Wrong("phi3", ATTENTION, {"qkv": None}, "fails"),
     Wrong("phi3", ATTENTION, {"window": None}, "float32"),
@@ -126,7 +126,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("granite", LAYER, {"residual_scale": None}, "float32"),
     Wrong("granite", HEAD, {"divisor": None}, "float32"),
     Wrong("granite", HEAD, {"divisor": None, "scale": "config.logits_scaling"}, "float32"),
-    Wrong("granitemoe", HEAD, {"experts": "routed"}, "float32"),
+    Wrong("granitemoe", HEAD, {"balanced": False}, "float32"),
     # DeepSeek-V3: latents
     Wrong("deepseek_v3", ATTENTION, {"out": "kv_b_proj"}, "fails"),
     Wrong("deepseek_v3", ATTENTION, {"dropout": None}, "dropout"),
@@ -147,7 +147,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("seed_oss", ATTENTION, {"out_dropout": None}, "dropout"),
     Wrong("seed_oss", MLP, {"out_dropout": None}, "dropout"),
     Wrong("hunyuan_v1_dense", ATTENTION, {"qk_norm": "head"}, "float32"),
-    Wrong("mixtral", HEAD, {"experts": None}, "float32"),
+    Wrong("mixtral", HEAD, {"balanced": False}, "float32"),
     Wrong("phimoe", "", {"mask_window": None}, "float32"),
     Wrong("qwen2_moe", "", {"mask_window": None}, "windows"),
     Wrong("mistral", "", {"mask_window": "sliding_window"}, "no effect"),

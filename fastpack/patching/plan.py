@@ -11,7 +11,7 @@ from torch import nn
 
 from fastpack.attention_dispatch import explain
 from fastpack.errors import PatchError, UnsupportedModelError
-from fastpack.families import (
+from fastpack.families.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
@@ -44,12 +44,12 @@ from fastpack.model.runtime import ModelRuntime
 from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends
+from fastpack.patching.match import Match, head_spec, settle
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
     Skipped,
     forms_by_family,
-    head_spec,
     own_class,
     recognise,
     with_mask_window,
@@ -115,22 +115,26 @@ class Plan:
     report: PatchReport
 
 
-def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
-    """Plan a patch; see :func:`fastpack.patch` for arguments and errors."""
+def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
+    """Plan a patch; see :func:`fastpack.patch` for arguments, errors and warnings.
+
+    Args:
+        match: judges the classes whose sources were not proved.
+    """
     refuse_wrapped(model)
     parts = find_parts(model)
     refuse_kept_forward(model, parts.head)
-    return plan_recognised(model, parts, recognise(parts), options)
+    return plan_recognised(model, parts, settle(recognise(parts), match), options, match)
 
 
-def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
-    """Plan a patch of a model that is known to be this."""
+def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions, match: Match) -> Plan:
+    """Plan a patch of a model that is known to be this; ``match`` judges its head."""
     _refuse_options(options, found)
     backbone, family, specs = found.backbone, found.family, found.specs
     forms = forms_by_family(backbone, specs, family)
     runtime = _make_runtime(found, options, forms)
     known = Findings(skipped=found.skipped, notes=_notes_on_graphs(backbone, runtime, options))
-    around = _plan_model(parts, found, runtime, options)
+    around = _plan_model(parts, found, runtime, options, match)
     attentions = [m for m in backbone.modules() if own_class(m, family) in family.attention]
     _refuse_nothing_to_patch(backbone, family)
     refuse_misplaced(backbone, forms)
@@ -208,13 +212,18 @@ def _notes_on_graphs(backbone: nn.Module, runtime: ModelRuntime, options: PatchO
     return (off,) if options.graphs == "auto" else ()
 
 
-def _plan_model(parts: Parts, found: Recognised, runtime: ModelRuntime, options: PatchOptions) -> Findings:
+def _plan_model(
+    parts: Parts, found: Recognised, runtime: ModelRuntime, options: PatchOptions, match: Match
+) -> Findings:
     """The backbone's forward, and the head's."""
     backbone = _plan(parts.backbone, "backbone", backbone_forward, found.family, runtime)
     if parts.head is None:
         return Findings((backbone,))
     kind = _head_kind(parts.head)
-    loss, reason = _head_loss(parts.head, kind, options, found)
+    spec = None
+    if options.loss is not None and kind == "causal_lm":
+        spec = head_spec(parts.head, found.backbone, found.family, match)
+    loss, reason = _head_loss(parts.head, kind, options, spec)
     planned = [backbone, _plan(parts.head, "head", head_forward, Head(kind, loss), runtime)]
     if hasattr(type(parts.head), GENERATE):
         planned.append(_plan(parts.head, GENERATE, generate, None, runtime, method=GENERATE))
@@ -236,18 +245,16 @@ def _plan_hooks(
 
 
 def _head_loss(
-    head: Any, kind: HeadKind, options: PatchOptions, recognised: Recognised
+    head: Any, kind: HeadKind, options: PatchOptions, spec: HeadSpec | None
 ) -> tuple[FusedLoss | None, str | None]:
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
-    given = recognised.specs.get(own_class(head, recognised.family) or "")
-    found = given if isinstance(given, HeadSpec) else head_spec(head, recognised.family)
-    reason = fused_loss_rejects(head, kind, found)
+    reason = fused_loss_rejects(head, kind, spec)
     if reason is not None:
         return None, reason
-    assert found is not None
-    return FusedLoss(found, options.kernels), None
+    assert spec is not None
+    return FusedLoss(spec, options.kernels), None
 
 
 def _head_kind(head: nn.Module) -> HeadKind:
@@ -423,6 +430,7 @@ def _make_report(
         swapped=dict(swapped),
         projections=count_projections(backbone),
         as_modules=count_opaque(backbone) if PROJECTING & swapped.keys() else {},
+        matched=found.matched,
         skipped=tuple(dict.fromkeys(findings.skipped)),
         notes=(*dict.fromkeys(notes), *mixing.notes()),
     )

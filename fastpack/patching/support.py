@@ -8,7 +8,9 @@ from typing import Any
 from packaging.version import Version
 
 from fastpack.errors import UnsupportedModelError
-from fastpack.families import REFUSED, Family, family_of
+from fastpack.families.refused import REFUSED
+from fastpack.families.registry import family_of
+from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.unwrap import Parts
 

@@ -45,9 +45,10 @@ from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.windows import FULL
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.apply import apply, restore
+from fastpack.patching.match import with_forms
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, plan_recognised
-from fastpack.patching.recognise import known_specs, own_class, recognise_as
+from fastpack.patching.recognise import own_class, recognise_as
 from fastpack.utils.classes import replaced_forward, stock_class
 from fastpack.utils.replacement import Replacement
 
@@ -187,7 +188,8 @@ class Twin:
         unmasked = _unmasked(model.config, family)
         dropping = build_twin(backbone, config, dropout=DROPOUT, **unmasked)
         half = build_twin(backbone, config, torch.bfloat16, **unmasked)
-        known = {n: spec for n, spec in known_specs(model, family)[0].items() if n not in candidates}
+        proved = recognise_as(find_parts(model), family).specs
+        known = {name: spec for name, spec in proved.items() if name not in candidates}
         return cls(model, dropping, half, family, known, run_alone(model, distinct_sequences()))
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
@@ -322,8 +324,16 @@ def _packed(model: Any) -> Tensor:
 
 
 def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Plan:
+    """Plan a patch by which these classes compute this, and all others keep their own forward."""
     parts = find_parts(model)
-    return plan_recognised(model, parts, recognise_as(parts, family, specs), options)
+    found = recognise_as(parts, replace(family, fast=specs, earlier={}))
+    found = with_forms(found, {name: specs[name] for name in found.unknown})
+    return plan_recognised(model, parts, found, options, _accept)
+
+
+def _accept(backbone: nn.Module, family: Family, candidates: Mapping[str, Spec]) -> dict[str, str]:
+    """Match everything."""
+    return dict.fromkeys(candidates, "")
 
 
 @contextmanager
@@ -349,7 +359,7 @@ def _head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast
     except FOREIGN as error:
         return f"can't be shrunk: {_said(error)}"
     try:
-        specs = {**known_specs(find_parts(model).backbone, family)[0], **fast, name: spec}
+        specs = {**recognise_as(find_parts(model), family).specs, **fast, name: spec}
         stock = _loss(model)
         with _patched(model, family, specs, replace(OPTIONS, loss="fused")):
             found = _loss(model)

@@ -17,7 +17,7 @@ import fastpack
 from fastpack.cli.families import family_rows
 from fastpack.cli.main import main
 from fastpack.cli.meter import Summary, hint
-from fastpack.families import FAMILIES
+from fastpack.families.registry import FAMILIES
 from fastpack.utils.versions import NEWEST_TRIED
 
 

@@ -29,7 +29,8 @@ from fastpack.cli.smoke_flags import choose
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
-from fastpack.families import FAMILIES, REFUSED
+from fastpack.families.refused import REFUSED
+from fastpack.families.registry import FAMILIES
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.testing import processes, train, worker
 from fastpack.testing.most_used import MOST_USED

@@ -20,10 +20,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from twin_rows import CONFIGS, WRONG, Wrong
 
 from fastpack.exactness.tiny import build_tiny
-from fastpack.families import FAST_FAMILIES
+from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.spec import Family, Spec
 from fastpack.model.unwrap import find_parts
-from fastpack.patching.recognise import head_spec, known_specs
 from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
 
@@ -49,9 +48,8 @@ def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
     """A model's backbone, its family and the specs that are known of its classes."""
     parts = find_parts(model)
     family = covered_family(parts)
-    specs: dict[str, Spec] = dict(known_specs(parts.backbone, family)[0])
-    head = None if parts.head is None else head_spec(parts.head, family)
-    return parts.backbone, family, specs if head is None else {**specs, type(parts.head).__name__: head}
+    classes = {type(module).__name__ for module in parts.backbone.modules()} | {type(parts.head).__name__}
+    return parts.backbone, family, {name: spec for name, spec in family.fast.items() if name in classes}
 
 
 @functools.cache
@@ -152,9 +150,7 @@ def test_a_hand_edited_class(cls: Any, matches: bool, monkeypatch: pytest.Monkey
     edited.forward = type(source)(source.__code__, vars(modeling_llama), "forward")  # type: ignore[attr-defined]
     monkeypatch.setattr(modeling_llama, "LlamaMLP", edited)
     backbone, family, specs = llama()
-    assert "LlamaMLP" not in specs
-    spec = rows(user_model("mistral"))[2]["MistralMLP"]
-    found = match_by_twin(backbone, family, {"LlamaMLP": spec})
+    found = match_by_twin(backbone, family, {"LlamaMLP": specs["LlamaMLP"]})
     assert (found["LlamaMLP"] == "") is matches
 
 
@@ -186,8 +182,7 @@ def test_thresholds_of_a_real_config_are_crossed() -> None:
     window = {"use_sliding_window": True, "sliding_window": 4096, "layer_types": kinds, "num_hidden_layers": 24}
     with torch.device("meta"):
         backbone = Qwen2Model(Qwen2Config(max_position_embeddings=32768, **window))
-    family = covered_family(find_parts(backbone))
-    right = known_specs(backbone, family)[0]
+    _, family, right = rows(backbone)
     assert unmatched(match_by_twin(backbone, family, right)) == {}
     wrong = replace(right["Qwen2Attention"], window=None)  # type: ignore[call-arg]
     assert match_by_twin(backbone, family, {"Qwen2Attention": wrong})["Qwen2Attention"]
