@@ -7,7 +7,9 @@ them out, on every rank and on every machine.
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,10 +37,12 @@ def apart() -> Iterator[None]:
     """Compute on the CPU, in float32 by default, with gradients, whatever the caller has set, and restore all of it.
 
     It puts the caller's modes of gradients, inference and autocast aside, default device and dtype, the random state,
-    and DeepSpeed's ``zero.Init`` where one is entered, which would partition what is built.
+    and DeepSpeed's ``zero.Init`` where one is entered, which would partition what is built. What transformers would say
+    of small configs is of no use to anybody, and not said.
     """
-    dtype = torch.get_default_dtype()
+    dtype, log = torch.get_default_dtype(), logging.getLogger("transformers")
     with (
+        warnings.catch_warnings(),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
@@ -47,6 +51,9 @@ def apart() -> Iterator[None]:
         _outside_zero_init(),
         ExitStack() as later,
     ):
+        warnings.simplefilter("ignore")
+        later.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
         later.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
         yield
@@ -81,6 +88,7 @@ def build_twin(
     """
     small = shrink(config, **settings)
     small._attn_implementation = "eager"  # the family's own function, which leaves out nothing that it is given
+    small._experts_implementation = "eager"  # products over groups of rows know no float64
     for each in _with_parts(small):
         each.dtype = dtype
         for name, value in vars(each).items():
