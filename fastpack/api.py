@@ -31,6 +31,7 @@ from fastpack.patching.options import (
 )
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
+from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.utils.versions import check_versions
@@ -117,7 +118,10 @@ def patch(
 
     Warns:
         NoFasterWarning: the whole model runs on padded rows (the re-padded model's rung).
-        UntriedVersionWarning: a package that the target builds on is newer than what fastpack was tried with.
+        UntriedVersionWarning: a package that the target builds on is newer than what fastpack was tried with; or a
+            class that mixes tokens in its stock forward has a source that was not tried.
+        FastpackWarning: a class of the family computes something else than what fastpack was proved on, as a twin of
+            it showed; it keeps its own forward.
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
@@ -128,7 +132,7 @@ def patch(
     _refuse_model_init(target, options)
     _refuse_spread_sequences(target)
     set_up = _plan_trainer(target, loss, max_tokens)
-    for plan in plan_all(models, options):
+    for plan in plan_all(models, options, match_by_twin):
         apply(plan, options)
     set_up()
     if verify:

@@ -14,7 +14,7 @@
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
     ├── NoFasterWarning             a patched model that is exact, and no faster than padded
-    └── UntriedVersionWarning       packages that are newer than what fastpack was tried with
+    └── UntriedVersionWarning       packages, or classes of them, that are newer than what fastpack was tried with
 
 Each message says what came, what is allowed and how to mend it.
 """
@@ -63,4 +63,4 @@ class NoFasterWarning(FastpackWarning):
 
 
 class UntriedVersionWarning(FastpackWarning):
-    """A package that fastpack builds on is newer than any release that it was tried with, or of unknown version."""
+    """A package that fastpack builds on, or a class of it, is newer than what was tried, or of unknown version."""

@@ -1,4 +1,5 @@
-"""``fastpack families``: which families of models are covered, and on which rung; what a run of them proved."""
+"""``fastpack families``: which families of models are covered, and on which rung; what a run of them proved, and the
+lock file of the sources that it was proved on."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ from rich.table import Table
 
 from fastpack.cli import UsageError, require_file
 from fastpack.exactness import tiny
-from fastpack.families import FAMILIES, Family
+from fastpack.families.lock import LOCK, as_text, with_release
+from fastpack.families.lock import proved as locked
+from fastpack.families.registry import FAMILIES
+from fastpack.families.spec import Family
 from fastpack.patching.tiers import WORDS
 from fastpack.testing.record import Record
+from fastpack.testing.sources import sources_of
 
 BEGIN = "<!-- families: written by `fastpack families --from RUN.json --into README.md` -->"
 END = "<!-- /families -->"
@@ -39,12 +44,19 @@ def main(arguments: Sequence[str]) -> int:
         help="what this run proved: gists/smoke.sh --all --json RUN.json",
     )
     parser.add_argument("--into", type=Path, metavar="README.md", help="write what the run proved between its marks")
+    parser.add_argument(
+        "--lock",
+        action="store_true",
+        help="enter the sources of the families that the run proved, with the installed transformers, in the lock file",
+    )
     given = parser.parse_args(arguments)
     rows = family_rows()
-    if given.run is not None:
+    if given.run is None and (given.into is not None or given.lock):
+        raise UsageError("--into and --lock write what a run proved: name the run with --from RUN.json")
+    if given.lock:
+        _lock(_read_run(given.run), LOCK)
+    elif given.run is not None:
         _show_run(given.run, given.into)
-    elif given.into is not None:
-        raise UsageError("--into writes what a run proved: name the run with --from RUN.json")
     elif given.json:
         print(json.dumps(rows, indent=2))
     elif given.markdown:
@@ -97,13 +109,8 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
 
 def _show_run(run: Path, into: Path | None) -> None:
     """Print what a run proved, or write it between the marks of a file."""
-    try:
-        record = Record.read(run)
-        section = proved(record)
-    except OSError as error:
-        raise UsageError(f"--from {run}: {error.strerror or error}; pass what gists/smoke.sh --json wrote") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
+    record = _read_run(run)
+    section = proved(record)
     if into is None:
         print(section)
         return
@@ -122,9 +129,50 @@ def _show_run(run: Path, into: Path | None) -> None:
     into.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{behind}", encoding="utf-8")
 
 
+def _read_run(run: Path) -> Record:
+    """Return a run that proved at least one family.
+
+    Raises: UsageError where the file can't be read, or is no such run.
+    """
+    try:
+        record = Record.read(run)
+        proved(record)
+    except OSError as error:
+        raise UsageError(f"--from {run}: {error.strerror or error}; pass what gists/smoke.sh --json wrote") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
+    return record
+
+
+def _lock(record: Record, lock_file: Path) -> None:
+    """Enter the sources of the families that a run proved, each class that is proved or matched.
+
+    Raises: UsageError where the run was made with another transformers than the installed one.
+    """
+    import transformers
+
+    release = transformers.__version__
+    if record.versions.get("transformers") != release:
+        raise UsageError(
+            f"the run was made with transformers {record.versions.get('transformers')}, whose sources are not here: "
+            f"installed is {release}. Run gists/smoke.sh --all --json RUN.json anew"
+        )
+    found: dict[str, str] = {}
+    for family in exact_families(record):
+        found |= sources_of(family)
+    lock_file.write_text(as_text(with_release(locked(), found, release)), encoding="utf-8")
+    print(f"{len(found)} classes of transformers {release} are in {lock_file}")
+
+
 def _not_in_both(record: Record) -> list[str]:
     """Names that a run tried and transformers' causal-LM mapping here does not have, or the other way round."""
     return sorted({row.family for row in record.rows} ^ set(tiny.model_types()))
+
+
+def exact_families(record: Record) -> dict[str, str]:
+    """Return the families that a run proved, each with its rung: tried in mode ``exact``, and no row of them failed."""
+    failed = {row.family for row in record.rows if row.problem is not None}
+    return {row.family: row.rung for row in record.rows if row.kinds and row.family not in failed}
 
 
 def proved(record: Record) -> str:
@@ -136,10 +184,10 @@ def proved(record: Record) -> str:
     """
     failed = sorted({row.family for row in record.rows if row.problem is not None})
     refused = {row.family: row.refused for row in record.rows if row.refused is not None}
-    exact = [row for row in record.rows if row.kinds and row.family not in failed]
+    rungs = exact_families(record)
+    exact = [row for row in record.rows if row.kinds and row.family in rungs]
     if not exact:
         raise ValueError("no family was proved exact in it")
-    rungs = {row.family: row.rung for row in exact}
     kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
     figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))

@@ -19,7 +19,9 @@ from fastpack.cli.flags import POSITIVE
 from fastpack.errors import BackendUnavailableError
 from fastpack.exactness import tiny
 from fastpack.exactness.special import HEADS, KV_HEADS, NOT_BUILT, TRAITS
-from fastpack.families import FAMILIES, REFUSED, RUNGS
+from fastpack.families.refused import REFUSED
+from fastpack.families.registry import FAMILIES
+from fastpack.families.spec import RUNGS
 from fastpack.testing.most_used import MOST_USED
 from fastpack.testing.setting import Setting
 from fastpack.testing.worker import EACH, MODES, USUAL

@@ -50,7 +50,8 @@ def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool =
     total, count = torch.zeros((), device=device), trained_tokens(sequences)
     for sequence in sequences:
         ids = sequence.to(device)
-        found = model(input_ids=ids[None], **accepted(type(model).forward, {"use_cache": False}), **kwargs).logits[0]
+        given = {"input_ids": ids[None], **accepted(type(model).forward, {"use_cache": False})}
+        found = scores_of(model(**given, **kwargs))[0]
         if own_loss:
             loss = nn.functional.cross_entropy(found[:-1].float(), ids[1:], reduction="sum") / count
         else:
@@ -75,10 +76,16 @@ def run_batch(
         given = {"labels": labels, "num_items_in_batch": trained_tokens(sequences), **given}
     model.zero_grad(set_to_none=True)
     found = model(**{**given, **kwargs})
-    logits = split_logits(found.logits, given, sequences)
+    logits = split_logits(scores_of(found), given, sequences)
     loss = found.loss if own_loss else _weighted_sum(torch.cat(logits), sum(map(len, logits)))
     loss.backward()
     return Result([each.detach() for each in logits], loss.detach(), _gradients(model))
+
+
+def scores_of(outputs: Any) -> Tensor:
+    """Return a head's logits, or the last hidden state of a backbone alone."""
+    found: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+    return found
 
 
 def trained_tokens(sequences: Sequence[Tensor]) -> int:
@@ -164,7 +171,7 @@ class Oracle:
             return oracle
         alone = run_alone(build(torch.float32), make_sequences())
         try:
-            own = _error(alone, run_alone(_finer(build, torch.float32, torch.float64), make_sequences()), half=False)
+            own = error_of(alone, run_alone(_finer(build, torch.float32, torch.float64), make_sequences()), half=False)
         except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
             own = 0.0
         return cls((alone,), (), bound_of(own, torch.float32), torch.float32)
@@ -188,7 +195,7 @@ class Oracle:
                     alone = run_alone(model, make_sequences(draw=draw))
             except RuntimeError:  # a dtype that it does not expect, in its own forward
                 return None
-            own.append(_error(alone, results[-1], half=True))
+            own.append(error_of(alone, results[-1], half=True))
         if not middle(own) <= STEADY:
             return None
         return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
@@ -218,7 +225,7 @@ class Oracle:
             sequences = make_sequences(draw=draw)
             with held(choosers, self.choices[draw]) if choosers else nullcontext():
                 found = run_batch(model, INPUT_KINDS[kind](sequences), sequences)
-            errors.append(_error(found, true, half=is_half(self.dtype)))
+            errors.append(error_of(found, true, half=is_half(self.dtype)))
         return middle(errors)
 
     def _control(self, model: nn.Module) -> float:
@@ -241,7 +248,7 @@ def _finer(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, finer:
     return model
 
 
-def _error(found: Result, true: Result, half: bool) -> float:
+def error_of(found: Result, true: Result, half: bool) -> float:
     """Return the worst of logits and gradients; parameters without a gradient on one side count as zero there."""
     names = found.grads.keys() | true.grads.keys()
     for result, other in ((found, true), (true, found)):

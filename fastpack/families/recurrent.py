@@ -8,21 +8,40 @@ itself.
 
 from dataclasses import replace
 
-from fastpack.families.spec import Family, MixerSpec, names
+from fastpack.families.forms import (
+    FALCON_H1_ATTENTION,
+    GEMMA_NORM,
+    GRANITE_MOE_HEAD,
+    GRANITE_MOE_MLP,
+    LFM2_ATTENTION,
+    LFM2_MLP,
+    LLAMA_ATTENTION,
+    LLAMA_HEAD,
+    LLAMA_MLP,
+    LLAMA_NORM,
+    LLAMA_PARTS,
+    MISTRAL_ATTENTION,
+    MIXTRAL_HEAD,
+    OLMO2_ATTENTION,
+    OLMO2_LAYER,
+    OLMO2_NORM,
+    QWEN3_ATTENTION,
+    QWEN3_NEXT,
+    like,
+    named,
+)
+from fastpack.families.spec import Family, MixerSpec
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
 _POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
 """An embedding that counts positions itself, from the padding id on."""
 
-# those that kernels run on packed tokens, with the forwards of transformers 5.17 and 5.23, 5.24
-_CONV = MixerSpec(scan="conv", proved=("ebd1bbf414fa", "33e615ce2156"))
-_SSD = MixerSpec(scan="ssd", proved=("7b4c0ee386e0", "23e4965d27ab", "6f61df50423e", "f33768edcbff"))
-_DELTA = MixerSpec(
-    scan="gated_delta",
-    proved=("61054d2ee201", "8a8dd6b95ae5", "3abeeb7fd248", "3be85a0f8201", "7c9024a50436", "7e99305a17d7"),
-)
-_KDA = MixerSpec(scan="kda", proved=("15383149c8ec", "d70003af88e6", "50d5246573fe"))
+# those that kernels run on packed tokens
+_CONV = MixerSpec(scan="conv")
+_SSD = MixerSpec(scan="ssd")
+_DELTA = MixerSpec(scan="gated_delta")
+_KDA = MixerSpec(scan="kda")
 
 
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
@@ -53,7 +72,7 @@ def _old_bert(model_type: str, name: str, package: str = "") -> Family:
         package=package,
         mixers={f"{name}SelfAttention": _MASKED},
         by_choice=True,
-        since=(5, 23),
+        since=((5, 23), "attends in both directions, also where its config says is_decoder"),
     )
 
 
@@ -64,96 +83,113 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "BailingHybridModel",
         ("BailingHybridAttention",),
         mixers={"BailingHybridDeltaAttention": _KDA},
-        fast=names("BailingHybrid", "RMSNorm MLP"),
+        fast=named("BailingHybrid", **LLAMA_PARTS),
     ),
     Family(
         "bamba",
         "BambaModel",
         ("BambaAttention",),
         mixers={"BambaMixer": _SSD},
-        fast=names("Bamba", "Attention RMSNorm MLP"),
+        fast=named("Bamba", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LLAMA_MLP),
     ),
     Family(
         "falcon_h1",
         "FalconH1Model",
         ("FalconH1Attention",),
         mixers={"FalconH1Mixer": _SSD},
-        fast=names("FalconH1", "Attention RMSNorm"),
+        fast=named("FalconH1", Attention=FALCON_H1_ATTENTION, RMSNorm=LLAMA_NORM),
     ),
     Family(
-        "falcon_mamba", "FalconMambaModel", mixers={"FalconMambaMixer": _STOCK}, fast=names("FalconMamba", "RMSNorm")
+        "falcon_mamba",
+        "FalconMambaModel",
+        mixers={"FalconMambaMixer": _STOCK},
+        fast=named("FalconMamba", RMSNorm=LLAMA_NORM),
     ),
     Family(
         "granitemoehybrid",
         "GraniteMoeHybridModel",
         ("GraniteMoeHybridAttention",),
         mixers={"GraniteMoeHybridMambaLayer": _SSD},
-        fast=names("GraniteMoeHybrid", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named(
+            "GraniteMoeHybrid",
+            Attention=LLAMA_ATTENTION,
+            RMSNorm=LLAMA_NORM,
+            MLP=GRANITE_MOE_MLP,
+            ForCausalLM=GRANITE_MOE_HEAD,
+        ),
     ),
     Family(
         "jamba",
         "JambaModel",
         ("JambaAttention",),
         mixers={"JambaMambaMixer": _STOCK},
-        fast=names("Jamba", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named("Jamba", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LLAMA_MLP, ForCausalLM=MIXTRAL_HEAD),
     ),
     Family(
         "kimi_linear",
         "KimiLinearModel",
         ("KimiLinearAttention",),
         mixers={"KimiLinearDeltaAttention": _KDA},
-        fast=names("KimiLinear", "RMSNorm MLP"),
+        fast=named("KimiLinear", **LLAMA_PARTS),
     ),
     Family(
         "lara_mini",
         "LaraMiniModel",
         ("LaraMiniAttention",),
         mixers={"LaraMiniGatedDeltaNet": _DELTA},
-        fast=names("LaraMini", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named("LaraMini", Attention=QWEN3_ATTENTION, RMSNorm=OLMO2_NORM, MLP=LLAMA_MLP, ForCausalLM=MIXTRAL_HEAD),
     ),
     Family(
         "lfm2",
         "Lfm2Model",
         ("Lfm2Attention",),
         mixers={"Lfm2ShortConv": _CONV},
-        fast=names("Lfm2", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named("Lfm2", Attention=LFM2_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LFM2_MLP, ForCausalLM=LLAMA_HEAD),
     ),
     Family(
         "lfm2_moe",
         "Lfm2MoeModel",
         ("Lfm2MoeAttention",),
         mixers={"Lfm2MoeShortConv": _CONV},
-        fast=names("Lfm2Moe", "Attention RMSNorm MLP"),
+        fast=named("Lfm2Moe", Attention=LFM2_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LFM2_MLP),
     ),
     Family(
         "lfm3",
         "Lfm3Model",
         ("Lfm3Attention",),
         mixers={"Lfm3ShortConv": _CONV},
-        fast=names("Lfm3", "RMSNorm MLP ForCausalLM"),
+        fast=named("Lfm3", RMSNorm=LLAMA_NORM, MLP=LFM2_MLP, ForCausalLM=LLAMA_HEAD),
     ),
-    Family("mamba", "MambaModel", mixers={"MambaMixer": _STOCK}, fast=names("Mamba", "RMSNorm")),
-    Family("mamba2", "Mamba2Model", mixers={"Mamba2Mixer": _SSD}, fast=names("Mamba2", "RMSNorm")),
+    Family("mamba", "MambaModel", mixers={"MambaMixer": _STOCK}, fast=named("Mamba", RMSNorm=LLAMA_NORM)),
+    Family("mamba2", "Mamba2Model", mixers={"Mamba2Mixer": _SSD}, fast=named("Mamba2", RMSNorm=LLAMA_NORM)),
     Family(
         "minimax",
         "MiniMaxModel",
         ("MiniMaxAttention",),
         mixers={"MiniMaxLightningAttention": MixerSpec(states=1)},
-        fast=names("MiniMax", "Attention RMSNorm"),
+        fast=named("MiniMax", Attention=MISTRAL_ATTENTION, RMSNorm=LLAMA_NORM),
     ),
     Family(
         "nemotron_h",
         "NemotronHModel",
         ("NemotronHAttention",),
         mixers={"NemotronHMamba2Mixer": _SSD},
-        fast=names("NemotronH", "Attention RMSNorm"),
+        fast=named("NemotronH", Attention=LLAMA_ATTENTION, RMSNorm=OLMO2_NORM),
+        earlier=named("NemotronH", RMSNorm=LLAMA_NORM),
     ),
     Family(
         "olmo_hybrid",
         "OlmoHybridModel",
         ("OlmoHybridAttention",),
         mixers={"OlmoHybridGatedDeltaNet": _DELTA},
-        fast=names("OlmoHybrid", "Attention RMSNorm MLP AttentionDecoderLayer ForCausalLM"),
+        fast=named(
+            "OlmoHybrid",
+            Attention=OLMO2_ATTENTION,
+            RMSNorm=OLMO2_NORM,
+            MLP=LLAMA_MLP,
+            AttentionDecoderLayer=OLMO2_LAYER,
+            ForCausalLM=LLAMA_HEAD,
+        ),
     ),
     Family(
         "qwen3_5_text",
@@ -161,7 +197,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         ("Qwen3_5Attention",),
         package="qwen3_5",
         mixers={"Qwen3_5GatedDeltaNet": _DELTA},
-        fast=names("Qwen3_5", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named("Qwen3_5", **QWEN3_NEXT),
     ),
     Family(
         "qwen3_5_moe_text",
@@ -169,21 +205,22 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         ("Qwen3_5MoeAttention",),
         package="qwen3_5_moe",
         mixers={"Qwen3_5MoeGatedDeltaNet": _DELTA},
-        fast=names("Qwen3_5Moe", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named("Qwen3_5Moe", **like(QWEN3_NEXT, ForCausalLM=MIXTRAL_HEAD)),
     ),
     Family(
         "qwen3_next",
         "Qwen3NextModel",
         ("Qwen3NextAttention",),
         mixers={"Qwen3NextGatedDeltaNet": _DELTA},
-        fast=names("Qwen3Next", "Attention RMSNorm MLP ForCausalLM"),
+        fast=named("Qwen3Next", **like(QWEN3_NEXT, ForCausalLM=MIXTRAL_HEAD)),
     ),
     Family(
         "recurrent_gemma",
         "RecurrentGemmaModel",
         ("RecurrentGemmaAttention",),
         mixers={"RecurrentGemmaRecurrentBlock": _STOCK},
-        fast=names("RecurrentGemma", "RMSNorm"),
+        fast=named("RecurrentGemma", RMSNorm=GEMMA_NORM),
+        since=((5, 13), "has attention that no interface serves"),
     ),
     Family("rwkv", "RwkvModel", mixers={"RwkvSelfAttention": _STOCK, "RwkvFeedForward": _STOCK}),
     Family("xlstm", "xLSTMModel", mixers={"xLSTMLayer": MixerSpec(states=1)}),
@@ -192,22 +229,22 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "ZambaModel",
         ("ZambaAttention",),
         mixers={"ZambaMambaMixer": _STOCK},
-        fast=names("Zamba", "RMSNorm MLP"),
+        fast=named("Zamba", **LLAMA_PARTS),
     ),
     Family(
         "zamba2",
         "Zamba2Model",
         ("Zamba2Attention",),
         mixers={"Zamba2MambaMixer": _SSD},
-        fast=names("Zamba2", "RMSNorm"),
+        fast=named("Zamba2", RMSNorm=LLAMA_NORM),
     ),
     # attention with a window or chunks that only its mask knows of, or that picks its keys
-    Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=names("AXK2", "RMSNorm MLP")),
+    Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=named("AXK2", **LLAMA_PARTS)),
     Family(
         "deepseek_v32",
         "DeepseekV32Model",
         mixers={"DeepseekV32Attention": _MASKED},
-        fast=names("DeepseekV32", "RMSNorm MLP"),
+        fast=named("DeepseekV32", **LLAMA_PARTS),
     ),
     Family(
         "deepseek_v4",
@@ -218,14 +255,15 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "glm_moe_dsa",
         "GlmMoeDsaModel",
         mixers={"GlmMoeDsaAttention": MixerSpec("added", carried="prev_topk_indices")},
-        fast=names("GlmMoeDsa", "RMSNorm MLP"),
+        fast=named("GlmMoeDsa", **LLAMA_PARTS),
+        since=((5, 11), "attends to later tokens where no mask comes"),
     ),
     Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": MixerSpec("added", carried="prev_topk_indices")}),
     Family(
         "doge",
         "DogeModel",
         mixers={"DogeAttention": _MASKED},
-        fast=names("Doge", "RMSNorm MLP"),
+        fast=named("Doge", **LLAMA_PARTS),
         repadded_if=("sliding_window",),  # which is in upstream's mask alone
         refused_if={"is_moe": "its routing mixes the tokens of a whole batch, whatever rows they are in"},
     ),
@@ -246,7 +284,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "MiniMaxM3VLTextModel",
         package="minimax_m3_vl",
         mixers={"MiniMaxM3VLAttention": _MASKED},
-        fast=names("MiniMaxM3VL", "RMSNorm"),
+        fast=named("MiniMaxM3VL", RMSNorm=GEMMA_NORM),
     ),
     # attention of the family's own
     Family(

@@ -4,7 +4,21 @@ They fulfil what :mod:`fastpack.families.varlen` asks for, but for that: the pac
 :class:`fastpack.packing.context.PackingContext`. BERT and its kin are decoders only where their config says so.
 """
 
-from fastpack.families.spec import Family, names
+from fastpack.families.forms import (
+    GEMMA2_LAYER,
+    GEMMA4_ATTENTION,
+    GEMMA4_NORM,
+    GEMMA_NORM,
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    LLAMA_NORM,
+    PHI3_ATTENTION,
+    PHI3_LAYER,
+    PHI3_MLP,
+    QWEN3_ATTENTION,
+    named,
+)
+from fastpack.families.spec import Family
 
 SCOPED_FAMILIES: tuple[Family, ...] = (
     Family("bert", "BertModel", ("BertSelfAttention",), scoped=True, by_choice=True),
@@ -17,7 +31,13 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         by_choice=True,
     ),
     Family("electra", "ElectraModel", ("ElectraSelfAttention",), scoped=True, by_choice=True),
-    Family("emu3", "Emu3TextModel", ("Emu3Attention",), scoped=True, fast=names("Emu3", "Attention RMSNorm MLP")),
+    Family(
+        "emu3",
+        "Emu3TextModel",
+        ("Emu3Attention",),
+        scoped=True,
+        fast=named("Emu3", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LLAMA_MLP),
+    ),
     Family("ernie", "ErnieModel", ("ErnieSelfAttention",), scoped=True, by_choice=True),
     Family(
         "gemma3",
@@ -25,7 +45,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         ("Gemma3Attention",),
         scoped=True,
         two_way_marks="token_type_ids",
-        fast=names("Gemma3", "Attention RMSNorm MLP DecoderLayer"),
+        fast=named("Gemma3", Attention=QWEN3_ATTENTION, RMSNorm=GEMMA_NORM, MLP=LLAMA_MLP, DecoderLayer=GEMMA2_LAYER),
     ),
     Family("gemma3n_text", "Gemma3nTextModel", ("Gemma3nTextAttention",), package="gemma3n", scoped=True),
     Family(
@@ -36,7 +56,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         two_way_marks="mm_token_type_ids",
         two_way_if=("use_bidirectional_attention", "vision"),
         routers=("Gemma4TextRouter",),
-        fast=names("Gemma4", "TextAttention RMSNorm TextMLP"),
+        fast=named("Gemma4", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
     ),
     Family(
         "gemma4_text",
@@ -45,7 +65,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         package="gemma4",
         scoped=True,
         routers=("Gemma4TextRouter",),
-        fast=names("Gemma4", "TextAttention RMSNorm TextMLP"),
+        fast=named("Gemma4", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
     ),
     Family(
         "gemma4_unified",
@@ -54,7 +74,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         scoped=True,
         two_way_marks="mm_token_type_ids",
         two_way_if=("use_bidirectional_attention", "vision"),
-        fast=names("Gemma4Unified", "TextAttention RMSNorm TextMLP"),
+        fast=named("Gemma4Unified", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
     ),
     Family(
         "gemma4_unified_text",
@@ -62,7 +82,7 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         ("Gemma4UnifiedTextAttention",),
         package="gemma4_unified",
         scoped=True,
-        fast=names("Gemma4Unified", "TextAttention RMSNorm TextMLP"),
+        fast=named("Gemma4Unified", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
     ),
     Family(
         "hrm_text",
@@ -73,15 +93,23 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         two_way_if=("prefix_lm", True),
     ),
     Family("moshi", "MoshiModel", ("MoshiAttention",), scoped=True),
-    Family("nemotron", "NemotronModel", ("NemotronAttention",), scoped=True),
+    Family(
+        "nemotron",
+        "NemotronModel",
+        ("NemotronAttention",),
+        scoped=True,
+        since=((5, 13), "has attention that no interface serves"),
+    ),
     Family("opt", "OPTDecoder", ("OPTAttention",), scoped=True),
     Family(
         "phi4_multimodal",
         "Phi4MultimodalModel",
         ("Phi4MultimodalAttention",),
         scoped=True,
-        fast=names("Phi4Multimodal", "Attention RMSNorm MLP DecoderLayer"),
+        fast=named(
+            "Phi4Multimodal", Attention=PHI3_ATTENTION, RMSNorm=LLAMA_NORM, MLP=PHI3_MLP, DecoderLayer=PHI3_LAYER
+        ),
     ),
     Family("roc_bert", "RoCBertModel", ("RoCBertSelfAttention",), scoped=True, by_choice=True),
-    Family("stablelm", "StableLmModel", ("StableLmAttention",), scoped=True, fast=("StableLmMLP",)),
+    Family("stablelm", "StableLmModel", ("StableLmAttention",), scoped=True, fast={"StableLmMLP": LLAMA_MLP}),
 )

@@ -1,10 +1,11 @@
-"""What a family declares, which upstream classes it has, and what a class of a known source computes.
+"""What a family declares: which upstream classes it has, and what each of them computes.
 
 Both hold names and facts, no code. The shared forwards in :mod:`fastpack.layers` read them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -136,14 +137,13 @@ class HeadSpec:
     Attributes:
         scale, divisor, softcap: name of an attribute (dotted for one of the config's) that holds it, or None; a softcap
             whose value is None is none.
-        experts: whether the output holds router logits (``routed``), and a load-balancing loss over them is added
-            (``balanced``).
+        balanced: whether a load-balancing loss over the routers' logits is added, where they are asked for.
     """
 
     scale: str | None = None
     divisor: str | None = None
     softcap: str | None = None
-    experts: Literal["routed", "balanced"] | None = None
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,6 @@ class MixerSpec:
             keys, as places in a row.
         scan: what its forward mixes tokens with, where kernels that know boundaries can do that on packed tokens
             (:mod:`fastpack.layers.mixers.packed`): a causal ``conv`` alone, or that and a recurrence; None for others.
-        proved: hashes (:func:`fastpack.families.forward_hash`) of the upstream forwards that do so and nowhere else.
     """
 
     mask: Literal["added", "seen", "hidden"] | None = None
@@ -180,18 +179,12 @@ class MixerSpec:
     states: int = 0
     carried: str | None = None
     scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
-    proved: tuple[str, ...] = ()
 
 
 Rung = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
 RUNGS: tuple[Rung, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
 """From the highest to the lowest."""
 Spec = AnyAttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
-
-
-def names(prefix: str, parts: str) -> tuple[str, ...]:
-    """Class names: the prefix before each of the parts, which spaces divide."""
-    return tuple(f"{prefix}{part}" for part in parts.split())
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,8 @@ class Family:
         refused_if: settings of the config with which the family can't be exact, and why.
         repadded_if: names of settings of the config with any of which the family is one of re-padded models.
         alibi: name of the backbone's method that makes ALiBi's biases of a 2-D mask, or None.
-        since: the first release of transformers whose own model is causal, as (major, minor); None for any.
+        since: the first release of transformers that has the family as the row says, as (major, minor), and what it is
+            in earlier ones; None for any.
         unmasked: whether its backbone is given no mask, since it builds one of its own, or takes none.
         mask_window: name of a setting of the config: a window that upstream has in its mask alone, in layers of
             sliding attention where the config lists ``layer_types``.
@@ -219,8 +213,9 @@ class Family:
         two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
         routers: class names of the modules in whose forward experts are chosen for each token, by ``torch.topk`` or
             ``max``: choices flip with rounding, and comparisons hold them.
-        fast: names of the classes that get fast forwards. What each computes is known by its source
-            (:mod:`fastpack.families.known_sources`); a class with a source that is not known keeps its stock forward.
+        fast: the classes that get fast forwards, and what each computes (:mod:`fastpack.families.forms`): where its
+            source is one that was proved (:mod:`fastpack.families.lock`), or a twin of it matches.
+        earlier: what some of these computed in earlier releases of transformers instead.
     """
 
     model_type: str
@@ -236,12 +231,13 @@ class Family:
     refused_if: dict[str, str] = field(default_factory=dict)
     alibi: str | None = None
     unmasked: bool = False
-    since: tuple[int, int] | None = None
+    since: tuple[tuple[int, int], str] | None = None
     mask_window: str | None = None
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None
     routers: tuple[str, ...] = ()
-    fast: tuple[str, ...] = ()
+    fast: Mapping[str, Spec] = field(default_factory=dict)
+    earlier: Mapping[str, Spec] = field(default_factory=dict)
 
     @property
     def rung(self) -> Rung:
@@ -250,7 +246,7 @@ class Family:
             return "re-padded model"
         if self.mixers:
             return "re-padded mixer"
-        return "fast" if set(self.attention) <= set(self.fast) else "varlen"
+        return "fast" if self.fast.keys() >= set(self.attention) else "varlen"
 
     @property
     def needs_scope(self) -> bool:

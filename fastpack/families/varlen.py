@@ -13,25 +13,35 @@ A family belongs here when, read in its source and proved against each sequence 
 - its backbone class is always a decoder (BERT's is not), and is the module that the head calls (BART's is not).
 """
 
-from fastpack.families.spec import Family, names
+from fastpack.families.forms import (
+    COHERE_NORM,
+    LLAMA_MLP,
+    LLAMA_NORM,
+    LLAMA_PARTS,
+    OLMO2_NORM,
+    named,
+)
+from fastpack.families.spec import Family
 
 VARLEN_FAMILIES: tuple[Family, ...] = (
     Family(
         "afmoe",
         "AfmoeModel",
         ("AfmoeAttention",),
-        fast=names("Afmoe", "RMSNorm MLP"),
+        fast=named("Afmoe", RMSNorm=OLMO2_NORM, MLP=LLAMA_MLP),
         routers=("AfmoeTokenChoiceRouter",),
     ),
-    Family("axk1", "AXK1Model", ("AXK1Attention",), fast=names("AXK1", "RMSNorm MLP"), routers=("AXK1TopkRouter",)),
-    Family("beam", "BeamModel", ("BeamAttention",), fast=names("Beam", "RMSNorm"), routers=("BeamTopKRouter",)),
+    Family("axk1", "AXK1Model", ("AXK1Attention",), fast=named("AXK1", **LLAMA_PARTS), routers=("AXK1TopkRouter",)),
+    Family(
+        "beam", "BeamModel", ("BeamAttention",), fast=named("Beam", RMSNorm=OLMO2_NORM), routers=("BeamTopKRouter",)
+    ),
     Family("biogpt", "BioGptModel", ("BioGptAttention",)),
-    Family("bitnet", "BitNetModel", ("BitNetAttention",), fast=names("BitNet", "RMSNorm")),
+    Family("bitnet", "BitNetModel", ("BitNetAttention",), fast=named("BitNet", RMSNorm=LLAMA_NORM)),
     Family(
         "cohere2_moe",
         "Cohere2MoeModel",
         ("Cohere2MoeAttention",),
-        fast=names("Cohere2Moe", "RMSNorm LayerNorm MLP"),
+        fast=named("Cohere2Moe", RMSNorm=LLAMA_NORM, LayerNorm=COHERE_NORM, MLP=LLAMA_MLP),
         routers=("Cohere2MoeTopKRouter",),
     ),
     Family(
@@ -39,58 +49,72 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "CohereCompassTextModel",
         ("CohereCompassAttention",),
         package="cohere_compass",
-        fast=names("CohereCompass", "MLP LayerNorm"),
+        fast=named("CohereCompass", MLP=LLAMA_MLP, LayerNorm=COHERE_NORM),
     ),
     Family("ctrl", "CTRLModel", ("MultiHeadAttention",)),
-    Family("dbrx", "DbrxModel", ("DbrxAttention",), routers=("DbrxFFN",)),
+    Family(
+        "dbrx",
+        "DbrxModel",
+        ("DbrxAttention",),
+        routers=("DbrxFFN",),
+        since=((5, 15), "has a router as wide as its experts, and can't run"),
+    ),
     Family(
         "deepseek_v2",
         "DeepseekV2Model",
         ("DeepseekV2Attention",),
-        fast=names("DeepseekV2", "MLP RMSNorm"),
+        fast=named("DeepseekV2", **LLAMA_PARTS),
         routers=("DeepseekV2TopkRouter",),
     ),
-    Family("diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), fast=names("DiffLlama", "MLP RMSNorm")),
+    Family("diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), fast=named("DiffLlama", **LLAMA_PARTS)),
     Family("dory", "DoryModel", ("DoryAttention",)),
     Family(
-        "flint", "FlintModel", ("FlintAttention",), fast=names("Flint", "RMSNorm MLP"), routers=("FlintTopKRouter",)
+        "flint",
+        "FlintModel",
+        ("FlintAttention",),
+        fast=named("Flint", RMSNorm=OLMO2_NORM, MLP=LLAMA_MLP),
+        routers=("FlintTopKRouter",),
     ),
     Family("gpt2", "GPT2Model", ("GPT2Attention",)),
     Family("gpt_bigcode", "GPTBigCodeModel", ("GPTBigCodeAttention",)),
     Family("gpt_neox", "GPTNeoXModel", ("GPTNeoXAttention",)),
     Family(
-        "jetmoe", "JetMoeModel", ("JetMoeAttention",), fast=names("JetMoe", "RMSNorm"), routers=("JetMoeTopKGating",)
+        "jetmoe",
+        "JetMoeModel",
+        ("JetMoeAttention",),
+        fast=named("JetMoe", RMSNorm=LLAMA_NORM),
+        routers=("JetMoeTopKGating",),
     ),
     Family(
         "laguna",
         "LagunaModel",
         ("LagunaAttention",),
-        fast=names("Laguna", "RMSNorm MLP"),
+        fast=named("Laguna", **LLAMA_PARTS),
         routers=("LagunaTopKRouter",),
     ),
     Family(
         "longcat_flash",
         "LongcatFlashModel",
         ("LongcatFlashMLA",),
-        fast=names("LongcatFlash", "RMSNorm MLP"),
+        fast=named("LongcatFlash", **LLAMA_PARTS),
         routers=("LongcatFlashTopkRouter",),
     ),
     Family(
         "mimo_v2_flash",
         "MiMoV2FlashModel",
         ("MiMoV2FlashAttention",),
-        fast=names("MiMoV2Flash", "RMSNorm MLP"),
+        fast=named("MiMoV2Flash", **LLAMA_PARTS),
         routers=("MiMoV2FlashTopkRouter",),
     ),
-    Family("minicpm3", "MiniCPM3Model", ("MiniCPM3Attention",), fast=names("MiniCPM3", "RMSNorm MLP")),
-    Family("ministral3", "Ministral3Model", ("Ministral3Attention",), fast=names("Ministral3", "MLP RMSNorm")),
+    Family("minicpm3", "MiniCPM3Model", ("MiniCPM3Attention",), fast=named("MiniCPM3", **LLAMA_PARTS)),
+    Family("ministral3", "Ministral3Model", ("Ministral3Attention",), fast=named("Ministral3", **LLAMA_PARTS)),
     Family(
         "modernbert-decoder", "ModernBertDecoderModel", ("ModernBertDecoderAttention",), package="modernbert_decoder"
     ),
     Family("nanochat", "NanoChatModel", ("NanoChatAttention",)),
-    Family("olmo", "OlmoModel", ("OlmoAttention",), fast=names("Olmo", "MLP")),
+    Family("olmo", "OlmoModel", ("OlmoAttention",), fast=named("Olmo", MLP=LLAMA_MLP)),
     Family(
-        "olmoe", "OlmoeModel", ("OlmoeAttention",), fast=names("Olmoe", "RMSNorm MLP"), routers=("OlmoeTopKRouter",)
+        "olmoe", "OlmoeModel", ("OlmoeAttention",), fast=named("Olmoe", **LLAMA_PARTS), routers=("OlmoeTopKRouter",)
     ),
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),

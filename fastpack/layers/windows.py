@@ -28,6 +28,8 @@ Form = Any
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _RECURRENT = ("linear_attention", "conv")
 """The types of layers whose mask says what is padding, and hides no later tokens."""
+_EARLIER = {"mamba": "linear_attention", "attention": FULL}
+"""What some configs call them before transformers 5.13."""
 
 
 def window_of(module: Any, form: Form) -> int | None:
@@ -37,7 +39,8 @@ def window_of(module: Any, form: Form) -> int | None:
         reads_config = "sliding_window" in forward.__code__.co_consts  # by getattr
         window = getattr(module.config, "sliding_window", None) if reads_config else None
         return window if isinstance(window, int) else None
-    spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window")
+    flag = "is_sliding" if hasattr(module, "is_sliding") else None  # EXAONE 4 has a window in every layer
+    spec = form if isinstance(form, AttentionSpec) else AttentionSpec(window="sliding_window", window_if=flag)
     if spec.window is None or (spec.window_if is not None and not getattr(module, spec.window_if)):
         return None
     window = attrgetter(spec.window)(module) if hasattr(module, spec.window.split(".")[0]) else None
@@ -112,7 +115,7 @@ def _configs(backbone: Any, owner: Any) -> list[Any]:
 
 
 def _misfit(config: Any, name: str, module: Any, form: Form, place: int) -> Misfit | None:
-    kinds = getattr(config, "layer_types", None) or ()
+    kinds = [_EARLIER.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
     if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
         return None
     asked, size = kinds[place], getattr(config, "sliding_window", None)

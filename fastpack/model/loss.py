@@ -226,7 +226,7 @@ def fused_head(
     arguments.pop("logits_to_keep", None)
     arguments.pop("return_dict", None)
     arguments.pop(FUSED_LM_HEAD, None)
-    if spec.experts == "balanced" and arguments.get("output_router_logits") is None:
+    if spec.balanced and arguments.get("output_router_logits") is None:
         arguments["output_router_logits"] = head.config.output_router_logits
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     shift_labels = arguments.get("shift_labels")
@@ -257,10 +257,10 @@ def fused_head(
     )
     if token_statistics is not None and sums is not None:
         token_statistics.sums = torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])
-    if spec.experts is None:
+    if not hasattr(outputs, "router_logits"):
         return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states, attentions=outputs.attentions)
     balance: Tensor | None = None
-    if spec.experts == "balanced" and arguments["output_router_logits"]:
+    if spec.balanced and arguments["output_router_logits"]:
         balance = sys.modules[stock_class(head).__module__].load_balancing_loss_func(
             outputs.router_logits, head.num_experts, head.num_experts_per_tok, arguments.get("attention_mask")
         )

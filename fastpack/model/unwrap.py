@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError, UnsupportedModelError
-from fastpack.families import family_of
+from fastpack.families.registry import family_of
 from fastpack.utils.sharding import is_sharded
 
 STATE = "_fastpack_state"

@@ -15,14 +15,15 @@ from fastpack.layers.hf_attention import private_config, register_interface
 from fastpack.model.head import head_forward
 from fastpack.model.unwrap import STATE, Parts, find_parts, refuse_wrapped, way_in
 from fastpack.patching.changes import Attribute, Change, take_off_copies, take_off_head
+from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
 from fastpack.utils.replacement import KEPT_FORWARD, Restore, replaces
 
 
-def plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
-    """Plans for the models that these options change, each seen without our forwards.
+def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[Plan]:
+    """Plans for the models that these options change, each seen without our forwards; see :func:`make_plan`.
 
     A patch in force is taken off to look beneath it; where any plan fails, every such patch is put back.
     """
@@ -40,7 +41,7 @@ def plan_all(models: list[nn.Module], options: PatchOptions) -> list[Plan]:
             refuse_wrapped(model)
             for put_on in restore(model):
                 put_back.callback(put_on)  # it calls the last one first
-            plans.append(make_plan(model, options))
+            plans.append(make_plan(model, options, match))
             if plans[-1].report.rung == "re-padded model":
                 warnings.warn(
                     f"{plans[-1].report.model} runs as a re-padded model: sequences are exact and apart, but on padded "
@@ -100,10 +101,10 @@ def restore(model: nn.Module) -> list[Restore]:
 
 
 @contextmanager
-def temporarily_patched(model: nn.Module) -> Iterator[None]:
+def temporarily_patched(model: nn.Module, match: Match) -> Iterator[None]:
     """Patch a stock model with the usual options, and restore it behind."""
     options = PatchOptions()
-    for plan in plan_all([model], options):
+    for plan in plan_all([model], options, match):
         apply(plan, options)
     try:
         yield

@@ -11,7 +11,7 @@ import torch
 
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.backends.flash_attn import LONG
-from fastpack.families import AttentionSpec, Spec
+from fastpack.families.spec import AttentionSpec, Spec
 from fastpack.layers.windows import window_of
 
 

@@ -11,11 +11,12 @@ from torch import nn
 
 from fastpack.attention_dispatch import explain
 from fastpack.errors import PatchError, UnsupportedModelError
-from fastpack.families import (
+from fastpack.families.spec import (
     AnyAttentionSpec,
     AttentionSpec,
     DecoderSpec,
     Family,
+    HeadSpec,
     MixerSpec,
     MlpSpec,
     NormSpec,
@@ -43,12 +44,12 @@ from fastpack.model.runtime import ModelRuntime
 from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends
+from fastpack.patching.match import Match, settle
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
     Skipped,
     forms_by_family,
-    head_spec,
     own_class,
     recognise,
     with_mask_window,
@@ -114,12 +115,21 @@ class Plan:
     report: PatchReport
 
 
-def make_plan(model: nn.Module, options: PatchOptions) -> Plan:
-    """Plan a patch; see :func:`fastpack.patch` for arguments and errors."""
+def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
+    """Plan a patch; see :func:`fastpack.patch` for arguments, errors and warnings.
+
+    Args:
+        match: judges the classes whose sources were not proved.
+    """
     refuse_wrapped(model)
     parts = find_parts(model)
     refuse_kept_forward(model, parts.head)
-    found = recognise(parts)
+    found = settle(recognise(parts), match, head=options.loss is not None)
+    return plan_recognised(model, parts, found, options)
+
+
+def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
+    """Plan a patch of a model that is known to be this."""
     _refuse_options(options, found)
     backbone, family, specs = found.backbone, found.family, found.specs
     forms = forms_by_family(backbone, specs, family)
@@ -209,7 +219,7 @@ def _plan_model(parts: Parts, found: Recognised, runtime: ModelRuntime, options:
     if parts.head is None:
         return Findings((backbone,))
     kind = _head_kind(parts.head)
-    loss, reason = _head_loss(parts.head, kind, options, found.family)
+    loss, reason = _head_loss(parts.head, kind, options, found)
     planned = [backbone, _plan(parts.head, "head", head_forward, Head(kind, loss), runtime)]
     if hasattr(type(parts.head), GENERATE):
         planned.append(_plan(parts.head, GENERATE, generate, None, runtime, method=GENERATE))
@@ -230,16 +240,19 @@ def _plan_hooks(
     return tuple(hooks)
 
 
-def _head_loss(head: Any, kind: HeadKind, options: PatchOptions, family: Family) -> tuple[FusedLoss | None, str | None]:
+def _head_loss(
+    head: Any, kind: HeadKind, options: PatchOptions, recognised: Recognised
+) -> tuple[FusedLoss | None, str | None]:
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
-    found = head_spec(head, family)
-    reason = fused_loss_rejects(head, kind, found)
+    found = recognised.specs.get(own_class(head, recognised.family) or "")
+    spec = found if isinstance(found, HeadSpec) else None
+    reason = fused_loss_rejects(head, kind, spec)
     if reason is not None:
         return None, reason
-    assert found is not None
-    return FusedLoss(found, options.kernels), None
+    assert spec is not None
+    return FusedLoss(spec, options.kernels), None
 
 
 def _head_kind(head: nn.Module) -> HeadKind:
@@ -415,6 +428,7 @@ def _make_report(
         swapped=dict(swapped),
         projections=count_projections(backbone),
         as_modules=count_opaque(backbone) if PROJECTING & swapped.keys() else {},
+        matched=found.matched,
         skipped=tuple(dict.fromkeys(findings.skipped)),
         notes=(*dict.fromkeys(notes), *mixing.notes()),
     )

@@ -1,4 +1,4 @@
-"""Which classes of a model are the family's own, and what is to become of those that stand for them."""
+"""Which classes of a model are the family's own, which of them are proved, and what stands for them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.families import FORMS, source_hash
-from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, HeadSpec, MixerSpec, Spec
+from fastpack.families.lock import hash_of, is_proved, proved_form, stock_mixing
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
 from fastpack.layers.adapters import refuse_rows
 from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.stock_attention import StockAttention
@@ -36,28 +36,37 @@ class Recognised:
 
     Attributes:
         family: as this very model is of it.
-        specs: what the classes compute that get fast forwards, those whose source is known.
+        specs: what the classes compute that get fast forwards, those whose source was proved.
+        unknown: classes of which the family's row says what they compute, and whose source was not proved.
+        untried: classes that mix tokens in their stock forward, with a source that was not tried.
         replaced_layers: modules around attention with a forward of somebody's.
         attends_by: what the stock model attends by.
         skipped: classes that keep their own forward, and why.
+        matched: classes among ``specs`` whose source was not proved, and whose forms a twin matched.
     """
 
     backbone: nn.Module
     family: Family
     specs: Mapping[str, Spec]
+    unknown: tuple[str, ...]
+    untried: tuple[str, ...]
     replaced_layers: tuple[nn.Module, ...]
     attends_by: StockAttention
     skipped: Skipped
+    matched: tuple[str, ...] = ()
 
 
-def recognise(parts: Parts) -> Recognised:
+def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     """Say what a model is.
+
+    Args:
+        family: the one that it is of; None for the one that covers it.
 
     Raises:
         UnsupportedModelError: no family of these is known to be exact.
         PatchError: something that mixes tokens, or an adapter, is not known.
     """
-    family, backbone = covered_family(parts), parts.backbone
+    family, backbone = family or covered_family(parts), parts.backbone
     refuse_rows((parts.head or backbone).modules())
     refuse_look_alikes(backbone, family)
     refuse_replaced_attention(backbone, family)
@@ -65,46 +74,50 @@ def recognise(parts: Parts) -> Recognised:
     attends_by.check(" Nothing was changed.")
     family = with_known_backbone(backbone, family)
     layers, skipped = layers_replaced(backbone, family)
-    specs, others = known_specs(backbone, family)
-    family = _keeping_windows(family, specs)
-    return Recognised(backbone, family, specs, tuple(layers), attends_by, skipped + others)
+    classes, others = known_classes(backbone, family)
+    if parts.head is not None and _is_own(parts.head, family):
+        classes.append(stock_class(parts.head))
+    forms = {cls.__name__: proved_form(cls, family) for cls in classes if cls.__name__ in family.fast}
+    mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
+    if strange := [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]:
+        attention = [name for name in forms if isinstance(family.fast[name], AnyAttentionSpec)]
+        forms = {name: form for name, form in forms.items() if name not in attention}
+        others += tuple((name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in attention)
+    return Recognised(
+        backbone,
+        family,
+        specs={name: form for name, form in forms.items() if form is not None},
+        unknown=tuple(name for name, form in forms.items() if form is None),
+        untried=tuple(cls.__name__ for cls in mixing if not is_proved(cls.__name__, hash_of(cls, family))),
+        replaced_layers=tuple(layers),
+        attends_by=attends_by,
+        skipped=skipped + others,
+    )
 
 
-def known_specs(backbone: Any, family: Family) -> tuple[dict[str, Spec], Skipped]:
-    """What the classes compute that get fast forwards, those whose source is known; and those that keep their own."""
+def with_specs(found: Recognised, specs: Mapping[str, Spec], **others: Any) -> Recognised:
+    """The same model, whose classes compute these."""
+    return replace(found, specs=specs, family=_keeping_windows(found.family, specs), **others)
+
+
+def _is_own(module: nn.Module, family: Family) -> bool:
+    """True for a module of a class of the family's, with that class's own forward."""
+    return own_class(module, family) is not None and replaced_forward(module) is None
+
+
+def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
+    """The classes of a model that are the family's own, with their own forwards; and those that run another."""
+    own: list[Any] = []
     skipped: list[tuple[str, str]] = []
-    trusted: dict[str, Spec] = {}
     classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
     for cls, replaced in sorted(classes.items(), key=lambda pair: pair[0].__name__):
         if cls.__module__ != family.module:
             skipped += _own_class_skipped(cls, family)
-            continue
-        if replaced is not None:
+        elif replaced is not None:
             skipped.append((cls.__name__, f"its class's forward is {replaced} now, not transformers': that runs"))
-            continue
-        if cls.__name__ not in family.fast:
-            continue
-        found = source_hash(cls)
-        if found in FORMS:
-            trusted[cls.__name__] = FORMS[found]
         else:
-            skipped.append(
-                (cls.__name__, f"its source ({found}) is not one that fastpack was proved on: stock forward")
-            )
-    strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
-    if strange:
-        fast = [name for name, spec in trusted.items() if isinstance(spec, AnyAttentionSpec)]
-        trusted = {name: spec for name, spec in trusted.items() if name not in fast}
-        skipped += [(name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in fast]
-    return trusted, tuple(skipped)
-
-
-def head_spec(head: nn.Module, family: Family) -> HeadSpec | None:
-    """Return how a head makes logits, where its class is the family's and its source is known; else None."""
-    cls: Any = stock_class(head)
-    known = cls.__module__ == family.module and cls.__name__ in family.fast
-    spec = FORMS.get(source_hash(cls)) if known else None
-    return spec if isinstance(spec, HeadSpec) else None
+            own.append(cls)
+    return own, tuple(skipped)
 
 
 def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
@@ -183,7 +196,7 @@ def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
     rung: the backbone runs on rows of equal length, as it would on each sequence alone."""
     if replaced_forward(backbone) is None:
         return family
-    return replace(family, attention=(), mixers={}, fast=(), repadded=True)
+    return replace(family, attention=(), mixers={}, fast={}, repadded=True)
 
 
 def stock_attention(backbone: Any, family: Family) -> StockAttention:

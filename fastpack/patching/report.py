@@ -31,6 +31,7 @@ class PatchReport:
         projections: how many linear layers of each kind there are.
         as_modules: why projections are called as modules, where their weights can't be read and fused, and how many;
             those that would share a Function with one are called so too.
+        matched: classes whose sources were not proved, and whose fast forwards a twin of them matched.
         skipped: what was left alone, and why.
         notes: what a user should know.
     """
@@ -46,6 +47,7 @@ class PatchReport:
     swapped: dict[str, int] = field(default_factory=dict)
     projections: dict[str, int] = field(default_factory=dict)
     as_modules: dict[str, int] = field(default_factory=dict)
+    matched: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -87,6 +89,8 @@ class PatchReport:
             table.add_row("projections", ", ".join(f"{count} {kind}" for kind, count in self.projections.items()))
         for why, count in self.as_modules.items():
             table.add_row("  called as modules", f"{count}: {why}")
+        if self.matched:
+            table.add_row("matched by a twin", ", ".join(self.matched))
         for what, why in self.skipped:
             table.add_row(f"left alone: {what}", why)
         for note in self.notes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.families import RUNGS, Rung
+from fastpack.families.spec import RUNGS, Rung
 from fastpack.layers.adapters import linear_sizes
 
 WORDS: dict[str, str] = {

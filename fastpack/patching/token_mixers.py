@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.families import RUNGS, Rung
-from fastpack.families.spec import MixerSpec
+from fastpack.families.spec import RUNGS, MixerSpec, Rung
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
 from fastpack.layers.windows import forms_of, misplaced
 from fastpack.patching.changes import carries_ours, contexts_of

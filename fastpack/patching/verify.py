@@ -18,7 +18,7 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
-from fastpack.families import family_of
+from fastpack.families.registry import family_of
 from fastpack.layers.adapters import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
 from fastpack.patching.apply import disabled, uncovered

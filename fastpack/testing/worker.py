@@ -18,7 +18,8 @@ import fastpack
 from fastpack.errors import BackendUnavailableError, UnsupportedModelError
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.special import NOT_BUILT
-from fastpack.families import FAMILIES, REFUSED
+from fastpack.families.refused import REFUSED
+from fastpack.families.registry import FAMILIES
 from fastpack.patching.support import too_old
 from fastpack.testing.record import Row
 from fastpack.testing.setting import Setting

@@ -139,7 +139,11 @@ def replaced_forward(module: nn.Module) -> str | None:
 
     A class of somebody's own counts as what it is: see :func:`stock_class`.
     """
-    cls = stock_class(module)
+    return foreign_forward(stock_class(module))
+
+
+def foreign_forward(cls: Any) -> str | None:
+    """The same of a class."""
     own = cls.__module__.split(".")[0] not in ("transformers", "torch") or is_upstreams(cls.forward)
     return None if own else place_of(cls.forward)
 

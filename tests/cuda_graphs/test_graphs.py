@@ -24,7 +24,7 @@ import fastpack
 from fastpack.cuda_graphs.recorder import CudaRecorder
 from fastpack.cuda_graphs.runner import WAITING
 from fastpack.exactness.tiny import build_tiny, model_types
-from fastpack.families import VARLEN_FAMILIES
+from fastpack.families.varlen import VARLEN_FAMILIES
 from fastpack.model.runtime import runtime_of
 from fastpack.packing.inputs import pack_inputs
 from fastpack.packing.seqlens import Bucket

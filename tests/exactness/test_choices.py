@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from fastpack.exactness.choices import choosers_of, held, recorded
 from fastpack.exactness.special import GEMMA4_EXPERTS, NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
-from fastpack.families import FAMILIES
+from fastpack.families.registry import FAMILIES
 
 ROUTED = [n for n in model_types() if n in FAMILIES and FAMILIES[n].routers and n not in NOT_BUILT]
 

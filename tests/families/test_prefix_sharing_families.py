@@ -15,7 +15,7 @@ from fastpack.exactness.oracle import run_alone, run_batch
 from fastpack.exactness.rule import compare
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
-from fastpack.families import FAMILIES
+from fastpack.families.registry import FAMILIES
 from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts

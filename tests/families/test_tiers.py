@@ -17,15 +17,13 @@ from fastpack.exactness.oracle import SHARED_STATES, Proof
 from fastpack.exactness.rule import FULL_BOUND
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
-from fastpack.families import (
-    FAMILIES,
-    FAST_FAMILIES,
-    MIXER_FAMILIES,
-    REFUSED,
-    REPADDED_FAMILIES,
-    SCOPED_FAMILIES,
-    Family,
-)
+from fastpack.families.fast import FAST_FAMILIES
+from fastpack.families.recurrent import MIXER_FAMILIES
+from fastpack.families.refused import REFUSED
+from fastpack.families.registry import FAMILIES
+from fastpack.families.repadded import REPADDED_FAMILIES
+from fastpack.families.scoped import SCOPED_FAMILIES
+from fastpack.families.spec import Family
 from fastpack.testing.most_used import MOST_USED
 from fastpack.testing.setting import Setting
 from fastpack.testing.worker import oracle_of

@@ -31,7 +31,9 @@ import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.exactness.tiny import model_types
-from fastpack.families import FAST_FAMILIES, VARLEN_FAMILIES, Family
+from fastpack.families.fast import FAST_FAMILIES
+from fastpack.families.spec import Family
+from fastpack.families.varlen import VARLEN_FAMILIES
 
 NAIVE_BOUND = 1e-2
 CALLS_PER_MODULE = {"diffllama": 2, "dory": 2}

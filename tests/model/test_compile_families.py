@@ -23,7 +23,7 @@ from torch._dynamo.testing import AotEagerAndRecordGraphs
 import fastpack
 from fastpack.exactness.rule import compare_norms
 from fastpack.exactness.tiny import model_types
-from fastpack.families import FAST_FAMILIES
+from fastpack.families.fast import FAST_FAMILIES
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

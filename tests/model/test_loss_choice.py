@@ -109,18 +109,6 @@ def test_a_classifier_keeps_its_stock_loss() -> None:
     assert "no causal LM" in found
 
 
-def test_an_unknown_source_keeps_its_stock_loss(monkeypatch: pytest.MonkeyPatch, op_calls: Calls) -> None:
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-    from fastpack.families import FORMS, source_hash
-
-    monkeypatch.delitem(FORMS, source_hash(LlamaForCausalLM))
-    model = fastpack.patch(tiny_model("llama"), loss="fused")
-    assert "loss" in dict(fastpack.report(model).skipped)
-    assert model(**padded(make_sequences(VOCAB), "left")).logits is not None
-    assert not op_calls.rows
-
-
 @pytest.mark.parametrize("change", [with_loss, with_hook])
 def test_a_head_that_changed_since_warns(change: Callable[[Any], Any], op_calls: Calls) -> None:
     batch = padded(make_sequences(VOCAB), "left")

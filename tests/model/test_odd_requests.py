@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fastpack
 from fastpack.errors import PackingError, UnsupportedModelError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.families import FAMILIES
+from fastpack.families.registry import FAMILIES
 from fastpack.model.checks import refuse_positions
 from fastpack.packing.seqlens import PackedSeqLens
 

@@ -16,7 +16,8 @@ from transformers import DataCollatorWithFlattening
 import fastpack
 from fastpack.errors import PackingError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.families import FAMILIES, MIXER_FAMILIES
+from fastpack.families.recurrent import MIXER_FAMILIES
+from fastpack.families.registry import FAMILIES
 
 PADDING = 1
 SEQUENCES = make_sequences(VOCAB, (7, 1, 19, 12))

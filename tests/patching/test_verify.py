@@ -23,7 +23,8 @@ from fastpack.exactness.rule import CONTROL, FULL_BOUND
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.exactness.verification import Check
-from fastpack.families import FAMILIES, REFUSED
+from fastpack.families.refused import REFUSED
+from fastpack.families.registry import FAMILIES
 from fastpack.packing.seqlens import PackedSeqLens
 
 UNTELLABLE = {

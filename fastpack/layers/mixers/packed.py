@@ -5,7 +5,7 @@ torch versions drop boundaries without a word (5.17), or refuse them (5.23), and
 settled when the file was imported. So the forward is run as it is, the same compiled code, over a copy of its file's
 names in which those few are ours. Nothing of transformers is changed, and what reaches ours without boundaries can't.
 
-That holds for forwards that were read: each family lists hashes of those that mix tokens nowhere else.
+That holds for forwards that were read, and mix tokens nowhere else: :mod:`fastpack.families.lock` has their hashes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
-from fastpack.families import forward_hash
+from fastpack.families.lock import is_proved
+from fastpack.families.source import forward_hash
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
 from fastpack.packing.mask import is_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.classes import stock_class
 from fastpack.utils.replacement import Forward
 
 
@@ -41,9 +43,8 @@ def packed_rejects(
         return f"the forward of {name} was replaced by someone else"
     if any(hasattr(child, "_hf_hook") for child in module.modules() if isinstance(child, nn.Conv1d)):
         return f"{name} has a convolution with hooks, whose weight must be brought here first"
-    found = forward_hash(type(module).forward)
-    if found not in spec.proved:
-        return f"the forward of {name} is not one that was read (hash {found})"
+    if not is_proved(stock_class(module).__name__, forward_hash(type(module).forward)):
+        return f"the forward of {name} is not one that was read"
     return mixer_kernels.rejects(spec.scan, device, dtype)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import UnsupportedModelError
-from fastpack.families import family_of
+from fastpack.families.registry import family_of
 from fastpack.model.unwrap import find_parts
 from fastpack.utils.classes import stock_class
 from fastpack.utils.modules import TOWERS, decoder_layers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fastpack.data.packed_collators import PackedPreferenceCollator
 from fastpack.errors import PackingError
-from fastpack.families import HeadSpec
+from fastpack.families.spec import HeadSpec
 from fastpack.model.loss import HeadProduct, read_head
 from fastpack.model.unwrap import Parts, find_parts
 from fastpack.ops.loss import IGNORE_INDEX
@@ -26,9 +26,9 @@ from fastpack.ops.loss.linear_cross_entropy import CHUNK, linear_cross_entropy
 from fastpack.ops.loss.segment_sums import segment_sums
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.patching.apply import temporarily_patched
-from fastpack.patching.recognise import head_spec
+from fastpack.patching.match import head_spec
 from fastpack.patching.state import is_patched
-from fastpack.patching.support import covered_family
+from fastpack.patching.twin import match_by_twin
 from fastpack.trainers.reference.cache import is_peft
 
 Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
@@ -168,10 +168,10 @@ def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
         UnsupportedModelError: the model is not covered.
     """
     parts = find_parts(model)
-    as_patched = nullcontext() if is_patched(model) else temporarily_patched(model)
+    as_patched = nullcontext() if is_patched(model) else temporarily_patched(model, match_by_twin)
     with _as_reference(model, adapter), as_patched, torch.no_grad():
         assert parts.head is not None  # as identify found
-        yield partial(_log_probs, parts, head_spec(parts.head, covered_family(parts)))
+        yield partial(_log_probs, parts, head_spec(parts, match_by_twin))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fastpack
 from fastpack import PackedSeqLens
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
-from fastpack.families import FAMILIES
+from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.forward import mixer_rung

@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification
 import fastpack
 from fastpack.errors import UnsupportedModelError
 from fastpack.exactness.tiny import model_types
-from fastpack.families import FAMILIES
+from fastpack.families.registry import FAMILIES
 from fastpack.layers import attention as fast_attention
 from fastpack.layers import hf_attention as interface
 from fastpack.trainers.metrics.flops import ModelFlops, read_flops

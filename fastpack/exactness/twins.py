@@ -1,0 +1,168 @@
+"""A twin: a tiny model of a user's own class, as it is in memory, from the user's config, on the CPU.
+
+Its config is the user's, shrunk (:func:`fastpack.exactness.tiny.shrink`), with bounds and epsilons so large that they
+act. All its parameters are drawn anew, whatever the class began with, so that it is the same under contexts that leave
+them out, on every rank and on every machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.exactness.inputs import LENGTHS
+from fastpack.exactness.special import HEAD_DIM
+from fastpack.exactness.tiny import AFTER_PLAIN, FIRST_PLAIN, SPREAD, shrink
+
+ACTING = {
+    **{"softcap": 1.0, "softcapping": 1.0, "clip_qkv": 0.5, "eps": 0.05, "epsilon": 0.05},
+    "attention_multiplier": HEAD_DIM**-0.5,  # with more of it, scores are so far apart that rounding is blown up
+}
+"""What settings with such a name, or last word of one, are set to where they are numbers: enough to be seen."""
+VECTOR = 0.3
+"""Standard deviation of the weights of norms about 1, of biases, sinks and the like about 0."""
+GRID = 16.0
+"""Matrices are multiples of 1 / 16: in half precision sums of products are then exact, in whatever order."""
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Compute on the CPU, in float32 by default, with gradients, whatever the caller has set, and restore all of it.
+
+    It puts the caller's modes of gradients, inference and autocast aside, default device and dtype, the random state,
+    and DeepSpeed's ``zero.Init`` where one is entered, which would partition what is built. What transformers would say
+    of small configs is of no use to anybody, and not said.
+    """
+    dtype, log = torch.get_default_dtype(), logging.getLogger("transformers")
+    with (
+        warnings.catch_warnings(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.random.fork_rng(devices=[]),
+        torch.device("cpu"),
+        _outside_zero_init(),
+        ExitStack() as later,
+    ):
+        warnings.simplefilter("ignore")
+        later.callback(log.setLevel, log.level)
+        log.setLevel(logging.ERROR)
+        later.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
+        yield
+
+
+@contextmanager
+def _outside_zero_init() -> Iterator[None]:
+    """Leave DeepSpeed's ``zero.Init`` as ``deepspeed.initialize`` leaves it; nothing where nobody has imported it."""
+    zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if zero is None:
+        yield
+        return
+    zero.shutdown_init_context()
+    try:
+        yield
+    finally:
+        zero.restore_init_context()
+
+
+def build_twin(
+    cls: Any, config: Any, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, **settings: Any
+) -> Any:
+    """Build a twin of a class in training mode, inside :func:`apart`; the same one each time.
+
+    Args:
+        cls: of a backbone or a head of transformers.
+        config: the user's, which is left as it is.
+        dropout: the probability of each kind of dropout.
+        settings: of the small config, over its own.
+
+    Raises what the classes of the config and of the model do.
+    """
+    small = shrink(config, **settings)
+    small._attn_implementation = "eager"  # the family's own function, which leaves out nothing that it is given
+    small._experts_implementation = "eager"  # products over groups of rows know no float64
+    for each in _with_parts(small):
+        each.dtype = dtype
+        for name, value in vars(each).items():
+            if type(value) is float:
+                setattr(each, name, _acting(name, value, dropout))
+    torch.set_default_dtype(dtype)
+    try:
+        model = cls(small)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    _materialise(model)
+    _draw(model, torch.Generator("cpu").manual_seed(0))
+    return model.train()
+
+
+def distinct_sequences(lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+    """Return ids of these lengths, int64, no id twice: the gradient of the embeddings is that of the inputs."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    ids = FIRST_PLAIN + torch.randperm(AFTER_PLAIN - FIRST_PLAIN, generator=generator)
+    return list(ids[: sum(lengths)].split(list(lengths)))
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config and those inside it."""
+    yield config
+    for name in config.sub_configs:
+        inner = getattr(config, name, None)
+        if inner is not None:
+            yield from _with_parts(inner)
+
+
+def _acting(name: str, value: float, dropout: float) -> float:
+    """A setting of this name, large enough to act."""
+    if "drop" in name and "layer" not in name:
+        return dropout
+    return ACTING.get(name, ACTING.get(name.rpartition("_")[2], value))
+
+
+def _materialise(model: nn.Module) -> None:
+    """Give parameters memory on the CPU where a context of the caller's (accelerate's ``init_empty_weights``) kept them
+    on ``meta``.
+
+    Raises:
+        ValueError: a buffer is there too, and nobody knows what it held.
+    """
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type != "cpu":
+                fresh = made.setdefault(id(parameter), nn.Parameter(torch.empty_like(parameter, device="cpu")))
+                module._parameters[name] = fresh  # tied ones stay tied
+    off = [name for name, buffer in model.named_buffers() if buffer.device.type != "cpu"]
+    if off:
+        raise ValueError(f"{off[0]} is not on the CPU, under a context that says where buffers are made")
+
+
+@torch.no_grad()
+def _draw(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw every parameter: norms about 1, vectors about 0, matrices so widely that attention is far from uniform.
+
+    All are numbers of bfloat16, so that twins of several dtypes have the same.
+    """
+    drawn: set[int] = set()
+    for module in model.modules():
+        normalises = "norm" in type(module).__name__.lower()
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in drawn:
+                continue
+            drawn.add(id(parameter))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+            if normalises and name.endswith("weight"):
+                value = 1.0 + VECTOR * noise
+            elif parameter.ndim < 2:
+                value = VECTOR * noise
+            else:
+                value = (SPREAD * GRID * noise).round() / GRID
+            parameter.copy_(value.bfloat16())

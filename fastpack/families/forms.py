@@ -1,0 +1,140 @@
+"""What upstream's classes compute, in the few forms that families share; a row names one for each of its classes.
+
+Families copy each other, so most rows are like Llama's but for a class or two. A form is called after the family that
+made it known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fastpack.families.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    HeadSpec,
+    LatentAttentionSpec,
+    MlpSpec,
+    NormSpec,
+    SharedAttentionSpec,
+    Spec,
+)
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+LLAMA_ATTENTION = AttentionSpec()
+QWEN2_ATTENTION = AttentionSpec(window="sliding_window")
+MISTRAL_ATTENTION = AttentionSpec(window="config.sliding_window")
+STARCODER2_ATTENTION = AttentionSpec(window="config.sliding_window", out_dropout="residual_dropout")
+SEED_OSS_ATTENTION = AttentionSpec(out_dropout="residual_dropout")
+PHI3_ATTENTION = AttentionSpec(qkv="qkv_proj", window="config.sliding_window")
+SMOLLM3_ATTENTION = AttentionSpec(rope_if=("use_rope",), window="sliding_window")
+GEMMA2_ATTENTION = AttentionSpec(window="sliding_window", softcap="attn_logit_softcapping")
+GRANITE_SWA_ATTENTION = AttentionSpec(window="sliding_window", sinks="sinks")
+GPT_OSS_ATTENTION = AttentionSpec(window="sliding_window", sinks="sinks", rope_tables="once")
+FALCON_H1_ATTENTION = AttentionSpec(key_scale="key_multiplier")
+
+# queries and keys normalised
+QWEN3_ATTENTION = AttentionSpec(qk_norm="head", window="sliding_window")
+GLM4_MOE_ATTENTION = AttentionSpec(qk_norm="head")
+QWEN3_NEXT_ATTENTION = AttentionSpec(qk_norm="head", gated=True)
+LFM2_ATTENTION = AttentionSpec(qk_norm="head", norms=("q_layernorm", "k_layernorm"), out="out_proj", dropout=None)
+EXAONE4_ATTENTION = AttentionSpec(
+    qk_norm="head", rope_if=("is_sliding", "!sliding_window"), window="sliding_window", window_if="is_sliding"
+)
+HUNYUAN_ATTENTION = AttentionSpec(qk_norm="turned", norms=("query_layernorm", "key_layernorm"))
+OLMO2_ATTENTION = AttentionSpec(qk_norm="flat")
+OLMO3_ATTENTION = AttentionSpec(qk_norm="flat", window="sliding_window")
+
+# pairs side by side
+COHERE_ATTENTION = AttentionSpec(qk_norm="head", rope_layout="interleaved", rope_in_float32=True)
+COHERE2_ATTENTION = AttentionSpec(
+    rope_layout="interleaved", rope_in_float32=True, rope_if=("sliding_window",), window="sliding_window"
+)
+GLM_ATTENTION = AttentionSpec(rope_layout="interleaved", rope_tables="repeated")
+ERNIE4_5_ATTENTION = replace(GLM_ATTENTION, rope_in_float32=True)
+
+# latents, shared keys
+DEEPSEEK_V3_ATTENTION = LatentAttentionSpec()
+GEMMA4_ATTENTION = SharedAttentionSpec()
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+LLAMA_NORM = NormSpec()
+OLMO2_NORM = NormSpec(rounding="after")
+GEMMA_NORM = NormSpec(eps="eps", rounding="after", unit_offset=True)
+GEMMA4_NORM = NormSpec(eps="eps", rounding="after")
+COHERE_NORM = NormSpec(kind="layer")
+
+# --- gated MLPs -------------------------------------------------------------------------------------------------------
+
+LLAMA_MLP = MlpSpec()
+PHI3_MLP = MlpSpec(gate_up=("gate_up_proj",), activation="activation_fn")
+SEED_OSS_MLP = MlpSpec(out_dropout="residual_dropout")
+GRANITE_MOE_MLP = MlpSpec(gate_up=("input_linear",), down="output_linear", activation="activation")
+LFM2_MLP = MlpSpec(gate_up=("w1", "w3"), down="w2", activation=None)
+
+# --- decoder layers ---------------------------------------------------------------------------------------------------
+
+LLAMA_LAYER = DecoderSpec()
+OLMO2_LAYER = DecoderSpec(
+    pre_attention=None,
+    post_attention="post_attention_layernorm",
+    pre_mlp=None,
+    post_mlp="post_feedforward_layernorm",
+)
+GEMMA2_LAYER = DecoderSpec(
+    post_attention="post_attention_layernorm",
+    pre_mlp="pre_feedforward_layernorm",
+    post_mlp="post_feedforward_layernorm",
+)
+GLM4_LAYER = DecoderSpec(post_attention="post_self_attn_layernorm", post_mlp="post_mlp_layernorm")
+GRANITE_LAYER = DecoderSpec(residual_scale="residual_multiplier")
+GRANITE_MOE_LAYER = DecoderSpec(mlp="block_sparse_moe", residual_scale="residual_multiplier")
+PHI3_LAYER = DecoderSpec(dropouts=("resid_attn_dropout", "resid_mlp_dropout"))
+
+# --- heads ------------------------------------------------------------------------------------------------------------
+
+LLAMA_HEAD = HeadSpec()
+MIXTRAL_HEAD = HeadSpec(balanced=True)
+COHERE_HEAD = HeadSpec(scale="logit_scale")
+GRANITE_HEAD = HeadSpec(divisor="config.logits_scaling")
+GRANITE_MOE_HEAD = HeadSpec(divisor="config.logits_scaling", balanced=True)
+GEMMA2_HEAD = HeadSpec(softcap="config.final_logit_softcapping")
+
+# --- whole families ---------------------------------------------------------------------------------------------------
+
+
+def like(forms: Mapping[str, Spec], **others: Spec | None) -> dict[str, Spec]:
+    """Return the forms of a family that is like another but for these; None for a class without a form."""
+    return {name: form for name, form in {**forms, **others}.items() if form is not None}
+
+
+def named(prefix: str, /, **forms: Spec) -> dict[str, Spec]:
+    """Return forms by class name: the prefix before each name."""
+    return {f"{prefix}{name}": form for name, form in forms.items()}
+
+
+LLAMA: dict[str, Spec] = {
+    "Attention": LLAMA_ATTENTION,
+    "RMSNorm": LLAMA_NORM,
+    "MLP": LLAMA_MLP,
+    "DecoderLayer": LLAMA_LAYER,
+    "ForCausalLM": LLAMA_HEAD,
+}
+LLAMA_PARTS: dict[str, Spec] = {"RMSNorm": LLAMA_NORM, "MLP": LLAMA_MLP}
+"""Where attention, and the layers around it, are the family's own."""
+MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
+"""No MLP stands beside the experts."""
+GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)
+QWEN3_NEXT = like(LLAMA, Attention=QWEN3_NEXT_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=None)
+COHERE = like(
+    LLAMA,
+    Attention=COHERE_ATTENTION,
+    RMSNorm=None,
+    LayerNorm=COHERE_NORM,
+    DecoderLayer=None,
+    ForCausalLM=COHERE_HEAD,
+)
+GRANITE = like(LLAMA, DecoderLayer=GRANITE_LAYER, ForCausalLM=GRANITE_HEAD)
+GRANITE_MOE = like(MIXTRAL, DecoderLayer=GRANITE_MOE_LAYER, ForCausalLM=GRANITE_MOE_HEAD)

@@ -1,0 +1,337 @@
+"""A twin of a user's backbone or head, and the checks that a spec of one of its classes has to pass.
+
+Two conditions hold throughout: everything runs inside :func:`fastpack.exactness.twins.apart`, and a twin's classes are
+the user's own, so that what it gives unpatched is what they compute.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from fastpack.errors import FastpackError
+from fastpack.exactness.inputs import INPUT_KINDS
+from fastpack.exactness.oracle import error_of, run_alone, run_batch
+from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, is_half, relative, verdict_of, worst
+from fastpack.exactness.twins import build_twin, distinct_sequences
+from fastpack.families.spec import (
+    AnyAttentionSpec,
+    DecoderSpec,
+    Family,
+    HeadSpec,
+    MlpSpec,
+    NormSpec,
+    Spec,
+)
+from fastpack.layers.windows import FULL
+from fastpack.model.unwrap import find_parts
+from fastpack.patching.apply import apply, restore
+from fastpack.patching.options import PatchOptions
+from fastpack.patching.plan import Plan, plan_recognised
+from fastpack.patching.recognise import own_class, recognise, with_specs
+from fastpack.utils.classes import stock_class
+from fastpack.utils.replacement import Replacement
+
+OPTIONS = PatchOptions(attention="reference", kernels="torch")
+"""The definitions: the same on every machine."""
+KINDS = ("packed_seq_lens", "padded left")
+DROPOUT = 0.5
+FLIPS = 0.01
+"""The share of a norm's or an MLP's results that may be rounded otherwise: sums in another order flip one at times, and
+another place to round flips a fifth."""
+FOREIGN = (
+    FastpackError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    StrictDataclassError,  # a config's validation
+    TypeError,
+    ValueError,
+)
+"""What code that nobody has proved may raise where it is built or run, or where ours reads it by a wrong spec."""
+_ORDER = (NormSpec, MlpSpec, *AnyAttentionSpec.__args__, DecoderSpec)
+"""Which specs are tried first: attention may hold norms, a layer runs all of them."""
+_NOT_TRAITS = ("layer_idx", "training")
+
+
+def match_layers(backbone: nn.Module, family: Family, candidates: Mapping[str, Spec]) -> dict[str, str]:
+    """Say of each candidate why it is not what its class computes, an empty string where it is."""
+    try:
+        twin = Twin.of(stock_class(backbone), backbone.config, family, candidates)
+    except FOREIGN as error:
+        return dict.fromkeys(candidates, f"can't be shrunk: {said(error)}")
+    missing = {name: reason for name in candidates if (reason := _lacks(twin.model, backbone, family, name))}
+    rest = {name: spec for name, spec in candidates.items() if name not in missing}
+    return {**missing, **(twin.match(rest) if rest else {})}
+
+
+def _lacks(twin: nn.Module, backbone: nn.Module, family: Family, name: str) -> str:
+    """Why a twin does not stand for the modules of one class of the user's model; an empty string where it does."""
+    theirs, own = ([m for m in model.modules() if own_class(m, family) == name] for model in (backbone, twin))
+    if {*map(stock_class, theirs)} - {*map(stock_class, own)}:
+        return f"its twin has no such {name}"
+    beside = {*map(_traits, theirs)} - {*map(_traits, own)}
+    if not beside:
+        return ""
+    here = _traits(own[0])
+    other = sorted(f"{attribute}" for attribute, _ in next(iter(beside)) ^ here)
+    return f"its twin has no {name} with such {', '.join(dict.fromkeys(other))}"
+
+
+def _traits(module: nn.Module) -> frozenset[tuple[str, bool]]:
+    """Which attributes of a module hold something, and which are nothing: windows, flags, optional projections."""
+    plain = {
+        name: bool(value)
+        for name, value in vars(module).items()
+        if (value is None or isinstance(value, (bool, int, float))) and "drop" not in name and name[0] != "_"
+    }
+    held = {**module._modules, **module._parameters}
+    found = plain | {name: child is not None for name, child in held.items()}
+    return frozenset((name, there) for name, there in found.items() if name not in _NOT_TRAITS)
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """A twin of a backbone, and what it gives unpatched.
+
+    Attributes:
+        model: in float32.
+        dropping: the same with every dropout, if it has any. This and the next have no window that upstream has in its
+            mask alone, of which stock attention on packed tokens knows nothing.
+        half: the same in bfloat16, in evaluation mode.
+        known: specs of other classes, whose source is known.
+        alone: what the stock forward gives for each sequence alone.
+    """
+
+    model: Any
+    dropping: Any
+    half: Any
+    family: Family
+    known: Mapping[str, Spec]
+    alone: Result
+
+    @classmethod
+    def of(cls, backbone: type[nn.Module], config: Any, family: Family, candidates: Mapping[str, Spec]) -> Twin:
+        """Build it; raises one of :data:`FOREIGN` where the class or its config won't be tiny."""
+        model = build_twin(backbone, config)
+        unmasked = _unmasked(model.config, family)
+        try:
+            dropping = build_twin(backbone, config, dropout=DROPOUT, **unmasked)
+        except FOREIGN:  # DiffLlama, for one, has none, and says so
+            dropping = build_twin(backbone, config, **unmasked)
+        half = build_twin(backbone, config, torch.bfloat16, **unmasked).eval()
+        proved = recognise(find_parts(model), family).specs
+        known = {name: spec for name, spec in proved.items() if name not in candidates}
+        return cls(model, dropping, half, family, known, run_alone(model, distinct_sequences()))
+
+    def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
+        """Try all together; where that fails, one behind the other, each beside those that have passed."""
+        if self.problem(candidates) is None:
+            return dict.fromkeys(candidates, "")
+        reasons: dict[str, str] = {}
+        passed: dict[str, Spec] = {}
+        for name, spec in sorted(candidates.items(), key=lambda each: _ORDER.index(type(each[1]))):
+            if isinstance(spec, DecoderSpec) and not {*self.family.attention} <= self.known.keys() | passed.keys():
+                reasons[name] = "its attention keeps the stock forward, which a fast layer does not call"
+                continue
+            reasons[name] = self.problem({**passed, name: spec}) or ""
+            if not reasons[name]:
+                passed[name] = spec
+        return {name: reasons[name] for name in candidates}
+
+    def problem(self, candidates: Mapping[str, Spec]) -> str | None:
+        """Why these are not what the classes compute, or None."""
+        specs = {**self.known, **candidates}
+        try:
+            return self._apart(specs) or self._drops_otherwise(specs, candidates) or self._rounds_otherwise(candidates)
+        except FOREIGN as error:
+            return f"fails in its twin: {said(error)}"
+
+    def _apart(self, specs: Mapping[str, Spec]) -> str | None:
+        """How far a patched twin is from each sequence alone, if by more than rounding."""
+        sequences = distinct_sequences()
+        with _patched(self.model, self.family, specs):
+            found = [run_batch(self.model, INPUT_KINDS[kind](sequences), sequences) for kind in KINDS]
+            taken_for_one = {"input_ids": torch.cat(sequences)[None], "packed_seq_lens": [sum(map(len, sequences))]}
+            control = error_of(run_batch(self.model, taken_for_one, sequences), self.alone, half=False)
+        error, bound = worst([error_of(each, self.alone, half=False) for each in found]), FULL_BOUND
+        if error > bound and (wide := self._in_float64()) is not None:
+            error = worst([error_of(each, wide, half=False) for each in found])
+            bound = bound_of(error_of(self.alone, wide, half=False), torch.float32)
+        verdict = verdict_of(error, bound, control)
+        if verdict == "not exact":
+            return f"off by {error:.1e} in float32, where {bound:.1e} is allowed"
+        return None if verdict == "exact" else f"a leak would not be seen in its twin, by which it is off {control:.1e}"
+
+    def _in_float64(self) -> Result | None:
+        """What the stock twin gives in float64; None where its forward knows no such dtype."""
+        try:
+            return run_alone(copy.deepcopy(self.model).double(), distinct_sequences())
+        except (RuntimeError, TypeError):
+            return None
+
+    def _drops_otherwise(self, specs: Mapping[str, Spec], candidates: Mapping[str, Spec]) -> str | None:
+        """How far outputs are with every dropout from those of the stock layers, if by more than rounding.
+
+        Both attend by the same function and take the same random numbers, if both ask for them in the same order.
+        """
+        stock = {name: spec for name, spec in specs.items() if name not in candidates}
+        family = replace(self.family, mask_window=None)  # or stock attention would run on rows
+        found = []
+        for each in (specs, stock):
+            with _patched(self.dropping, family, each), torch.no_grad():
+                torch.default_generator.manual_seed(0)
+                found.append(_packed(self.dropping))
+        error = relative(*found)
+        return None if error <= FULL_BOUND else f"off by {error:.1e} with dropout"
+
+    def _rounds_otherwise(self, candidates: Mapping[str, Spec]) -> str | None:
+        """A module whose result in bfloat16 is not what the class's own forward gives, or not as near to float32."""
+        family = replace(self.family, mask_window=None)
+        modules = {name: spec for name, spec in candidates.items() if not isinstance(spec, DecoderSpec)}
+        found = _Comparison()
+        fast = _plan(self.half, family, {**self.known, **modules})
+        with _patched(self.half, family, self.known) as stock, ExitStack() as hooks, torch.no_grad():
+            for each in fast.planned:
+                name = own_class(each.module, family) or ""
+                if name in modules:
+                    hook = partial(found.compare, name, replace(each.replacement, runtime=stock.runtime.layers))
+                    hooks.callback(each.module.register_forward_hook(hook, with_kwargs=True).remove)
+            _packed(self.half)
+        unseen = modules.keys() - found.seen
+        return next(iter(found.problems), f"{min(unseen)} is not called in its twin" if unseen else None)
+
+
+@dataclass(eq=False)
+class _Comparison:
+    """Of modules in a pass in bfloat16: what ours give otherwise for the same arguments.
+
+    Attributes:
+        seen: names of the classes that were compared.
+        paused: whether a module runs in float32.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    paused: bool = False
+
+    def compare(
+        self, name: str, ours: Replacement[Any, Any], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """A forward hook, once bound to a class's name and our forward of the module."""
+        if self.paused:
+            return
+        self.seen.add(name)
+        copied = tree_map(lambda x: x, (args, kwargs))  # some write into a dict that they are given
+        stock, found = _first(output), _first(ours(*copied[0], **copied[1]))
+        if found.dtype != stock.dtype:
+            self.problems.append(f"gives {found.dtype} in bfloat16, not {stock.dtype}")
+        elif isinstance(ours.spec, AnyAttentionSpec):
+            wide = self._in_float32(module, args, kwargs)
+            own, error = (relative(x, wide, size=torch.linalg.vector_norm) for x in (stock, found))
+            if not error <= bound_of(own, torch.bfloat16):
+                self.problems.append(f"off by {error:.1e} in bfloat16, where its own forward is by {own:.1e}")
+        elif (share := float((found != stock).float().mean())) > FLIPS:
+            self.problems.append(f"rounds {share:.0%} of its results otherwise in bfloat16")
+
+    def _in_float32(self, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+        """What a module's own forward gives in float32."""
+        weights = {name: parameter.float() for name, parameter in module.named_parameters()}
+        given = tree_map(lambda x: x.float() if isinstance(x, Tensor) and is_half(x.dtype) else x, (args, kwargs))
+        self.paused = True
+        try:
+            return _first(functional_call(module, weights, *given))
+        finally:
+            self.paused = False
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+def _unmasked(config: Any, family: Family) -> dict[str, Any]:
+    """Settings without the window that upstream has in its mask alone."""
+    if family.mask_window is None:
+        return {}
+    kinds = {"layer_types": [FULL] * config.num_hidden_layers} if getattr(config, "layer_types", None) else {}
+    return {family.mask_window: None, "num_hidden_layers": config.num_hidden_layers, **kinds}
+
+
+def _packed(model: Any) -> Tensor:
+    """The last hidden state of a patched backbone, ``[1, T, H]``, for packed sequences."""
+    sequences = distinct_sequences()
+    ids, lengths = torch.cat(sequences)[None], [len(each) for each in sequences]
+    found: Tensor = model(input_ids=ids, packed_seq_lens=lengths).last_hidden_state
+    return found
+
+
+def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Plan:
+    """Plan a patch by which these classes compute this, and all others keep their own forward."""
+    parts = find_parts(model)
+    return plan_recognised(model, parts, with_specs(recognise(parts, family), specs), options)
+
+
+@contextmanager
+def _patched(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Iterator[Plan]:
+    plan = _plan(model, family, specs, options)
+    apply(plan, options)
+    try:
+        yield plan
+    finally:
+        restore(model)
+
+
+def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast: Mapping[str, Spec]) -> str | None:
+    """Why the fused loss of a head's spec is not what its class computes, or None.
+
+    Its own loss is compared, and all gradients, on one sequence: a loss that balances experts is no sum over sequences.
+    """
+    try:
+        cls: Any = getattr(sys.modules[family.module], name)
+        model = build_twin(cls, backbone.config)
+    except FOREIGN as error:
+        return f"can't be shrunk: {said(error)}"
+    try:
+        specs = {**recognise(find_parts(model), family).specs, **fast, name: spec}
+        stock = _loss(model)
+        with _patched(model, family, specs, replace(OPTIONS, loss="fused")):
+            found = _loss(model, fused=True)
+        off = error_of(found, stock, half=False)
+    except FOREIGN as error:
+        return f"fails in its twin: {said(error)}"
+    return None if off <= FULL_BOUND else f"off by {off:.1e} in float32, where {FULL_BOUND:.1e} is allowed"
+
+
+def _loss(model: Any, *, fused: bool = False) -> Result:
+    """The loss of the longest sequence, in place of logits, and all gradients."""
+    ids = max(distinct_sequences(), key=len)[None]
+    model.zero_grad(set_to_none=True)
+    routed = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
+    outputs = model(input_ids=ids, labels=ids.clone(), **routed)
+    if fused and outputs.logits is not None:
+        raise ValueError("its loss was computed from logits")
+    outputs.loss.backward()
+    loss = outputs.loss.detach()
+    return Result([loss[None]], loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def said(error: Exception) -> str:
+    """An error's type, and the first line of what it says."""
+    first: Sequence[str] = str(error).splitlines()[:1]
+    return f"{type(error).__name__}: {first[0][:120]}" if first else type(error).__name__

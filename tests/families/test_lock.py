@@ -1,0 +1,80 @@
+"""The lock file: it has every class of the installed transformers, and is what the command writes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import transformers
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
+
+from fastpack.exactness.tiny import model_types
+from fastpack.families import lock
+from fastpack.families.forms import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
+from fastpack.families.registry import FAMILIES
+from fastpack.families.source import source_hash
+from fastpack.families.spec import Family
+
+HERE = [family for family in FAMILIES.values() if family.model_type in model_types()]
+
+
+def classes_of(family: Family) -> Iterator[tuple[str, Any]]:
+    module = importlib.import_module(family.module)
+    for name in (*family.fast, *lock.stock_mixing(family)):
+        if hasattr(module, name):
+            yield name, getattr(module, name)
+
+
+@pytest.mark.parametrize("family", HERE, ids=[family.model_type for family in HERE])
+def test_every_class_is_proved_on_the_installed_transformers(family: Family) -> None:
+    """Where this fails, upstream changed: `gists/smoke.sh --all --json RUN.json`, then `fastpack families --lock`."""
+    for name, cls in classes_of(family):
+        known = proved_as(cls, family)
+        assert transformers.__version__ in known, f"{name}: {known}"
+
+
+def proved_as(cls: Any, family: Family) -> list[str]:
+    found = lock.hash_of(cls, family)
+    names = (cls.__name__, f"{cls.__name__} (earlier)")
+    return [release for name in names for release in lock.proved().get(name, {}).get(found, [])]
+
+
+def test_a_name_is_one_class() -> None:
+    modules: dict[str, set[str]] = {}
+    for family in FAMILIES.values():
+        for name in (*family.fast, *lock.stock_mixing(family)):
+            modules.setdefault(name, set()).add(family.module)
+    assert [name for name, found in modules.items() if len(found) > 1] == []
+
+
+def test_nothing_else_is_in_it() -> None:
+    named = {name for family in FAMILIES.values() for name, _, _ in lock.forms_of(family)}
+    named |= {name for family in FAMILIES.values() for name in lock.stock_mixing(family)}
+    assert lock.proved().keys() - named == set()
+
+
+def test_it_is_as_the_command_writes_it() -> None:
+    assert lock.LOCK.read_text() == lock.as_text(lock.proved())
+
+
+def test_a_release_is_entered_and_entered_anew() -> None:
+    before: lock.Proved = {"A": {"1": ["5.6.0", "5.24.0"]}, "B": {"2": ["5.24.0"]}}
+    found = {"A": "3", "C": "4"}
+    after = lock.with_release(before, found, "5.24.0")
+    assert after == {"A": {"1": ["5.6.0"], "3": ["5.24.0"]}, "B": {"2": ["5.24.0"]}, "C": {"4": ["5.24.0"]}}
+    assert before["A"]["1"] == ["5.6.0", "5.24.0"]
+    later = lock.with_release(after, {"A": "1"}, "5.9.0")["A"]["1"]
+    assert '["5.6.0", "5.9.0"]' in lock.as_text({"A": {"1": later}})
+
+
+def test_a_form_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class that computed something else in earlier releases has two, each with hashes of its own."""
+    assert lock.proved_form(LlamaMLP, FAMILIES["llama"]) == LLAMA_MLP
+    found = source_hash(NemotronHRMSNorm)
+    for name, form in (("NemotronHRMSNorm", OLMO2_NORM), ("NemotronHRMSNorm (earlier)", LLAMA_NORM)):
+        monkeypatch.setattr(lock, "proved", lambda name=name: {name: {found: ["5.24.0"]}})
+        assert lock.proved_form(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == form
+        assert lock.proved_form(LlamaMLP, FAMILIES["llama"]) is None

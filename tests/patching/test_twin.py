@@ -1,0 +1,350 @@
+"""A twin tells right rows from wrong ones, takes nothing from its caller's state and leaves nothing in it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Qwen2Config
+from transformers.models.llama import modeling_llama
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from twin_rows import CONFIGS, WRONG, Wrong
+
+from fastpack.exactness.tiny import build_tiny
+from fastpack.families.fast import FAST_FAMILIES
+from fastpack.families.spec import Family, Spec
+from fastpack.model.unwrap import find_parts
+from fastpack.patching.support import covered_family
+from fastpack.patching.twin import match_by_twin
+
+BY_DEFAULT = (
+    "llama Attention window=num_key_value_groups",
+    "llama Attention rope_in_float32=True",
+    "llama Attention dropout=None",
+    "llama RMSNorm rounding=after",
+    "llama MLP activation=None",
+    "llama DecoderLayer pre_mlp=input_layernorm",
+    "llama ForCausalLM softcap=config.num_hidden_layers",
+    "gemma2 Attention softcap=None",
+    "gemma2 Attention window=None",
+    "olmo2 RMSNorm rounding=before",
+    "phi3 DecoderLayer dropouts=None",
+    "granite DecoderLayer residual_scale=None",
+    "phimoe family mask_window=None",
+)
+RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phimoe")
+
+
+def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
+    """A model's backbone, its family and the specs that are known of its classes."""
+    parts = find_parts(model)
+    family = covered_family(parts)
+    classes = {type(module).__name__ for module in parts.backbone.modules()} | {type(parts.head).__name__}
+    return parts.backbone, family, {name: spec for name, spec in family.fast.items() if name in classes}
+
+
+@functools.cache
+def user_model(model_type: str) -> Any:
+    return build_tiny(model_type, **CONFIGS.get(model_type, {}))
+
+
+def llama(**settings: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
+    return rows(build_tiny("llama", **settings).model)
+
+
+def unmatched(found: Mapping[str, str]) -> dict[str, str]:
+    return {name: reason for name, reason in found.items() if reason}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(f.model_type, marks=() if f.model_type in RIGHT_BY_DEFAULT else pytest.mark.slow)
+        for f in FAST_FAMILIES
+    ],
+)
+def test_right_rows_match(model_type: str) -> None:
+    backbone, family, specs = rows(user_model(model_type))
+    assert specs
+    assert unmatched(match_by_twin(backbone, family, specs)) == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [pytest.param(w, id=w.name, marks=() if w.name in BY_DEFAULT else pytest.mark.slow) for w in WRONG],
+)
+def test_wrong_rows(wrong: Wrong) -> None:
+    """Each is seen by the check that its row names, or has a verdict for not being seen."""
+    backbone, family, specs = rows(user_model(wrong.family))
+    candidates = specs
+    if wrong.cls:
+        name = next(name for name in specs if name.endswith(wrong.cls))
+        candidates = {name: replace(specs[name], **wrong.changed)}
+    else:
+        family = replace(family, **wrong.changed)
+    reasons = unmatched(match_by_twin(backbone, family, candidates))
+    if wrong.verdict in ("rounding", "no effect"):
+        assert reasons == {}
+        return
+    reason = next(iter(reasons.values()))
+    signs = {
+        "float32": "in float32",
+        "dropout": "with dropout",
+        "bfloat16": "in bfloat16",
+        "windows": "layers were moved",
+    }
+    assert signs.get(wrong.verdict, "") in reason
+    assert (wrong.verdict in ("windows", "fails")) == reason.startswith(("fails in its twin", "can't be shrunk"))
+
+
+def test_every_row_by_default_is_in_the_table() -> None:
+    assert {*BY_DEFAULT} <= {wrong.name for wrong in WRONG}
+    assert len({wrong.name for wrong in WRONG}) == len(WRONG)
+
+
+def test_the_wrong_class_is_named_and_the_others_match() -> None:
+    backbone, family, specs = llama()
+    specs["LlamaMLP"] = replace(specs["LlamaMLP"], gate_up=("up_proj", "gate_proj"))
+    assert list(unmatched(match_by_twin(backbone, family, specs))) == ["LlamaMLP"]
+
+
+def test_a_layer_whose_attention_does_not_match_stays() -> None:
+    backbone, family, specs = llama()
+    specs["LlamaAttention"] = replace(specs["LlamaAttention"], rope_layout="interleaved")
+    found = unmatched(match_by_twin(backbone, family, specs))
+    assert [*found] == ["LlamaAttention", "LlamaDecoderLayer"]
+    assert "keeps the stock forward" in found["LlamaDecoderLayer"]
+
+
+class OtherMLP(modeling_llama.LlamaMLP):
+    """A hand-edited class: as upstream's, but for the order of gate and up."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+        return out
+
+
+class RenamedMLP(modeling_llama.LlamaMLP):
+    """A hand-edited class that computes the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate_proj(x)
+        out: torch.Tensor = self.down_proj(self.act_fn(gate) * self.up_proj(x))
+        return out
+
+
+@pytest.mark.parametrize(("cls", "matches"), [(OtherMLP, False), (RenamedMLP, True)])
+def test_a_hand_edited_class(cls: Any, matches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if its file had been edited: the class has upstream's name and place, and its forward that file's globals."""
+    edited = type("LlamaMLP", (modeling_llama.LlamaMLP,), {"__module__": modeling_llama.__name__})
+    source = cls.forward
+    edited.forward = type(source)(source.__code__, vars(modeling_llama), "forward")  # type: ignore[attr-defined]
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", edited)
+    backbone, family, specs = llama()
+    found = match_by_twin(backbone, family, {"LlamaMLP": specs["LlamaMLP"]})
+    assert (found["LlamaMLP"] == "") is matches
+
+
+def test_a_foreign_forward_is_not_proved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, family, specs = llama()
+
+    def theirs(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", theirs)
+    found = match_by_twin(backbone, family, specs)
+    assert "not transformers'" in found["LlamaMLP"]
+    assert [*unmatched(found)] == ["LlamaMLP"]
+
+
+def test_what_cannot_be_built_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, family, specs = llama()
+
+    def init(self: Any, config: Any) -> None:
+        raise ValueError("only 7B")
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "__init__", init)
+    assert set(match_by_twin(backbone, family, specs).values()) == {"can't be shrunk: ValueError: only 7B"}
+
+
+def test_thresholds_of_a_real_config_are_crossed() -> None:
+    """A window of 4,096 tokens in every other layer is one of a few, and a wrong one is seen."""
+    kinds = ["full_attention", "sliding_attention"] * 12
+    window = {"use_sliding_window": True, "sliding_window": 4096, "layer_types": kinds, "num_hidden_layers": 24}
+    with torch.device("meta"):
+        backbone = Qwen2Model(Qwen2Config(max_position_embeddings=32768, **window))
+    _, family, right = rows(backbone)
+    assert unmatched(match_by_twin(backbone, family, right)) == {}
+    wrong = replace(right["Qwen2Attention"], window=None)  # type: ignore[call-arg]
+    assert match_by_twin(backbone, family, {"Qwen2Attention": wrong})["Qwen2Attention"]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextmanager
+def _params_on_meta() -> Iterator[None]:
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        yield
+
+
+@contextmanager
+def _no_init() -> Iterator[None]:
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        yield
+
+
+class _Zero:
+    """What DeepSpeed's ``zero.Init`` does to classes, and how ``deepspeed.initialize`` takes it off for a while."""
+
+    def __init__(self) -> None:
+        self.original = nn.Linear.__init__
+
+    def shutdown_init_context(self) -> None:
+        nn.Linear.__init__ = self.original  # type: ignore[method-assign]
+
+    def restore_init_context(self) -> None:
+        original = self.original
+
+        def partition_after(module: Any, *args: Any, **kwargs: Any) -> None:
+            original(module, *args, **kwargs)
+            module.weight.data = torch.empty(0)
+
+        nn.Linear.__init__ = partition_after  # type: ignore[method-assign]
+
+
+@contextmanager
+def _zero_init() -> Iterator[None]:
+    """Inside ``zero.Init``, with transformers told of ZeRO-3."""
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    class Config:
+        def is_zero3(self) -> bool:
+            return True
+
+    zero, config = _Zero(), Config()
+    with pytest.MonkeyPatch.context() as patched, ExitStack() as later:
+        patched.setitem(__import__("sys").modules, "deepspeed.runtime.zero.partition_parameters", zero)
+        set_hf_deepspeed_config(config)
+        later.callback(unset_hf_deepspeed_config)
+        zero.restore_init_context()
+        later.callback(zero.shutdown_init_context)
+        yield
+        assert nn.Linear.__init__ is not zero.original
+
+
+CALLERS: dict[str, Any] = {
+    "default dtype": lambda: _default_dtype(torch.bfloat16),
+    "device context": lambda: torch.device("meta"),
+    "default device": lambda: _default_device("meta"),
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "parameters on meta": _params_on_meta,
+    "no initialisation": _no_init,
+    "zero.Init": _zero_init,
+}
+
+
+@pytest.mark.parametrize("caller", CALLERS)
+def test_the_callers_state_does_not_matter(caller: str) -> None:
+    """Nor is it changed. A wrong row is seen as before, so that the check was run."""
+    backbone, family, specs = llama()
+    wrong = {"LlamaMLP": replace(specs["LlamaMLP"], gate_up=("up_proj", "gate_proj"))}
+    expected = match_by_twin(backbone, family, wrong)
+    assert "in float32" in expected["LlamaMLP"]
+    with CALLERS[caller]():
+        before = torch.get_default_dtype(), torch.empty(0).device, torch.is_grad_enabled()
+        assert match_by_twin(backbone, family, wrong) == expected
+        assert unmatched(match_by_twin(backbone, family, specs)) == {}
+        assert (torch.get_default_dtype(), torch.empty(0).device, torch.is_grad_enabled()) == before
+
+
+def test_random_numbers_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPUs' too: nothing seeds every device."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("seeds every device"))
+    before = torch.get_rng_state()
+    match_by_twin(*llama())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_verdicts_do_not_depend_on_the_random_state_or_on_weights() -> None:
+    backbone, family, specs = llama()
+    specs["LlamaRMSNorm"] = replace(specs["LlamaRMSNorm"], rounding="after")
+    first = match_by_twin(backbone, family, specs)
+    torch.rand(7)
+    assert match_by_twin(backbone.to("meta"), family, specs) == first
+
+
+def test_the_users_model_and_config_stay() -> None:
+    backbone, family, specs = llama()
+    backbone.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    before, weights = copy.deepcopy(backbone.config.to_dict()), copy.deepcopy(backbone.state_dict())
+    attributes = {name: set(vars(module)) for name, module in backbone.named_modules()}
+    assert unmatched(match_by_twin(backbone, family, specs)) == {}
+    assert backbone.config.to_dict() == before
+    assert all(torch.equal(value, weights[name]) for name, value in backbone.state_dict().items())
+    assert {name: set(vars(module)) for name, module in backbone.named_modules()} == attributes
+
+
+def test_nothing_is_fetched_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import builtins
+    import socket
+
+    opened = builtins.open
+
+    def reading(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        assert not {*mode} & {*"wax+"}, f"{file} is written"
+        return opened(file, mode, *args, **kwargs)
+
+    backbone, family, specs = llama()
+    backbone.config._attn_implementation_internal = "kernels-community/flash-attn"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(builtins, "open", reading)
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("asks the network"))
+    assert unmatched(match_by_twin(backbone, family, specs)) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_do_not_matter() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(build_tiny("llama"), LoraConfig(target_modules="all-linear"))
+    assert unmatched(match_by_twin(*rows(model))) == {}
+
+
+def test_it_takes_no_time() -> None:
+    """Under a second for a family like Llama; this allows for a slow machine."""
+    match_by_twin(*llama())
+    start = time.perf_counter()
+    match_by_twin(*llama())
+    assert time.perf_counter() - start < 5.0
