@@ -76,7 +76,7 @@ class Record:
         """With today's date and what is installed."""
         import fastpack
 
-        versions = {"fastpack": fastpack.__version__, "python": platform.python_version(), **versions_of(*PACKAGES)}
+        versions = {"fastpack": fastpack.__version__, **versions_of(*PACKAGES)}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 
     @classmethod

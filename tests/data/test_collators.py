@@ -99,7 +99,7 @@ def test_workers_can_be_handed_it() -> None:
     collator = pickle.loads(pickle.dumps(fastpack.with_packed_seq_lens(torch.utils.data.default_collate)))
     batch = collator([{"input_ids": torch.arange(3)}, {"input_ids": torch.arange(3)}])
     assert batch["packed_seq_lens"].lengths == (3, 3)
-    assert batch["packed_seq_lens"].batch_shape == (2, 3)
+    assert batch["packed_seq_lens"].padding.batch_shape == (2, 3)
 
 
 @pytest.mark.gpu
@@ -134,4 +134,4 @@ def test_pinned_and_moved() -> None:
     pinned = packed.pin_memory()
     assert pinned.cu_seqlens.is_pinned()
     assert pinned.lengths == packed.lengths
-    assert pinned.to("cuda", non_blocking=True).indices.tolist() == [0, 1, 3]
+    assert pinned.to("cuda", non_blocking=True).padding.indices.tolist() == [0, 1, 3]

@@ -53,7 +53,7 @@ def check(batch: Example, wanted: list[tuple[list[int], list[int]]]) -> None:
     packed = batch["packed_seq_lens"]
     ids, labels, positions = (batch[key] for key in ("input_ids", "labels", "position_ids"))
     assert isinstance(packed, PackedSeqLens)
-    assert ids.shape == labels.shape == positions.shape == packed.batch_shape == (1, packed.total_tokens)
+    assert ids.shape == labels.shape == positions.shape == packed.padding.batch_shape == (1, packed.total_tokens)
     assert all(x.dtype == torch.int64 for x in (ids, labels, positions))
     assert packed.total_tokens == sum(len(x) for x, _ in wanted)
     assert packed.lengths == tuple(len(x) for x, _ in wanted)

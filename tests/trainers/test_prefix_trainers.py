@@ -65,7 +65,7 @@ def test_the_reference_shares_too(tmp_path: Path) -> None:
 def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many, of one pair, and the comparison fails."""
     from fastpack.packing import reading
-    from fastpack.packing.seqlens import Prefixes, SharedTokens
+    from fastpack.packing.prefixes import Prefixes, SharedTokens
 
     find = reading.find_prefixes
 
