@@ -17,7 +17,7 @@ from fastpack.errors import PatchError
 from fastpack.patching.options import TokenBudget
 from fastpack.patching.state import BUDGET, kept_on
 from fastpack.trainers import loader, steps
-from fastpack.trainers.kinds import Kind, averages, kind_of
+from fastpack.trainers.kinds import Kind, kind_of, told
 from fastpack.utils.console import counted
 from fastpack.utils.replacement import Replacement
 
@@ -138,6 +138,13 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         )
     if splitting and getattr(trainer, "is_deepspeed_enabled", False):
         yield "DeepSpeed takes every backward for a micro-batch, so none can be split"
+    balances = kind.of_labels and getattr(trainer, "aux_loss_enabled", False)
+    if balances and told(trainer, kind) == "its own labels":  # TRL divides it by the micro-batches of the step, or not
+        yield (
+            "its loss is its user's own, and has the auxiliary loss of experts in it: set loss_is_scaled_for_ga on the "
+            "trainer, to True where the loss is divided by num_items_in_batch and to False where it is a mean over a "
+            "micro-batch; or set router_aux_loss_coef=0.0"
+        )
     if not kind.planned and budget.same_steps:
         yield "its batches are made by generation: it always keeps its steps; leave same_steps out"
     parallel = {axis: size for axis in ("tp", "cp", "sp") if (size := _parallel(trainer, axis)) > 1}
@@ -168,7 +175,7 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         yield 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
     if getattr(args, "packing", False):
         yield 'packing made rows of several examples, and too_long="truncate" would cut those; set a lower max_length'
-    if kind.unit not in ("trained tokens", "labels"):
+    if not kind.of_labels:
         yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
 
 
@@ -186,7 +193,7 @@ def _parallel(trainer: Any, axis: str) -> int:
 
 def _set_up(trainer: Any, state: BudgetState) -> None:
     remove_budget(trainer)
-    state.weighing.means = averages(trainer, state.weighing.kind)
+    state.weighing.told = told(trainer, state.weighing.kind)
     state.changes += [
         Replacement(trainer, "get_batch_samples", steps.get_batch_samples, state.weighing, None),
         Replacement(trainer, "compute_loss", steps.compute_loss, state.weighing, None),

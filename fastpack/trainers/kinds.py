@@ -8,14 +8,11 @@ Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -53,6 +50,11 @@ class Kind:
     means: bool = False
     refuses: Callable[[Any], str | None] = lambda trainer: None
     whole: Callable[[Any], str | None] = lambda trainer: None
+
+    @property
+    def of_labels(self) -> bool:
+        """Whether the loss is one of ``labels``, which trainers pass ``num_items_in_batch``."""
+        return self.unit in ("trained tokens", "labels")
 
 
 def pairs(inputs: Inputs) -> int:
@@ -177,35 +179,32 @@ CLASSIFYING = Kind("labels", labels, means=True)
 """transformers' ``Trainer`` of a classifier: such models' losses take no ``num_items_in_batch``."""
 
 
-def averages(trainer: Any, kind: Kind) -> bool:
-    """Whether the loss of labels is a mean over the micro-batch, whatever it is told of the whole step.
+Told = Literal["the step's labels", "its own labels", "nothing"]
+"""The meaning of ``num_items_in_batch`` for a loss of labels."""
 
-    A loss of the user's own says so itself (``loss_is_scaled_for_ga``), or reads no ``num_items_in_batch``.
+
+def told(trainer: Any, kind: Kind) -> Told:
+    """Decide which labels the loss of a micro-batch is told of.
+
+    A stock loss divides by the labels of the step, or is a mean over the micro-batch. Of a user's own neither is known,
+    unless ``loss_is_scaled_for_ga`` says it: told of its own labels alone, it is a mean over these either way.
     """
-    own = trainer.compute_loss_func or trainer.__dict__.get("compute_loss", type(trainer).compute_loss)
-    if getattr(own, "__module__", "").split(".")[0] in ("transformers", "trl"):
-        return kind.means
+    compute_loss = trainer.__dict__.get("compute_loss", type(trainer).compute_loss)
+    library = getattr(compute_loss, "__module__", "").split(".")[0]
+    if trainer.compute_loss_func is None and library in ("transformers", "trl", "fastpack"):
+        return "nothing" if kind.means else "the step's labels"
     scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
-    return not (_reads(own, "num_items_in_batch") if scaled is None else scaled)
+    if scaled is None:
+        return "its own labels"
+    return "the step's labels" if scaled else "nothing"
 
 
-def divides(trainer: Any) -> bool:
-    """Whether a trainer divides a mean by the number of micro-batches of the step."""
-    return trainer.compute_loss_func is None or getattr(trainer, "loss_is_scaled_for_ga", None) is False
-
-
-def _reads(function: Any, keyword: str) -> bool:
-    """Whether a function does anything with what is passed to it by this name, handing it on among others included."""
-    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
-    call = function if hasattr(function, "__code__") else type(function).__dict__.get("__call__")
-    code = getattr(call, "__code__", None)
-    if code is None:
-        return True
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    others = code.co_varnames[len(named) + bool(code.co_flags & inspect.CO_VARARGS) :]
-    name = keyword if keyword in named else others[0] if code.co_flags & inspect.CO_VARKEYWORDS else None
-    loaded = (i.argval for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")))
-    return any(name == found or (isinstance(found, tuple) and name in found) for found in loaded)
+def divides(trainer: Any, num_items: Tensor | int | None) -> bool:
+    """Whether ``Trainer.training_step`` divides a loss by the number of micro-batches of the step."""
+    scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        scaled = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and num_items is not None)
+    return not scaled
 
 
 def kind_of(trainer: Any) -> Kind | None:
