@@ -8,6 +8,7 @@ Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -57,8 +58,9 @@ class TokenStatistics:
 def is_trls(forward: Any) -> bool:
     """True for the forward that TRL puts in place of a head's, which computes TRL's loss where ``fused_lm_head`` says
     so, and else calls the one that it found."""
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
-    return defined_in(forward).startswith("trl.") and code is not None and FUSED_LM_HEAD in code.co_varnames
+    if not defined_in(forward).startswith("trl."):
+        return False
+    return FUSED_LM_HEAD in inspect.signature(forward, follow_wrapped=False).parameters
 
 
 def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | None:
