@@ -116,8 +116,7 @@ def _may_read_rows(config: Any) -> bool:
 def method_of(config: Any) -> str:
     """PEFT's name of the method of one of its configs: ``LORA``, ``PREFIX_TUNING``."""
     found = getattr(config, "peft_type", "")
-    name: str = getattr(found, "value", found)
-    return name
+    return getattr(found, "value", found)
 
 
 _TUNERS_BY_ROWS = {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}

@@ -40,13 +40,12 @@ def attention_forward(
     packed_seq_lens = runtime.packing_of(module, packed_seq_lens)
     require_packing(module, packed_seq_lens, attention_mask)
     if packed_seq_lens is None:
-        result: tuple[Tensor, Tensor | None] = patched.stock(
+        return patched.stock(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **kwargs,
         )
-        return result
     count = packed_seq_lens.row_count
     projected, _ = project_qkv(module, spec, runtime, hidden_states.squeeze(0), row_count=count)
     shared = kwargs.get("shared_kv_states")

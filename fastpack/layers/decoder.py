@@ -51,8 +51,7 @@ def decoder_forward(
     require_packing(layer, packed_seq_lens, attention_mask)
     run = functools.partial(_run, layer, patched.spec, runtime, attention.spec, position_embeddings, packed_seq_lens)
     if layer.gradient_checkpointing and layer.training and _checkpoints_in_forward(type(layer)):
-        out: Tensor = layer._gradient_checkpointing_func(run, hidden_states)
-        return out
+        return layer._gradient_checkpointing_func(run, hidden_states)
     return run(hidden_states)
 
 

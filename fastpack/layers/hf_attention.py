@@ -62,10 +62,7 @@ def packed_interface(
         stock = stock_interface(module)
         modifiers = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         given = {name: what for name, what in modifiers.items() if what is not None}
-        result: tuple[Tensor, Tensor | None] = stock(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
-        )
-        return result
+        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs)
     unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
     if unknown or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise PatchError(
@@ -123,8 +120,7 @@ def stock_interface(module: Any) -> Forward:
     eager = eager_function(file)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
-    found: Forward = attention_table(file).get_interface(name, eager)
-    return found
+    return attention_table(file).get_interface(name, eager)
 
 
 def interface_name(attention: str) -> str:

@@ -78,8 +78,7 @@ def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids:
     module = patched.owner
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
     if len(rows) != 1 and bool((rows != rows[:1]).any()):
-        result: tuple[Tensor, Tensor] = patched.stock(x, position_ids)
-        return result
+        return patched.stock(x, position_ids)
     positions = rows[0].long()
     sequence = torch.zeros_like(positions)
     torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])

@@ -227,8 +227,7 @@ def _padding_id(backbone: nn.Module) -> int | None:
     for module in backbone.modules():
         ours = replacement_on(module)
         if ours is not None and isinstance(ours.spec, MixerSpec) and ours.spec.counts_from is not None:
-            found: int = getattr(module, ours.spec.counts_from)
-            return found
+            return getattr(module, ours.spec.counts_from)
     return None
 
 

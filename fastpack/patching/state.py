@@ -46,8 +46,7 @@ def options_of(model: nn.Module) -> PatchOptions | None:
 
 def state_of(backbone: nn.Module) -> PatchState | None:
     """The record of the patch in force on a backbone."""
-    state: PatchState | None = backbone.__dict__.get(STATE)
-    return state
+    return backbone.__dict__.get(STATE)
 
 
 def carries(module: nn.Module, state: PatchState) -> bool:

@@ -60,8 +60,7 @@ class BudgetState:
 
 def budget_of(target: Any) -> BudgetState | None:
     """The budget in force on a trainer."""
-    state: BudgetState | None = kept_on(target, BUDGET)
-    return state
+    return kept_on(target, BUDGET)
 
 
 def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:

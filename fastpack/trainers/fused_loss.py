@@ -61,8 +61,7 @@ class FusedLossState:
 
 def fused_loss_of(target: Any) -> FusedLossState | None:
     """What stands in the place of a trainer's loss."""
-    state: FusedLossState | None = kept_on(target, FUSED_LOSS)
-    return state
+    return kept_on(target, FUSED_LOSS)
 
 
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:

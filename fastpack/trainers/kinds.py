@@ -73,14 +73,12 @@ def trained_tokens(inputs: Inputs) -> Tensor:
     labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
     if "shift_labels" not in inputs and labels.ndim > 1:  # one for each row where rows are classified
         labels = labels[..., 1:]
-    counted: Tensor = labels.ne(-100).sum()
-    return counted
+    return labels.ne(-100).sum()
 
 
 def labels(inputs: Inputs) -> Tensor:
     """Labels of a classifier, of rows or of tokens, but for those that are ignored. 0-d int64."""
-    counted: Tensor = inputs["labels"].ne(-100).sum()
-    return counted
+    return inputs["labels"].ne(-100).sum()
 
 
 def labels_of_tokens(inputs: Inputs) -> Tensor:
@@ -229,8 +227,7 @@ def _of_head(head: Any) -> Kind:
 
 def lengths(inputs: Inputs, kind: Kind) -> list[int]:
     """Real tokens of each unit of a collated batch. Waits for the device, once."""
-    found: list[int] = _row_tokens(inputs).view(kind.rows_of_a_unit, -1).sum(0).tolist()
-    return found
+    return _row_tokens(inputs).view(kind.rows_of_a_unit, -1).sum(0).tolist()
 
 
 def _real(inputs: Inputs) -> Tensor:

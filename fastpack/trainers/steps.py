@@ -173,8 +173,7 @@ def _ranks(trainer: Any, weighing: Weighing) -> int:
     func, averages = trainer.compute_loss_func, getattr(trainer.args, "average_tokens_across_devices", True)
     if weighing.num_items is not None and func is not None and averages:
         return 1
-    ranks: int = trainer.accelerator.num_processes
-    return ranks
+    return trainer.accelerator.num_processes
 
 
 @contextlib.contextmanager

@@ -60,8 +60,7 @@ def shadowed(module: nn.Module) -> list[str]:
 @known_once
 def names_in(function: Any) -> tuple[str, ...]:
     """The globals and attributes that a function reads, whatever wraps it."""
-    found: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
-    return found
+    return inspect.unwrap(function).__code__.co_names
 
 
 def _adds_nothing(cls: type) -> bool:

@@ -144,8 +144,7 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
     context = patched.runtime.context
     if context is not None and context.packed is not None and is_stand_in(mask):
         mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
-    result: Tensor = patched.stock(mask, num_heads, dtype)
-    return result
+    return patched.stock(mask, num_heads, dtype)
 
 
 class _Mask:
