@@ -50,6 +50,7 @@ __all__ = [
     "REPADDED_FAMILIES",
     "RUNGS",
     "SCOPED_FAMILIES",
+    "UNSHIFTED",
     "VARLEN_FAMILIES",
     "AnyAttentionSpec",
     "AttentionSpec",
@@ -70,6 +71,8 @@ __all__ = [
 
 ALL_FAMILIES = (*FAST_FAMILIES, *VARLEN_FAMILIES, *SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL_FAMILIES}
+UNSHIFTED = frozenset(family.unshifted for family in ALL_FAMILIES if family.unshifted)
+"""Class names of heads whose own loss compares each token's logits with the label in the same place."""
 
 
 def family_of(backbone: nn.Module) -> Family | None:

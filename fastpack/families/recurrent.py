@@ -28,7 +28,12 @@ _KDA = MixerSpec(scan="kda", proved=("15383149c8ec", "d70003af88e6", "50d5246573
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
     """A decoder without its encoder: attention is packed, positions are counted from 0 in each row."""
     return Family(
-        model_type, f"{name}Decoder", (f"{name}Attention",), package=package, mixers={f"{name}{positions}": _STOCK}
+        model_type,
+        f"{name}Decoder",
+        (f"{name}Attention",),
+        package=package,
+        mixers={f"{name}{positions}": _STOCK},
+        unshifted=f"{name}ForCausalLM",
     )
 
 
@@ -253,6 +258,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "bigbird_pegasus",
         "BigBirdPegasusDecoder",
         mixers={"BigBirdPegasusDecoderAttention": _MASKED, "BigBirdPegasusLearnedPositionalEmbedding": _STOCK},
+        unshifted="BigBirdPegasusForCausalLM",
     ),
     Family(
         "bloom",
@@ -266,7 +272,12 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     Family("gpt_neox_japanese", "GPTNeoXJapaneseModel", mixers={"GPTNeoXJapaneseAttention": _MASKED}),
     Family("gptj", "GPTJModel", mixers={"GPTJAttention": _MASKED}),
     Family("mpt", "MptModel", mixers={"MptAttention": MixerSpec("hidden", kept=("position_bias",))}),
-    Family("mvp", "MvpDecoder", mixers={"MvpAttention": _MASKED, "MvpLearnedPositionalEmbedding": _STOCK}),
+    Family(
+        "mvp",
+        "MvpDecoder",
+        mixers={"MvpAttention": _MASKED, "MvpLearnedPositionalEmbedding": _STOCK},
+        unshifted="MvpForCausalLM",
+    ),
     Family("openai-gpt", "OpenAIGPTModel", package="openai", mixers={"Attention": _STOCK}, unmasked=True),
     Family(
         "trocr",
@@ -276,6 +287,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "TrOCRLearnedPositionalEmbedding": _STOCK,
             "TrOCRSinusoidalPositionalEmbedding": _STOCK,
         },
+        unshifted="TrOCRForCausalLM",
     ),
     Family("xglm", "XGLMModel", mixers={"XGLMAttention": _MASKED}),
     _old_bert("megatron-bert", "MegatronBert", package="megatron_bert"),
@@ -288,8 +300,8 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     _bart("blenderbot-small", "BlenderbotSmall", package="blenderbot_small"),
     _bart("marian", "Marian", "SinusoidalPositionalEmbedding"),
     _bart("mbart", "MBart"),
-    _bart("musicgen", "Musicgen", "SinusoidalPositionalEmbedding"),
-    _bart("musicgen_melody", "MusicgenMelody", "SinusoidalPositionalEmbedding"),
+    replace(_bart("musicgen", "Musicgen", "SinusoidalPositionalEmbedding"), unshifted=""),
+    replace(_bart("musicgen_melody", "MusicgenMelody", "SinusoidalPositionalEmbedding"), unshifted=""),
     _bart("pegasus", "Pegasus", "SinusoidalPositionalEmbedding"),
     _bart("plbart", "PLBart"),
     _bart("whisper", "Whisper", "PositionalEmbedding"),

@@ -217,6 +217,13 @@ class Family:
         two_way_marks: an argument ``[B, S]`` that marks, with other numbers than 0, tokens that attend in both
             directions (of images, or of a prompt); or None.
         two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
+        unshifted: class name of a head whose own loss compares each token's logits with the label in the same place,
+            not with the next one (decoders of encoder-decoders, mostly); empty for none.
+        switched_off: names of keywords that ask for a cache where they are left out, and are passed as False.
+        shares_states: whether layers hand keys and values to later ones through keywords, which reentrant checkpointing
+            loses, stock too.
+        uncounted: whether it runs layers several times or not at all, or has products that no module shows: there is no
+            formula for its operations.
         routers: class names of the modules in whose forward experts are chosen for each token, by ``torch.topk`` or
             ``max``: choices flip with rounding, and comparisons hold them.
         fast: names of the classes that get fast forwards. What each computes is known by its source
@@ -240,6 +247,10 @@ class Family:
     mask_window: str | None = None
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None
+    unshifted: str = ""
+    switched_off: tuple[str, ...] = ()
+    shares_states: bool = False
+    uncounted: bool = False
     routers: tuple[str, ...] = ()
     fast: tuple[str, ...] = ()
 

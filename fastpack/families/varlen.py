@@ -42,7 +42,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         fast=names("CohereCompass", "MLP LayerNorm"),
     ),
     Family("ctrl", "CTRLModel", ("MultiHeadAttention",)),
-    Family("dbrx", "DbrxModel", ("DbrxAttention",), routers=("DbrxFFN",)),
+    Family("dbrx", "DbrxModel", ("DbrxAttention",), uncounted=True, routers=("DbrxFFN",)),
     Family(
         "deepseek_v2",
         "DeepseekV2Model",
@@ -50,8 +50,10 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         fast=names("DeepseekV2", "MLP RMSNorm"),
         routers=("DeepseekV2TopkRouter",),
     ),
-    Family("diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), fast=names("DiffLlama", "MLP RMSNorm")),
-    Family("dory", "DoryModel", ("DoryAttention",)),
+    Family(
+        "diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), uncounted=True, fast=names("DiffLlama", "MLP RMSNorm")
+    ),
+    Family("dory", "DoryModel", ("DoryAttention",), uncounted=True),
     Family(
         "flint", "FlintModel", ("FlintAttention",), fast=names("Flint", "RMSNorm MLP"), routers=("FlintTopKRouter",)
     ),
@@ -72,6 +74,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "longcat_flash",
         "LongcatFlashModel",
         ("LongcatFlashMLA",),
+        uncounted=True,
         fast=names("LongcatFlash", "RMSNorm MLP"),
         routers=("LongcatFlashTopkRouter",),
     ),

@@ -84,7 +84,7 @@ def packed_interface(
         ),
         attention,
     )
-    return out.contiguous()[None], None  # as stock implementations return it: AFMoE takes a view of it
+    return out.contiguous()[None], None  # as stock implementations return it: some take a view of it
 
 
 def stock_config(module: nn.Module) -> Any:

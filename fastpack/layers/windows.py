@@ -232,5 +232,5 @@ def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
         return kinds[at] if masked and at is not None and at < len(kinds) else None
     of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
     if asked not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
-        return None  # MiniMax masks what its config calls full by a window
+        return None  # such configs may call full what is masked by a window
     return FULL if window_of(module, form) is None else SLIDING

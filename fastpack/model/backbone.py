@@ -72,7 +72,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
     refuse_adapters(backbone, (), arguments)
-    arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
+    arguments.pop("logits_to_keep", None)  # some leave out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -109,7 +109,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
             nullcontext() if context is None else context.around(backbone, run),
         ):
             if family.repadded:
-                outputs = repadded_forward(backbone, patched.stock, arguments, packed)
+                outputs = repadded_forward(backbone, family, patched.stock, arguments, packed)
             else:
                 outputs = patched.stock(**arguments)
     if shared is not None:

@@ -43,8 +43,8 @@ OF_ROWS = ("lang_ids", "lengths", "patch_lengths", "perm_mask", "input_mask")
 
 
 def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
-    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were; or
-    XLNet generates."""
+    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were, or
+    the tokens of some places alone, as in generating (``target_mapping``)."""
     if has_cache(arguments) or arguments.get("target_mapping") is not None:
         return True
     wants_attentions = arguments.get("output_attentions")

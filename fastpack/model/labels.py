@@ -8,29 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from fastpack.families import UNSHIFTED
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions, names_in, stock_class
 from fastpack.utils.signatures import keeps_some_logits
-
-UNSHIFTED = {
-    "BartForCausalLM",
-    "BigBirdPegasusForCausalLM",
-    "BlenderbotForCausalLM",
-    "BlenderbotSmallForCausalLM",
-    "MBartForCausalLM",
-    "MarianForCausalLM",
-    "MvpForCausalLM",
-    "PLBartForCausalLM",
-    "PegasusForCausalLM",
-    "TrOCRForCausalLM",
-    "WhisperForCausalLM",
-    "CpmAntForCausalLM",
-    "XLMWithLMHeadModel",
-    "XLNetLMHeadModel",
-}
-"""Whose own loss compares each token's logits with the label in the same place: decoders of encoder-decoders, and three
-more."""
 
 
 def shifts_labels(head: Any) -> bool:
@@ -51,7 +33,7 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     counted labels that is kept. Where a step is one micro-batch on one rank, that makes it the number of labels kept;
     where it is several, or ranks divide by the labels of all, each is corrected by its own share. A number below what
     the ``Trainer`` would count in this batch alone is somebody's own, and divides as it came. Of heads whose loss the
-    ``Trainer`` doesn't know (GPT-2's) it counts column 0 too: all first labels, wherever sequences begin, and that
+    ``Trainer`` doesn't know it counts column 0 too: all first labels, wherever sequences begin, and that
     stays as it is.
     """
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
@@ -104,7 +86,7 @@ def ignore_index_of(head: Any, arguments: Mapping[str, Any]) -> int:
 
 
 def hands_on(head: Any) -> bool:
-    """True where keywords of a head reach transformers' loss; XLM's own loss knows none."""
+    """True where keywords of a head reach transformers' loss; some have one that knows none."""
     return mentions(head, "loss_function")
 
 

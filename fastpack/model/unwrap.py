@@ -73,7 +73,7 @@ def find_parts(model: nn.Module) -> Parts:
         )
     backbone = _innermost(inner.base_model)
     if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
-        backbone = _innermost(inner.model)  # Llama 4 and Mllama name it wrongly
+        backbone = _innermost(inner.model)  # base_model_prefix names it wrongly
     if backbone is inner:
         return Parts(None, inner)
     decoder = _innermost(getattr(backbone, "decoder", None))

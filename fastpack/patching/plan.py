@@ -277,7 +277,7 @@ def _plan_module(module: nn.Module, found: Recognised, runtime: Runtime) -> Find
     elif isinstance(spec, (NormSpec, MlpSpec)) and theirs is not None:
         return Findings(planned, ((name, "its forward was already replaced by someone else: left alone"),))
     elif isinstance(spec, NormSpec):
-        if getattr(module, "weight", None) is not None:  # Gemma 4 has some without
+        if getattr(module, "weight", None) is not None:  # some have none
             planned += (_plan(module, "norm", norm_forward, spec, runtime),)
     elif isinstance(spec, MlpSpec):
         planned += (_plan(module, "mlp", mlp_forward, spec, runtime),)
@@ -328,7 +328,7 @@ def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> Findings:
                 "and a forward or a hook that is not transformers', which is not covered. Take it off, or train "
                 "the model unpatched. Nothing was changed."
             )
-        if mentions(module, "polar"):  # Llama 4's cos and sin are one complex table
+        if mentions(module, "polar"):  # cos and sin are one complex table
             raise UnsupportedModelError(
                 f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "
                 "and complex tables, which is not covered. Other rotary types are (rope_parameters of the config); "

@@ -29,8 +29,6 @@ from fastpack.utils.modules import TOWERS, decoder_layers
 
 _KNOWN_RUNGS = ("fast", "varlen")
 """Of the families in which nothing but attention mixes tokens."""
-_PARTLY = frozenset({"dbrx", "diffllama", "dory", "gemma3n_text", "hrm_text", "longcat_flash"})
-"""Families of these rungs that run a layer several times or not at all, or have products that no module shows."""
 _ROUTED = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
@@ -61,7 +59,7 @@ def read_flops(model: nn.Module) -> ModelFlops:
     parts = find_parts(model)
     backbone = parts.backbone
     family = family_of(backbone)
-    if family is None or family.rung not in _KNOWN_RUNGS or family.model_type in _PARTLY:
+    if family is None or family.rung not in _KNOWN_RUNGS or family.uncounted:
         raise UnsupportedModelError(f"there is no formula for all that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())
