@@ -21,6 +21,7 @@ from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
 from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, is_half, middle, verdict_of
 from fastpack.families import FAMILIES
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.signatures import accepted
 
 DRAWS = 3
@@ -34,7 +35,7 @@ LEAKS = 1e-2
 CHECKPOINTED = "restarting positions"
 
 
-def checkpointings(model: Any) -> tuple[bool, ...]:
+def checkpointings(model: ModelLike) -> tuple[bool, ...]:
     """The kinds of checkpointing that a model of transformers has: torch's and, True, its reentrant kind."""
     if not model.supports_gradient_checkpointing:
         return ()
@@ -200,7 +201,7 @@ class Oracle:
             return None
         return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
 
-    def prove(self, model: Any) -> Proof:
+    def prove(self, model: ModelLike) -> Proof:
         """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
 
         It knows of the packing of its batches, as a patched model does, and is in training mode.

@@ -123,7 +123,7 @@ def source_hash(cls: Any) -> str:
     return _short_hash("\n".join(parts[name] for name in sorted(parts)))
 
 
-def forward_hash(forward: Any) -> str:
+def forward_hash(forward: object) -> str:
     """Hash of a forward alone, under whatever decorators; :data:`UNREADABLE` where its source is not there."""
     said = _read(unwrapped(forward))
     return UNREADABLE if said is None else _short_hash(said.text)

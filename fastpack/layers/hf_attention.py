@@ -16,6 +16,7 @@ from fastpack.packing.context import PackingContext
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
+from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Forward
 
 INTERFACE_PREFIX = "fastpack_"
@@ -30,11 +31,11 @@ SCOPE = "_fastpack_scope"
 
 def packed_interface(
     attention: str,
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: object,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -92,7 +93,7 @@ def stock_config(module: nn.Module) -> Any:
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
-def private_config(config: Any, attention: str, scope: PackingContext | None) -> Any:
+def private_config(config: ConfigLike, attention: str, scope: PackingContext | None) -> Any:
     """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
     setattr(private, _SEEN, dict(vars(config)))
@@ -102,7 +103,7 @@ def private_config(config: Any, attention: str, scope: PackingContext | None) ->
     return private
 
 
-def follow_stock_config(private: Any) -> None:
+def follow_stock_config(private: object) -> None:
     """Take over what was changed since in the config that a private one stands for; what was set on that one stays."""
     mine = vars(private)
     seen = mine[_SEEN]
@@ -113,7 +114,7 @@ def follow_stock_config(private: Any) -> None:
                 mine[name] = value
 
 
-def stock_interface(module: Any) -> Forward:
+def stock_interface(module: nn.Module) -> Forward:
     """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
     name = stock_config(module)._attn_implementation
     file = sys.modules[stock_class(module).__module__]

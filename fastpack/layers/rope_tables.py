@@ -25,7 +25,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
 
 
-def depends_on_length(module: Any) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
     """True for a rotary module whose frequencies do."""
     rope_type = getattr(module, "rope_type", None)
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")

@@ -13,6 +13,7 @@ from typing import Any
 from fastpack.families.spec import Family
 from fastpack.layers.mixers.rows import put_back, row_groups, take
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Forward
 from fastpack.utils.sharding import exchange_inside
 
@@ -21,7 +22,7 @@ _MADE_ANEW = ("attention_mask", "position_ids", "packed_seq_lens")
 
 
 def repadded_forward(
-    backbone: Any, family: Family, stock: Forward, arguments: Mapping[str, Any], packed: PackedSeqLens
+    backbone: ModelLike, family: Family, stock: Forward, arguments: Mapping[str, Any], packed: PackedSeqLens
 ) -> Any:
     """The backbone's outputs for a packed batch, ``[1, T, ...]``.
 

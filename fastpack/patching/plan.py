@@ -57,6 +57,7 @@ from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
 from fastpack.utils.classes import mentions, shadowed
 from fastpack.utils.hooks import own_forward
+from fastpack.utils.protocols import HeadLike
 from fastpack.utils.replacement import PreHook, Replacement
 
 GENERATE = "generate"
@@ -230,7 +231,9 @@ def _plan_hooks(
     return tuple(hooks)
 
 
-def _head_loss(head: Any, kind: HeadKind, options: PatchOptions, family: Family) -> tuple[FusedLoss | None, str | None]:
+def _head_loss(
+    head: HeadLike, kind: HeadKind, options: PatchOptions, family: Family
+) -> tuple[FusedLoss | None, str | None]:
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
@@ -296,7 +299,7 @@ def _theirs(module: nn.Module, own: str | None, spec: Spec | None, backbone: nn.
     return forward
 
 
-def _refuse_attention(module: nn.Module, name: str, theirs: Any) -> None:
+def _refuse_attention(module: nn.Module, name: str, theirs: object) -> None:
     if getattr(module, "is_causal", True) is False:
         raise PatchError(
             f"a {name} was set to attend in both directions (is_causal=False); only causal attention is covered. "
@@ -346,7 +349,7 @@ def _plan(
     module: nn.Module,
     kind: str,
     function: Callable[..., Any],
-    spec: Any,
+    spec: object,
     runtime: Runtime | ModelRuntime,
     *,
     method: str = "forward",

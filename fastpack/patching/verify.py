@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ _VERIFY_FIRST = (
 )
 
 
-def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
+def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
     """Check a patched model against itself unpatched, on random tokens.
 
     Packed, and padded on the right, each sequence must give what it gives alone: logits, and the gradients of its

@@ -19,6 +19,7 @@ from fastpack.patching.state import BUDGET, kept_on
 from fastpack.trainers import loader, steps
 from fastpack.trainers.kinds import Kind, kind_of, told
 from fastpack.utils.console import counted
+from fastpack.utils.protocols import ArgumentsLike, TrainerLike
 from fastpack.utils.replacement import Replacement
 
 
@@ -33,7 +34,7 @@ class BudgetState:
     drop_last: bool
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
-    def start(self, trainer: Any) -> TokenBudgetSampler:
+    def start(self, trainer: TrainerLike) -> TokenBudgetSampler:
         """The sampler of a run that begins now, with as many micro-batches in each epoch."""
         assert self.sampler is not None
         lengths = self.sampler.lengths
@@ -58,7 +59,7 @@ class BudgetState:
         return f"{most}: batches over it are split inside the step{ran}"
 
 
-def budget_of(target: Any) -> BudgetState | None:
+def budget_of(target: object) -> BudgetState | None:
     """The budget in force on a trainer."""
     return kept_on(target, BUDGET)
 
@@ -178,14 +179,14 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
 
 
-def _order(args: Any) -> str | None:
+def _order(args: ArgumentsLike) -> str | None:
     """The order of examples that was asked for, None for a random one (KTO's config says so of its own by itself)."""
     name = "train_sampling_strategy"
     asked: str = getattr(args, name, "random")
     return None if asked in ("random", getattr(type(args), name, asked)) else asked
 
 
-def _parallel(trainer: Any, axis: str) -> int:
+def _parallel(trainer: TrainerLike, axis: str) -> int:
     size = getattr(trainer, f"get_{axis}_size", None)
     return 1 if size is None else int(size())
 

@@ -21,6 +21,7 @@ from fastpack.model.labels import hands_on, shifts_labels
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.block_masks import real_slots
 from fastpack.packing.seqlens import PackedSeqLens, check_lengths
+from fastpack.utils.protocols import HeadLike, TrainerLike
 
 Inputs = Mapping[str, Any]
 Count = Callable[[Inputs], "Tensor | int"]
@@ -99,14 +100,14 @@ def completion_tokens(inputs: Inputs) -> Tensor:
     return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
 
 
-def _no_dpo(trainer: Any) -> str | None:
+def _no_dpo(trainer: TrainerLike) -> str | None:
     for name in trainer.loss_types:
         if name.startswith("aot"):
             return f"loss_type {name!r} sorts the pairs of a micro-batch, and changes with them: leave max_tokens out"
     return None
 
 
-def _whole_sft(trainer: Any) -> str | None:
+def _whole_sft(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "padding_free", False) and getattr(trainer.args, "packing", False):
         return "packing makes one row of a batch; leave it off, or leave same_steps out: full batches take packed rows"
     if getattr(trainer, "padding_free", False):
@@ -114,13 +115,13 @@ def _whole_sft(trainer: Any) -> str | None:
     return _whole_experts(trainer)
 
 
-def _whole_trainer(trainer: Any) -> str | None:
+def _whole_trainer(trainer: TrainerLike) -> str | None:
     if getattr(trainer.model.config, "output_router_logits", False):
         return f"{_EXPERTS}: set output_router_logits=False in the model's config, or leave same_steps out"
     return None
 
 
-def _whole_experts(trainer: Any, option: str = "same_steps") -> str | None:
+def _whole_experts(trainer: TrainerLike, option: str = "same_steps") -> str | None:
     """TRL's trainers; ``option`` is the one that splits."""
     if getattr(trainer, "aux_loss_enabled", False):
         return f"{_EXPERTS}: set router_aux_loss_coef=0.0, or leave {option} out"
@@ -130,18 +131,18 @@ def _whole_experts(trainer: Any, option: str = "same_steps") -> str | None:
 _EXPERTS = "the auxiliary loss of experts would be added once for each piece"
 
 
-def _whole_kto(trainer: Any) -> str | None:
+def _whole_kto(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "calculate_KL", False):
         kind = trainer.loss_type
         return f"loss_type {kind!r} compares with a KL that is a mean over a micro-batch: leave same_steps out"
     return _whole_experts(trainer)
 
 
-def _whole_generated(trainer: Any) -> str | None:
+def _whole_generated(trainer: TrainerLike) -> str | None:
     return _whole_experts(trainer, "max_tokens")
 
 
-def _no_grpo(trainer: Any) -> str | None:
+def _no_grpo(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
         return "top_entropy_quantile takes its threshold from the whole batch, which a part of it doesn't know"
     if getattr(trainer, "_entropy_bonus_enabled", False):
@@ -197,7 +198,7 @@ def told(trainer: Any, kind: Kind) -> Told:
     return "the step's labels" if scaled else "nothing"
 
 
-def divides(trainer: Any, num_items: Tensor | int | None) -> bool:
+def divides(trainer: TrainerLike, num_items: Tensor | int | None) -> bool:
     """Whether ``Trainer.training_step`` divides a loss by the number of micro-batches of the step."""
     scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
@@ -205,7 +206,7 @@ def divides(trainer: Any, num_items: Tensor | int | None) -> bool:
     return not scaled
 
 
-def kind_of(trainer: Any) -> Kind | None:
+def kind_of(trainer: TrainerLike) -> Kind | None:
     """The kind of a trainer, None for one that is not known."""
     for base in type(trainer).__mro__:
         library, name = base.__module__.split(".")[0], base.__name__
@@ -216,7 +217,7 @@ def kind_of(trainer: Any) -> Kind | None:
     return None
 
 
-def _of_head(head: Any) -> Kind:
+def _of_head(head: HeadLike) -> Kind:
     """What transformers' ``Trainer`` has from a model."""
     if "Classification" in type(head).__name__:
         return CLASSIFYING
@@ -255,7 +256,7 @@ def piece(inputs: Inputs, units: list[int], kind: Kind) -> dict[str, Any]:
     count = total // kind.rows_of_a_unit
     each = [unit + count * part for part in range(kind.rows_of_a_unit) for unit in units]
 
-    def taken(value: Any) -> Any:
+    def taken(value: object) -> Any:
         if isinstance(value, Tensor):
             if value.ndim == 0 or len(value) not in (total, count):
                 return value

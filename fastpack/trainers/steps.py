@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.data.bin_packing import split
 from fastpack.data.token_budget import COST
 from fastpack.errors import PackingError
 from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, Told, chosen_tokens, divides, lengths, piece, rows
+from fastpack.utils.protocols import TrainerLike
 from fastpack.utils.replacement import Replacement
 
 
@@ -79,7 +80,7 @@ def get_batch_samples(
 
 def compute_loss(
     patched: Replacement[Weighing, None],
-    model: Any,
+    model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
@@ -101,7 +102,7 @@ def compute_loss(
     return _weighed(trainer, stock, weighing, model, last, inputs, num_items_in_batch) + before
 
 
-def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+def _pieces(trainer: TrainerLike, weighing: Weighing, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Parts of a micro-batch of at most the budget each, equally many on every rank."""
     if weighing.split_at is None:
         return [inputs]
@@ -122,7 +123,7 @@ def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[di
 
 
 def _weighed(
-    trainer: Any,
+    trainer: TrainerLike,
     stock: Any,
     weighing: Weighing,
     model: Any,
@@ -139,7 +140,7 @@ def _weighed(
 
 
 def _weights(
-    trainer: Any, weighing: Weighing, part: Inputs, whole: Inputs
+    trainer: TrainerLike, weighing: Weighing, part: Inputs, whole: Inputs
 ) -> tuple[Tensor | float | None, Tensor | None]:
     """What a piece's loss is weighed by, and what DPO's ``sft`` term, a mean over tokens, is by on top of it."""
     kind = weighing.kind
@@ -158,14 +159,16 @@ def _weights(
     return share.to(trainer.accelerator.device), None
 
 
-def _own_labels(trainer: Any, weighing: Weighing, part: Inputs, num_items: Tensor | int, units: Tensor) -> Tensor:
+def _own_labels(
+    trainer: TrainerLike, weighing: Weighing, part: Inputs, num_items: Tensor | int, units: Tensor
+) -> Tensor:
     """What the trainer would have counted if this piece were the whole step of every rank. 0-d float."""
     counted = num_items / units.clamp(min=1)  # 1, or what the trainer counts of each such label
     labels = torch.as_tensor(weighing.kind.count(part)).to(counted.device)
     return labels.clamp(min=1) * _ranks(trainer, weighing) * counted
 
 
-def _ranks(trainer: Any, weighing: Weighing) -> int:
+def _ranks(trainer: TrainerLike, weighing: Weighing) -> int:
     """The number of ranks; 1 where the trainer has multiplied by it what a mean or a share of its user's own gave.
 
     A ``compute_loss`` of the user's own does so itself, if it divides by the labels of all ranks.
@@ -177,7 +180,7 @@ def _ranks(trainer: Any, weighing: Weighing) -> int:
 
 
 @contextlib.contextmanager
-def _sft_weighed(trainer: Any, factor: Tensor | None) -> Iterator[None]:
+def _sft_weighed(trainer: TrainerLike, factor: Tensor | None) -> Iterator[None]:
     """DPO's loss weights for one micro-batch, with the ``sft`` term's times ``factor``."""
     if factor is None:
         yield
@@ -193,7 +196,7 @@ def _sft_weighed(trainer: Any, factor: Tensor | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _not_the_last(trainer: Any, model: Any) -> Iterator[None]:
+def _not_the_last(trainer: TrainerLike, model: nn.Module) -> Iterator[None]:
     """Gradients stay on this rank, and nobody takes this for the end of a step."""
     state = trainer.accelerator.gradient_state
     before = state.sync_gradients
@@ -205,14 +208,14 @@ def _not_the_last(trainer: Any, model: Any) -> Iterator[None]:
         state._set_sync_gradients(before)
 
 
-def _backward(trainer: Any, loss: Tensor, num_items: Tensor | int | None) -> None:
+def _backward(trainer: TrainerLike, loss: Tensor, num_items: Tensor | int | None) -> None:
     """What ``Trainer.training_step`` does with a loss that ``compute_loss`` returns."""
     if divides(trainer, num_items):
         loss = loss / trainer.current_gradient_accumulation_steps
     trainer.accelerator.backward(loss)
 
 
-def gather(patched: Replacement[None, None], tensor: Any) -> Any:
+def gather(patched: Replacement[None, None], tensor: object) -> Any:
     """``Accelerator.gather`` of a tensor whose first size differs between ranks, which the stock one can't do."""
     accelerator, stock = patched.owner, patched.stock
     if accelerator.num_processes == 1 or not isinstance(tensor, Tensor) or tensor.ndim == 0:

@@ -153,7 +153,7 @@ class _Mask:
     What is added is of the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
     """
 
-    def __init__(self, module: Any, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
         self.module, self.spec, self.rows, self.dtype = module, spec, rows, dtype
 
     def make(self, device: torch.device) -> Tensor | None:
