@@ -32,7 +32,6 @@ from fastpack.patching.options import (
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
 from fastpack.trainers.padded_metrics import note_on_padding
-from fastpack.utils.protocols import Target
 from fastpack.utils.versions import check_versions
 
 T = TypeVar("T")
@@ -213,7 +212,7 @@ def _plan_loss(target: object, loss: Loss) -> Callable[[], None] | None:
     return plan_fused_loss(target, loss)
 
 
-def report(target: Target) -> PatchReport:
+def report(target: object) -> PatchReport:
     """Return what was swapped, which backend serves, what was left alone and why.
 
     For a trainer, the report of the model that it trains.

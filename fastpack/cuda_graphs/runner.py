@@ -100,7 +100,7 @@ class GraphRunner:
         finally:
             self._seen = None
 
-    def look_ahead(self, backbone: Any) -> Seen | None:
+    def look_ahead(self, backbone: ModelLike) -> Seen | None:
         """The same for who does not see the call end: what was seen, for :meth:`believe`; None where that is idle.
 
         Whoever runs in between must not touch the modules: it would not be noticed.
@@ -112,7 +112,7 @@ class GraphRunner:
         """Let the run of this very batch, if it comes next, do without a look of its own."""
         self._seen = None if seen is None else seen._replace(packed=packed)
 
-    def _look(self, backbone: Any) -> Seen:
+    def _look(self, backbone: ModelLike) -> Seen:
         stack = self._current_stack(backbone)
         return Seen(stack, stack.state())
 

@@ -43,7 +43,7 @@ from fastpack.model.unwrap import find_parts, refuse_strange_backbone
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, is_upstreams, mentions, stock_class
-from fastpack.utils.protocols import HeadLike
+from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.replacement import (
     Forward,
     PreHook,
@@ -186,7 +186,7 @@ def head_pre_hook(
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
 
 
-def _graphs_of(backbone: Any) -> GraphRunner | None:
+def _graphs_of(backbone: ModelLike) -> GraphRunner | None:
     runtime = runtime_of(backbone)
     return None if runtime is None else runtime.graphs
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families import family_of
-from fastpack.utils.protocols import HeadLike
+from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.sharding import is_sharded
 
 STATE = "_fastpack_state"
@@ -22,7 +22,7 @@ class Parts:
     """The head (None for a bare backbone) and the backbone, which is the module that the head calls."""
 
     head: Any
-    backbone: Any
+    backbone: ModelLike
 
 
 def models_of(target: Any) -> list[nn.Module]:

@@ -19,10 +19,10 @@ from fastpack.patching.plan import PROJECTING
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
 from fastpack.utils.classes import replaced_forward
-from fastpack.utils.protocols import Target, TrainerLike
+from fastpack.utils.protocols import TrainerLike
 
 
-def inspect_patch(target: Target, *more_notes: str) -> PatchReport:
+def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     """Return what was swapped in a model, or in the one that a trainer trains, and these notes of others besides."""
     model = models_of(target)[0]
     parts = find_parts(model)

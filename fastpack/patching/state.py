@@ -13,7 +13,6 @@ from fastpack.patching.changes import Change
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
-from fastpack.utils.protocols import Target
 
 BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 """The attributes of a trainer under which its token budget, and the loss in place of its own, are kept."""
@@ -55,6 +54,6 @@ def carries(module: nn.Module, state: PatchState) -> bool:
     return any(change.module is module for change in state.changes)
 
 
-def is_patched(target: Target) -> bool:
+def is_patched(target: object) -> bool:
     """True where ``patch`` is in force on this model; for a trainer, on the model that it trains."""
     return state_of(find_parts(models_of(target)[0]).backbone) is not None

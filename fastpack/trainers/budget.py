@@ -98,7 +98,7 @@ def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = Fa
     return functools.partial(_set_up, target, BudgetState(budget, weighing, sampler, dataset, drop_last))
 
 
-def _lengths(trainer: Any) -> list[int]:
+def _lengths(trainer: TrainerLike) -> list[int]:
     """Tokens of each example of a trainer's data set, as its collator cuts them."""
     collator = stock_collator(trainer.data_collator)
     # TRL's collators cut at max_length; in those of transformers it is what they pad to, and they cut nothing.
@@ -108,7 +108,7 @@ def _lengths(trainer: Any) -> list[int]:
     )
 
 
-def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
+def _checked_kind(trainer: TrainerLike, budget: TokenBudget) -> Kind:
     """The trainer's kind, if its batches can follow a budget."""
     kind = kind_of(trainer)
     if kind is None:
@@ -123,7 +123,7 @@ def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
     return kind
 
 
-def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
+def _reasons(trainer: TrainerLike, kind: Kind, budget: TokenBudget) -> Iterator[str]:
     """Why a trainer's batches can't follow a budget."""
     args, accelerator = trainer.args, trainer.accelerator
     splitting = budget.same_steps or not kind.planned
@@ -191,7 +191,7 @@ def _parallel(trainer: TrainerLike, axis: str) -> int:
     return 1 if size is None else int(size())
 
 
-def _set_up(trainer: Any, state: BudgetState) -> None:
+def _set_up(trainer: TrainerLike, state: BudgetState) -> None:
     remove_budget(trainer)
     state.weighing.told = told(trainer, state.weighing.kind)
     state.changes += [
@@ -209,7 +209,7 @@ def _set_up(trainer: Any, state: BudgetState) -> None:
     trainer.__dict__[BUDGET] = state
 
 
-def remove_budget(trainer: Any) -> None:
+def remove_budget(trainer: TrainerLike) -> None:
     """Take a budget off again; does nothing where there is none."""
     state = budget_of(trainer)
     if state is None:

@@ -65,7 +65,7 @@ def fused_loss_of(target: object) -> FusedLossState | None:
     return kept_on(target, FUSED_LOSS)
 
 
-def plan_fused_loss(target: object, loss: Loss) -> Callable[[], None] | None:
+def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     """What gives a trainer the fused loss, or takes it off, and can't fail; None where nothing is to be done.
 
     It takes a token budget off, which lies over the loss: whoever calls it sets that up anew.
@@ -87,7 +87,7 @@ def _brings_a_loss(target: object) -> bool:
     )
 
 
-def _reasons(trainer: Any, *, in_force: bool) -> Iterator[str]:
+def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
     """Why a trainer keeps its own loss.
 
     Args:
@@ -135,7 +135,7 @@ def beneath(compute_loss: object) -> Any:
     return compute_loss
 
 
-def _set_up(trainer: Any, state: FusedLossState) -> None:
+def _set_up(trainer: TrainerLike, state: FusedLossState) -> None:
     _remove(trainer)
     if state.rejected is None:
         for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
@@ -144,7 +144,7 @@ def _set_up(trainer: Any, state: FusedLossState) -> None:
     trainer.__dict__[FUSED_LOSS] = state
 
 
-def _remove(trainer: Any) -> None:
+def _remove(trainer: TrainerLike) -> None:
     remove_budget(trainer)
     state = fused_loss_of(trainer)
     if state is None:

@@ -182,7 +182,7 @@ Told = Literal["the step's labels", "its own labels", "nothing"]
 """The meaning of ``num_items_in_batch`` for a loss of labels."""
 
 
-def told(trainer: Any, kind: Kind) -> Told:
+def told(trainer: TrainerLike, kind: Kind) -> Told:
     """Decide which labels the loss of a micro-batch is told of.
 
     A stock loss divides by the labels of the step, or is a mean over the micro-batch. Of a user's own neither is known,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 _AVERAGE = (("trl", "CPOTrainer"), ("trl", "ORPOTrainer"), ("llamafactory", "CustomDPOTrainer"))
 """Packages and trainers that log the mean of logits over every slot of a padded batch (SimPO is CPO's). Others (TRL's
 DPO and KTO) select the completions by a mask."""
 
 
-def note_on_padding(trainer: Any) -> str | None:
+def note_on_padding(trainer: object) -> str | None:
     """Return a line on the metrics of a trainer that depend on the logits of padding; None where none do."""
     names = {(base.__module__.partition(".")[0], base.__name__) for base in type(trainer).__mro__}
     if names.isdisjoint(_AVERAGE):

@@ -20,6 +20,7 @@ class ConfigLike(Protocol):
     sub_configs: Mapping[str, type]
     hidden_size: int
     num_attention_heads: int
+    is_decoder: bool
     output_router_logits: bool
     pad_token_id: int | None
 
@@ -117,6 +118,7 @@ class ArgumentsLike(Protocol):
     dataloader_drop_last: bool
     average_tokens_across_devices: bool
     loss_type: str
+    sync_ref_model: bool
 
 
 class TrainerLike(Protocol):
@@ -135,6 +137,8 @@ class TrainerLike(Protocol):
     add_callback: Callable[[object], None]
     remove_callback: Callable[[object], None]
     train: Callable[..., Any]
+    compute_loss: Callable[..., Any]
+    _get_train_sampler: Callable[..., Any]
 
     ref_model: nn.Module | None
     aux_loss_enabled: bool
@@ -145,7 +149,3 @@ class TrainerLike(Protocol):
     is_fsdp_enabled: bool
     _metrics: dict[str, Any]
     _total_train_tokens: int
-
-
-Target = nn.Module | TrainerLike
-"""A model, or a trainer that holds one."""

@@ -171,7 +171,7 @@ class MetricsCallback(TrainerCallback):
         return found
 
 
-def attach(trainer: TrainerLike, *, peak_flops: float | None = None) -> MetricsCallback:
+def attach(trainer: Any, *, peak_flops: float | None = None) -> MetricsCallback:
     """Have a trainer log what it does with its tokens and its time; see :mod:`fastpack.trainers.metrics`.
 
     Args:
