@@ -1,7 +1,7 @@
-"""Types of what fastpack reads of objects of transformers, PEFT and TRL, which come without types.
+"""Types of the objects of transformers, PEFT and TRL that are handed around, whatever their release.
 
-They name what is read of all such objects; what only some have is asked for by ``getattr``. No protocol can say that
-something is a module, so models and layers are classes here, of which nobody makes an instance.
+They name what is read of such objects as an attribute; what only some have is asked for by ``getattr``. No protocol can
+say that something is a module, so models and layers are classes here, of which nobody makes an instance.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ class ConfigLike(Protocol):
     """The config of a model of transformers."""
 
     model_type: str
-    sub_configs: Mapping[str, type]
     hidden_size: int
     num_attention_heads: int
     is_decoder: bool
@@ -36,11 +35,7 @@ class ModelLike(nn.Module):
 
     config: ConfigLike
     dtype: torch.dtype
-    device: torch.device
-    base_model_prefix: str
-    supports_gradient_checkpointing: bool
     get_input_embeddings: Callable[[], nn.Module]
-    get_output_embeddings: Callable[[], nn.Module | None]
     gradient_checkpointing_enable: Callable[[dict[str, Any]], None]
     enable_input_require_grads: Callable[[], None]
 
@@ -58,63 +53,39 @@ class LayerLike(nn.Module):
     """A decoder layer."""
 
     self_attn: AttentionLike
-    gradient_checkpointing: bool
-    _gradient_checkpointing_func: Callable[..., Tensor]
 
 
 class AttentionLike(nn.Module):
     """A module of attention; each kind of attention has some of these."""
 
     config: ConfigLike
-    layer_idx: int
     layer_type: str
     head_dim: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
     num_key_value_groups: int
-    sliding_window: int | None
     scaling: float
-    is_kv_shared_layer: bool
-    store_full_length_kv: bool
-    v_proj: nn.Module | None
-    q_a_layernorm: nn.Module
-    q_b_proj: nn.Module
-    kv_a_layernorm: nn.Module
-    kv_b_proj: nn.Module
     v_norm: nn.Module
 
 
 class AdapterLike(nn.Module):
     """A layer of PEFT's around another one."""
 
-    base_layer: nn.Module
     active_adapter: str | list[str]
     active_adapters: list[str]
-    disable_adapters: bool
-    merged: bool
     merged_adapters: list[str]
-    lora_variant: Mapping[str, object]
     lora_A: nn.ModuleDict
     lora_B: nn.ModuleDict
-    lora_embedding_A: Mapping[str, nn.Parameter]
     scaling: Mapping[str, float]
-    unmerge: Callable[[], None]
 
 
 class ArgumentsLike(Protocol):
     """The arguments of a trainer."""
 
     device: torch.device
-    n_gpu: int
     seed: int
     data_seed: int | None
     max_steps: int
     num_train_epochs: float
     gradient_accumulation_steps: int
-    ignore_data_skip: bool
     dataloader_drop_last: bool
     average_tokens_across_devices: bool
     loss_type: str
@@ -129,14 +100,12 @@ class TrainerLike(Protocol):
     accelerator: Any
     data_collator: Callable[[Any], Any]
     train_dataset: Any
-    callback_handler: Any
     compute_loss_func: Callable[..., Tensor] | None
     label_smoother: Callable[..., Tensor] | None
     model_accepts_loss_kwargs: bool
     current_gradient_accumulation_steps: int
     add_callback: Callable[[object], None]
     remove_callback: Callable[[object], None]
-    train: Callable[..., Any]
     compute_loss: Callable[..., Any]
     _get_train_sampler: Callable[..., Any]
 
