@@ -311,5 +311,5 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     _roberta("roberta-prelayernorm", "RobertaPreLayerNorm", package="roberta_prelayernorm"),
     _roberta("xlm-roberta", "XLMRoberta", package="xlm_roberta"),
     _roberta("xlm-roberta-xl", "XLMRobertaXL", package="xlm_roberta_xl"),
-    _roberta("xmod", "Xmod"),
+    replace(_roberta("xmod", "Xmod"), of_rows=("lang_ids",)),
 )

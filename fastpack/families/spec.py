@@ -219,6 +219,8 @@ class Family:
         two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
         unshifted: class name of a head whose own loss compares each token's logits with the label in the same place,
             not with the next one (decoders of encoder-decoders, mostly); empty for none.
+        of_rows: names of arguments that speak of rows, which a patched model refuses: of shape ``[B]``,
+            ``[B, patches]`` or ``[B, S, S]``, or a mask the other way round.
         switched_off: names of keywords that ask for a cache where they are left out, and are passed as False.
         shares_states: whether layers hand keys and values to later ones through keywords, which reentrant checkpointing
             loses, stock too.
@@ -248,6 +250,7 @@ class Family:
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None
     unshifted: str = ""
+    of_rows: tuple[str, ...] = ()
     switched_off: tuple[str, ...] = ()
     shares_states: bool = False
     uncounted: bool = False

@@ -39,12 +39,9 @@ MEDIA = (
 )
 """Images, audio, and what encoders and layers make of them."""
 
-OF_ROWS = ("lang_ids", "lengths", "patch_lengths", "perm_mask", "input_mask")
-"""Arguments of shape ``[B]``, ``[B, patches]`` or ``[B, S, S]``, and a mask the other way round: they speak of rows."""
 
-
+_ABOUT_ROWS = "that is about its rows, and a patched model runs tokens without rows. Leave it out, or"
 _NOT_COVERED = {
-    OF_ROWS: "that is about its rows, and a patched model runs tokens without rows. Leave it out, or",
     ("encoder_hidden_states",): "cross-attention is not covered. Leave it out, or",
     MEDIA: "images and audio are not covered. Send text only, or",
 }
@@ -145,7 +142,7 @@ def _refuse_restarts_behind_a_cache(positions: Tensor, mask: Tensor | None, erro
 
 def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
     """Raise where images, audio, an encoder's states or something about rows came with the batch."""
-    for names, why in _NOT_COVERED.items():
+    for names, why in ({family.of_rows: _ABOUT_ROWS} | _NOT_COVERED).items():
         found = [name for name in names if arguments.get(name) is not None]
         if found:
             raise UnsupportedModelError(
