@@ -54,8 +54,7 @@ def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str)
     """
     if name is None:
         return None
-    config = module.config
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(module.config, "layer_types", None)
     size: int | None = attrgetter(name)(module)
     return size if kinds is None or spec.in_every_layer or kinds[module.layer_idx] == kind else None
 

@@ -215,8 +215,7 @@ def prepare_head(
         refuse_packed_stock(arguments, take_packing(dict(arguments)))  # which the head may not hand on
         return args, kwargs
     if not torch.compiler.is_compiling():
-        backbone = refuse_strange_backbone(head)
-        of_backbone = runtime_of(backbone)
+        of_backbone = runtime_of(refuse_strange_backbone(head))
         if of_backbone is not None:  # before positions are read, which context parallelism puts in another order
             of_backbone.watch.attention.check()
     packed = arguments["packed_seq_lens"] = pack(

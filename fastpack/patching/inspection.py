@@ -34,17 +34,9 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
     found = replace(state.report, **state.mixing.refreshed(state.report))
     runtime = runtime_of(backbone)
-    offload, graphs, sharing = (
-        (None, None, None) if runtime is None else (runtime.offload, runtime.graphs, runtime.sharing)
-    )
-    outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
+    outdated = (PREFIXES,) if runtime is None or runtime.graphs is None else (PREFIXES, "graphs:")
     notes = tuple(note for note in found.notes if not note.startswith(outdated))
-    if offload is not None:
-        notes += (offload.describe(backbone),)
-    if sharing is not None:
-        notes += (sharing.describe(),)
-    if graphs is not None:
-        notes += (graphs.describe(next(backbone.parameters()).device),)
+    notes += () if runtime is None else runtime.describe(backbone)
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
