@@ -24,7 +24,7 @@ from fastpack.data.token_budget import COST
 from fastpack.errors import PackingError
 from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, Told, chosen_tokens, divides, lengths, piece, rows
 from fastpack.utils.protocols import TrainerLike
-from fastpack.utils.replacement import Replacement
+from fastpack.utils.replacement import Forward, Replacement
 
 
 @dataclass
@@ -124,9 +124,9 @@ def _pieces(trainer: TrainerLike, weighing: Weighing, inputs: dict[str, Any]) ->
 
 def _weighed(
     trainer: TrainerLike,
-    stock: Any,
+    stock: Forward,
     weighing: Weighing,
-    model: Any,
+    model: nn.Module,
     part: dict[str, Any],
     whole: dict[str, Any],
     num_items: Tensor | int | None,
