@@ -88,7 +88,7 @@ _SHORT_PATHS = {
     "reference": "fastpack.trainers.reference",
 }
 
-__all__ = ["__version__", *sorted(_MODULE_OF)]
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:

@@ -155,7 +155,7 @@ def _refuse_model_init(target: Any, options: PatchOptions) -> None:
         )
 
 
-def _refuse_spread_sequences(target: Any) -> None:
+def _refuse_spread_sequences(target: object) -> None:
     """Raise where a trainer's accelerator spreads each sequence over processes."""
     spread = sequence_parallelism(getattr(getattr(target, "accelerator", None), "parallelism_config", None))
     if spread is not None:
@@ -187,7 +187,7 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
                 patch(model, **known.to_dict())
 
 
-def _plan_trainer(target: Any, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
+def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
     """What gives a trainer the fused loss and, over it, a token budget, or takes off the ones that it has."""
     set_loss = _plan_loss(target, loss)
     set_budget = _plan_budget(target, max_tokens, anew=set_loss is not None)
@@ -200,7 +200,7 @@ def _plan_trainer(target: Any, loss: Loss, max_tokens: int | TokenBudget | None)
     return set_up
 
 
-def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool) -> Callable[[], None]:
+def _plan_budget(target: object, max_tokens: int | TokenBudget | None, *, anew: bool) -> Callable[[], None]:
     if max_tokens is None and kept_on(target, BUDGET) is None:
         return lambda: None
     from fastpack.trainers.budget import plan_budget  # heavy: it imports transformers' trainer
@@ -208,7 +208,7 @@ def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: boo
     return plan_budget(target, max_tokens, anew=anew)
 
 
-def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
+def _plan_loss(target: object, loss: Loss) -> Callable[[], None] | None:
     """None where nothing changes."""
     if isinstance(target, nn.Module) or (loss is None and kept_on(target, FUSED_LOSS) is None):
         return None
@@ -217,7 +217,7 @@ def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     return plan_fused_loss(target, loss)
 
 
-def report(target: Any) -> PatchReport:
+def report(target: object) -> PatchReport:
     """Return what was swapped, which backend serves, what was left alone and why.
 
     For a trainer, the report of the model that it trains.

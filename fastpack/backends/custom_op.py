@@ -37,7 +37,7 @@ def run(backend: str, call: AttentionCall) -> Tensor:
             "config, or leave the model uncompiled."
         )
     packed = call.packed
-    out: Tensor = torch.ops.fastpack.packed_attention(
+    return torch.ops.fastpack.packed_attention(
         call.q,
         call.k,
         call.v,
@@ -50,7 +50,6 @@ def run(backend: str, call: AttentionCall) -> Tensor:
         call.softcap,
         backend,
     )
-    return out
 
 
 @torch.library.custom_op("fastpack::packed_attention", mutates_args=())

@@ -114,8 +114,7 @@ def run(call: AttentionCall) -> Tensor:
         keywords["dropout_p"] = call.dropout
     out = _function(generation.module)(call.q, call.k, call.v, **keywords)
     # generations 3 and 4 may return (out, log-sum-exp)
-    result: Tensor = out[0] if isinstance(out, tuple) else out
-    return result
+    return out[0] if isinstance(out, tuple) else out
 
 
 def _rejects(generation: Generation, shape: AttentionShape) -> str | None:
@@ -176,5 +175,4 @@ def _import_error(module: str) -> str | None:
 
 @functools.cache
 def _function(module: str) -> Callable[..., Any]:
-    function: Callable[..., Any] = importlib.import_module(module).flash_attn_varlen_func
-    return function
+    return importlib.import_module(module).flash_attn_varlen_func

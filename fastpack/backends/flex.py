@@ -109,8 +109,7 @@ def _softcap(call: AttentionCall, limit: float) -> Callable[..., Tensor]:
     limits = call.packed.memo(("flex softcap", limit, heads), lambda: call.q.new_full((heads,), limit).float())
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        bounded: Tensor = limits[head] * torch.tanh(score / limits[head])
-        return bounded
+        return limits[head] * torch.tanh(score / limits[head])
 
     return score_mod
 

@@ -26,8 +26,7 @@ def rejects(shape: AttentionShape) -> str | None:
 def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``; key/value heads are repeated, since this kernel has no grouped heads."""
     k, v = call.expanded_kv()
-    out: Tensor = _MemEfficient.apply(call.q, k, v, call)
-    return out
+    return _MemEfficient.apply(call.q, k, v, call)
 
 
 class _MemEfficient(torch.autograd.Function):

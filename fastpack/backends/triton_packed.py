@@ -59,8 +59,7 @@ def run(call: AttentionCall) -> Tensor:
         q, scale = q * (-1 if scale else 0), abs(scale) or 1.0
     scores = Scores(scale, call.effective_window, call.softcap)
     rows = rows_of(call.packed.row_count)
-    out: Tensor = _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, rows, scores)
-    return out
+    return _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, rows, scores)
 
 
 @known_once

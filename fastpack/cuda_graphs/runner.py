@@ -21,6 +21,7 @@ from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.hooks import has_hooks
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Forward
 
 WAITING = "the forward before still waits for its backward"
@@ -72,17 +73,10 @@ class GraphRunner:
     recorder: Recorder = field(default_factory=CudaRecorder)
     stats: GraphStats = field(default_factory=GraphStats)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _started_empty, (self.settings, type(self.recorder))
+
     def __post_init__(self) -> None:
-        self._start_empty()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "recorder": type(self.recorder)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, recorder=state["recorder"](), stats=GraphStats())
-        self._start_empty()
-
-    def _start_empty(self) -> None:
         self._stack: Stack | None = None
         self._changes = self._since_change = 0
         self._pending: weakref.ref[Ticket] | None = None
@@ -96,7 +90,7 @@ class GraphRunner:
         self.recorder.clear()
 
     @contextmanager
-    def looking_ahead(self, backbone: Any) -> Iterator[None]:
+    def looking_ahead(self, backbone: ModelLike) -> Iterator[None]:
         """Look at the modules before the lengths are waited for: 2 ms with PEFT, in which the device has work.
 
         A :meth:`run` inside believes what was seen, unless hooks of the backbone itself come in between.
@@ -107,7 +101,7 @@ class GraphRunner:
         finally:
             self._seen = None
 
-    def look_ahead(self, backbone: Any) -> Seen | None:
+    def look_ahead(self, backbone: ModelLike) -> Seen | None:
         """The same for who does not see the call end: what was seen, for :meth:`believe`; None where that is idle.
 
         Whoever runs in between must not touch the modules: it would not be noticed.
@@ -119,11 +113,11 @@ class GraphRunner:
         """Let the run of this very batch, if it comes next, do without a look of its own."""
         self._seen = None if seen is None else seen._replace(packed=packed)
 
-    def _look(self, backbone: Any) -> Seen:
+    def _look(self, backbone: ModelLike) -> Seen:
         stack = self._current_stack(backbone)
         return Seen(stack, stack.state())
 
-    def run(self, backbone: Any, stock: Forward, arguments: dict[str, Any], around: Around | None) -> Any:
+    def run(self, backbone: ModelLike, stock: Forward, arguments: dict[str, Any], around: Around | None) -> Any:
         """The backbone's outputs for a packed batch.
 
         Args:
@@ -155,7 +149,7 @@ class GraphRunner:
 
     def _find_step(
         self,
-        backbone: Any,
+        backbone: ModelLike,
         stock: Forward,
         arguments: Mapping[str, Any],
         packed: PackedSeqLens,
@@ -201,7 +195,7 @@ class GraphRunner:
         self.stats.recordings += found.made
         return found.reason, found.step, request
 
-    def _current_stack(self, backbone: Any) -> Stack:
+    def _current_stack(self, backbone: ModelLike) -> Stack:
         """The modules as they are, with every recording dropped if they are not what they were."""
         stack = self._stack
         self._since_change += 1
@@ -232,7 +226,11 @@ class GraphRunner:
         return "; ".join(["graphs: on", *parts])
 
 
-def why_not_this_call(backbone: Any, arguments: Mapping[str, Any]) -> str | None:
+def _started_empty(settings: GraphSettings, recorder: type[Recorder]) -> GraphRunner:
+    return GraphRunner(settings, recorder())
+
+
+def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str | None:
     """Why a call can't be served from a recording, whatever the model; or None."""
     if not torch.is_grad_enabled():
         return "no gradient is wanted"
@@ -264,7 +262,7 @@ def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
 
 
 def _runner(
-    backbone: Any, stock: Forward, settings: Mapping[str, Any], around: Around | None
+    backbone: ModelLike, stock: Forward, settings: Mapping[str, Any], around: Around | None
 ) -> Callable[[Tensor, PackedSeqLens], Any]:
     """What is recorded: the stock forward from embeddings on."""
 

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpack.utils.hooks import checkpointing, has_hooks, hooks_for_every_module
 from fastpack.utils.modules import decoder_layers
+from fastpack.utils.protocols import AdapterLike, ModelLike
 
 _HELD = ("_modules", "_parameters", "_buffers")
 _NUMBERS = ("dropout", "eps", "scal", "multiplier", "window", "softcap", "top_k", "jitter")
@@ -37,7 +38,7 @@ class Stack:
         backbone: a transformers decoder. Its own forward and hooks run outside a recording, and don't matter.
     """
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: ModelLike) -> None:
         outside = {id(module) for module in backbone.get_input_embeddings().modules()}
         self.backbone = backbone
         self.modules: list[Any] = [m for m in backbone.modules() if id(m) not in outside]
@@ -124,7 +125,7 @@ class Stack:
         """True where the reentrant kind of checkpointing is in force."""
         return any(m.gradient_checkpointing and checkpointing(m) == "reentrant" for m in self._checkpointed)
 
-    def work(self, backbone: Any) -> float:
+    def work(self, backbone: ModelLike) -> float:
         """Floating-point operations of a token's forward and backward in an average layer.
 
         Two for each weight forward, two for the gradient of the input, and two more for that of a weight that is
@@ -199,7 +200,7 @@ _requires_grad = attrgetter("requires_grad")
 _tensor_hooks = attrgetter("_backward_hooks")
 
 
-def _adapter_state(module: Any) -> Hashable:
+def _adapter_state(module: AdapterLike) -> Hashable:
     """Of a PEFT layer: which adapters act, and how."""
     active = module.active_adapter
     scaling = getattr(module, "scaling", None)

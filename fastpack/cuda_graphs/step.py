@@ -323,8 +323,7 @@ def only_hidden_states(outputs: Any) -> Tensor:
     more = [name for name, value in outputs.items() if value is not None and name != "last_hidden_state"]
     if more:
         raise CaptureRefusedError(f"it also returns {', '.join(more)}")
-    hidden: Tensor = outputs.last_hidden_state
-    return hidden
+    return outputs.last_hidden_state
 
 
 def _uncached_autocast(device: torch.device) -> torch.autocast:

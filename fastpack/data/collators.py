@@ -83,7 +83,7 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
     return _WithPackedSeqLens(collator)
 
 
-def stock_collator(collator: Any) -> Any:
+def stock_collator(collator: object) -> Any:
     """The collator that makes the batches, inside :func:`with_packed_seq_lens` where it was wrapped in it."""
     while isinstance(collator, _WithPackedSeqLens):
         collator = collator.collator

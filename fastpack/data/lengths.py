@@ -28,7 +28,7 @@ Ids are counted wherever there are some: a ``length`` beside them may be of word
 _ROWS = 1000
 
 
-def lengths_of(dataset: Any, *, max_length: int | None = None) -> list[int]:
+def lengths_of(dataset: object, *, max_length: int | None = None) -> list[int]:
     """Tokens of each example, which :func:`plan_batches` and :class:`TokenBudgetSampler` plan from.
 
     The ids are counted, as they are: padding among them counts. Of a pair both sides do: ``2 * prompt + chosen +

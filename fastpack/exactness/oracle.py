@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
 from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, is_half, middle, verdict_of
+from fastpack.families.registry import FAMILIES
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.signatures import accepted
 
 DRAWS = 3
@@ -31,8 +33,14 @@ CHOOSES = ("expert", "router", "moe", "topk", "indexer")
 LEAKS = 1e-2
 """How far off the control must be at least: it sees everything that comes before."""
 CHECKPOINTED = "restarting positions"
-SHARED_STATES = ("gemma3n_text", "gemma4_text")
-"""Their layers share keys and values through keywords, which reentrant checkpointing loses, stock too."""
+
+
+def checkpointings(model: ModelLike) -> tuple[bool, ...]:
+    """The kinds of checkpointing that a model of transformers has: torch's and, True, its reentrant kind."""
+    if not model.supports_gradient_checkpointing:
+        return ()
+    family = FAMILIES.get(model.config.model_type)
+    return (False,) if family is not None and family.shares_states else (False, True)
 
 
 def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any) -> Result:
@@ -200,16 +208,14 @@ class Oracle:
             return None
         return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
 
-    def prove(self, model: Any) -> Proof:
+    def prove(self, model: ModelLike) -> Proof:
         """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
 
         It knows of the packing of its batches, as a patched model does, and is in training mode.
         """
         errors = {kind: self._error_of_kind(model, kind) for kind in INPUT_KINDS}
         control = self._control(model)
-        for reentrant in (False, True):
-            if not model.supports_gradient_checkpointing or (reentrant and model.config.model_type in SHARED_STATES):
-                continue
+        for reentrant in checkpointings(model):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads()

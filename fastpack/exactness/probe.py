@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fastpack.errors import PatchError
 from fastpack.exactness.rounding import Nudge, moved_by
 from fastpack.exactness.rule import largest, middle, relative, worst
+from fastpack.utils.protocols import ConfigLike, ModelLike
 
 SKETCH = 1 << 16
 """A weight's gradient of more elements is kept as so many sums of its elements under random signs: norms of it, and of
@@ -117,7 +118,7 @@ class Probe:
     entering: dict[Nudge | None, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, model: nn.Module, backbone: Any, lengths: Sequence[int], seed: int) -> Probe:
+    def of(cls, model: nn.Module, backbone: ModelLike, lengths: Sequence[int], seed: int) -> Probe:
         """Choose the tokens.
 
         Raises:
@@ -252,7 +253,7 @@ class Probe:
         return total
 
 
-def _special_tokens(config: Any) -> list[int]:
+def _special_tokens(config: ConfigLike) -> list[int]:
     """Return ids of padding, ends of texts (a list of them in Llama 3), images and the like."""
     named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]

@@ -41,7 +41,7 @@ class Runs:
     """
 
     probes: Sequence[Probe]
-    head: Any
+    head: nn.Module
     stock: Callable[[], AbstractContextManager[Any]]
     choosers: Sequence[nn.Module]
 

@@ -42,6 +42,7 @@ from fastpack.exactness.special import (
     VOCAB,
     WINDOW,
 )
+from fastpack.utils.protocols import ConfigLike
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -322,7 +323,7 @@ def _small_rope(rope: Mapping[str, Any], narrower: float) -> dict[str, Any]:
     return small
 
 
-def _random(name: str, value: Any) -> bool:
+def _random(name: str, value: object) -> bool:
     return type(value) in (int, float) and any(word in name for word in RANDOM)
 
 
@@ -332,7 +333,7 @@ def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
     return {name: VOCAB - 1 - i for i, name in enumerate(names) if isinstance(values[name], int)}
 
 
-def _picked_layers(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+def _picked_layers(config: ConfigLike, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return two layers of each kind out of the config's pattern, in their order: every list that has an entry a layer,
     and every list that names layers by their numbers."""
     count = getattr(config, "num_hidden_layers", 0)

@@ -47,7 +47,12 @@ _KDA = MixerSpec(scan="kda")
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
     """A decoder without its encoder: attention is packed, positions are counted from 0 in each row."""
     return Family(
-        model_type, f"{name}Decoder", (f"{name}Attention",), package=package, mixers={f"{name}{positions}": _STOCK}
+        model_type,
+        f"{name}Decoder",
+        (f"{name}Attention",),
+        package=package,
+        mixers={f"{name}{positions}": _STOCK},
+        unshifted=f"{name}ForCausalLM",
     )
 
 
@@ -291,6 +296,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "bigbird_pegasus",
         "BigBirdPegasusDecoder",
         mixers={"BigBirdPegasusDecoderAttention": _MASKED, "BigBirdPegasusLearnedPositionalEmbedding": _STOCK},
+        unshifted="BigBirdPegasusForCausalLM",
     ),
     Family(
         "bloom",
@@ -304,7 +310,12 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     Family("gpt_neox_japanese", "GPTNeoXJapaneseModel", mixers={"GPTNeoXJapaneseAttention": _MASKED}),
     Family("gptj", "GPTJModel", mixers={"GPTJAttention": _MASKED}),
     Family("mpt", "MptModel", mixers={"MptAttention": MixerSpec("hidden", kept=("position_bias",))}),
-    Family("mvp", "MvpDecoder", mixers={"MvpAttention": _MASKED, "MvpLearnedPositionalEmbedding": _STOCK}),
+    Family(
+        "mvp",
+        "MvpDecoder",
+        mixers={"MvpAttention": _MASKED, "MvpLearnedPositionalEmbedding": _STOCK},
+        unshifted="MvpForCausalLM",
+    ),
     Family("openai-gpt", "OpenAIGPTModel", package="openai", mixers={"Attention": _STOCK}, unmasked=True),
     Family(
         "trocr",
@@ -314,6 +325,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "TrOCRLearnedPositionalEmbedding": _STOCK,
             "TrOCRSinusoidalPositionalEmbedding": _STOCK,
         },
+        unshifted="TrOCRForCausalLM",
     ),
     Family("xglm", "XGLMModel", mixers={"XGLMAttention": _MASKED}),
     _old_bert("megatron-bert", "MegatronBert", package="megatron_bert"),
@@ -326,8 +338,8 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     _bart("blenderbot-small", "BlenderbotSmall", package="blenderbot_small"),
     _bart("marian", "Marian", "SinusoidalPositionalEmbedding"),
     _bart("mbart", "MBart"),
-    _bart("musicgen", "Musicgen", "SinusoidalPositionalEmbedding"),
-    _bart("musicgen_melody", "MusicgenMelody", "SinusoidalPositionalEmbedding"),
+    replace(_bart("musicgen", "Musicgen", "SinusoidalPositionalEmbedding"), unshifted=""),
+    replace(_bart("musicgen_melody", "MusicgenMelody", "SinusoidalPositionalEmbedding"), unshifted=""),
     _bart("pegasus", "Pegasus", "SinusoidalPositionalEmbedding"),
     _bart("plbart", "PLBart"),
     _bart("whisper", "Whisper", "PositionalEmbedding"),
@@ -337,5 +349,5 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     _roberta("roberta-prelayernorm", "RobertaPreLayerNorm", package="roberta_prelayernorm"),
     _roberta("xlm-roberta", "XLMRoberta", package="xlm_roberta"),
     _roberta("xlm-roberta-xl", "XLMRobertaXL", package="xlm_roberta_xl"),
-    _roberta("xmod", "Xmod"),
+    replace(_roberta("xmod", "Xmod"), of_rows=("lang_ids",)),
 )

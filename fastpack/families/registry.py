@@ -17,6 +17,8 @@ from fastpack.utils.classes import stock_class
 
 ALL_FAMILIES = (*FAST_FAMILIES, *VARLEN_FAMILIES, *SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL_FAMILIES}
+UNSHIFTED = frozenset(family.unshifted for family in ALL_FAMILIES if family.unshifted)
+"""Class names of heads whose own loss compares each token's logits with the label in the same place."""
 
 
 def family_of(backbone: nn.Module) -> Family | None:

@@ -9,8 +9,8 @@ from fastpack.families.spec import Family
 
 REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("big_bird", "BigBirdModel", repadded=True),
-    Family("blt", "BltModel", repadded=True),
-    Family("cpmant", "CpmAntModel", repadded=True),
+    Family("blt", "BltModel", repadded=True, of_rows=("patch_lengths",)),
+    Family("cpmant", "CpmAntModel", repadded=True, unshifted="CpmAntForCausalLM"),
     Family("fuyu", "FuyuModel", repadded=True),
     Family("git", "GitModel", repadded=True),
     Family("got_ocr2", "GotOcr2Model", repadded=True),
@@ -20,7 +20,14 @@ REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("mllama", "MllamaTextModel", repadded=True),
     Family("moss_transcribe_diarize", "MossTranscribeDiarizeModel", repadded=True),
     Family("qwen4_exp_text", "Qwen4ExpTextModel", package="qwen4_exp", repadded=True),
-    Family("xlm", "XLMModel", repadded=True),
-    Family("xlnet", "XLNetModel", repadded=True),
+    Family("xlm", "XLMModel", repadded=True, unshifted="XLMWithLMHeadModel", of_rows=("lengths",)),
+    Family(
+        "xlnet",
+        "XLNetModel",
+        repadded=True,
+        unshifted="XLNetLMHeadModel",
+        of_rows=("perm_mask", "input_mask"),
+        switched_off=("use_mems",),
+    ),
     Family("zaya", "ZayaModel", repadded=True),
 )

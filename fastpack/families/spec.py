@@ -211,6 +211,15 @@ class Family:
         two_way_marks: an argument ``[B, S]`` that marks, with other numbers than 0, tokens that attend in both
             directions (of images, or of a prompt); or None.
         two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
+        unshifted: class name of a head whose own loss compares each token's logits with the label in the same place,
+            not with the next one (decoders of encoder-decoders, mostly); empty for none.
+        of_rows: names of arguments that speak of rows, which a patched model refuses: of shape ``[B]``,
+            ``[B, patches]`` or ``[B, S, S]``, or a mask the other way round.
+        switched_off: names of keywords that ask for a cache where they are left out, and are passed as False.
+        shares_states: whether layers hand keys and values to later ones through keywords, which reentrant checkpointing
+            loses, stock too.
+        uncounted: whether it runs layers several times or not at all, or has products that no module shows: there is no
+            formula for its operations.
         routers: class names of the modules in whose forward experts are chosen for each token, by ``torch.topk`` or
             ``max``: choices flip with rounding, and comparisons hold them.
         fast: the classes that get fast forwards, and what each computes (:mod:`fastpack.families.forms`): where its
@@ -235,6 +244,11 @@ class Family:
     mask_window: str | None = None
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None
+    unshifted: str = ""
+    of_rows: tuple[str, ...] = ()
+    switched_off: tuple[str, ...] = ()
+    shares_states: bool = False
+    uncounted: bool = False
     routers: tuple[str, ...] = ()
     fast: Mapping[str, Spec] = field(default_factory=dict)
     earlier: Mapping[str, Spec] = field(default_factory=dict)

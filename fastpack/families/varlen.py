@@ -57,6 +57,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "DbrxModel",
         ("DbrxAttention",),
         routers=("DbrxFFN",),
+        uncounted=True,
         since=((5, 15), "has a router as wide as its experts, and can't run"),
     ),
     Family(
@@ -66,8 +67,14 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         fast=named("DeepseekV2", **LLAMA_PARTS),
         routers=("DeepseekV2TopkRouter",),
     ),
-    Family("diffllama", "DiffLlamaModel", ("DiffLlamaAttention",), fast=named("DiffLlama", **LLAMA_PARTS)),
-    Family("dory", "DoryModel", ("DoryAttention",)),
+    Family(
+        "diffllama",
+        "DiffLlamaModel",
+        ("DiffLlamaAttention",),
+        uncounted=True,
+        fast=named("DiffLlama", **LLAMA_PARTS),
+    ),
+    Family("dory", "DoryModel", ("DoryAttention",), uncounted=True),
     Family(
         "flint",
         "FlintModel",
@@ -96,6 +103,7 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         "longcat_flash",
         "LongcatFlashModel",
         ("LongcatFlashMLA",),
+        uncounted=True,
         fast=named("LongcatFlash", **LLAMA_PARTS),
         routers=("LongcatFlashTopkRouter",),
     ),

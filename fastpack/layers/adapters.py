@@ -19,6 +19,7 @@ from fastpack.errors import PatchError
 from fastpack.ops.linear.parts import Lora, Projection, product_dtype
 from fastpack.utils.classes import stock_class
 from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.sharding import is_gathered, is_partitioned
 
 
@@ -108,23 +109,22 @@ def refuse_rows_at_the_door(model: nn.Module) -> None:
         refuse_rows(itertools.islice((m for m in model.modules() if _base_layer(m) is not None), 1))
 
 
-def _may_read_rows(config: Any) -> bool:
+def _may_read_rows(config: ConfigLike) -> bool:
     package = method_of(config).lower()
     return package in (*_TUNERS_BY_ROWS, "xlora") or getattr(config, "alora_invocation_tokens", None) is not None
 
 
-def method_of(config: Any) -> str:
+def method_of(config: ConfigLike) -> str:
     """PEFT's name of the method of one of its configs: ``LORA``, ``PREFIX_TUNING``."""
     found = getattr(config, "peft_type", "")
-    name: str = getattr(found, "value", found)
-    return name
+    return getattr(found, "value", found)
 
 
 _TUNERS_BY_ROWS = {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}
 """PEFT's packages all of whose adapters read rows, and their names here."""
 
 
-def _reads_rows(module: Any) -> str | None:
+def _reads_rows(module: nn.Module) -> str | None:
     """The name of the adapter in force on a layer that depends on the rows of a batch, or None."""
     if _base_layer(module) is None or getattr(module, "disable_adapters", False):
         return None

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fastpack.attention_dispatch import AttentionCall, attend
@@ -23,6 +23,7 @@ from fastpack.ops.autograd import as_row
 from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.protocols import AttentionLike
 from fastpack.utils.replacement import Replacement
 
 
@@ -30,7 +31,7 @@ def attention_forward(
     patched: Replacement[AnyAttentionSpec, Runtime],
     hidden_states: Tensor,
     position_embeddings: Tables | None = None,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     *,
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
@@ -40,13 +41,12 @@ def attention_forward(
     packed_seq_lens = runtime.packing_of(module, packed_seq_lens)
     require_packing(module, packed_seq_lens, attention_mask)
     if packed_seq_lens is None:
-        result: tuple[Tensor, Tensor | None] = patched.stock(
+        return patched.stock(
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             **kwargs,
         )
-        return result
     count = packed_seq_lens.row_count
     projected, _ = project_qkv(module, spec, runtime, hidden_states.squeeze(0), row_count=count)
     shared = kwargs.get("shared_kv_states")
@@ -56,11 +56,11 @@ def attention_forward(
 
 
 def project_qkv(
-    module: Any,
+    module: AttentionLike,
     spec: AnyAttentionSpec,
     runtime: Runtime,
     x: Tensor,
-    norm: Any = None,
+    norm: nn.Module | None = None,
     row_count: RowCount | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """The projections of ``norm(x)``, x ``[T, hidden]``: those to queries, keys and values ``[T, heads * D]``, or the
@@ -76,7 +76,7 @@ def project_qkv(
 
 
 def attend_heads(
-    module: Any,
+    module: AttentionLike,
     spec: AnyAttentionSpec,
     runtime: Runtime,
     projected: list[Tensor],
@@ -111,17 +111,19 @@ def attend_heads(
     return out if gate is None else out * torch.sigmoid(gate)
 
 
-def drop(module: Any, name: str | None, x: Tensor) -> Tensor:
+def drop(module: nn.Module, name: str | None, x: Tensor) -> Tensor:
     """Dropout with the probability of that name, where the module has one and trains."""
     return F.dropout(x, getattr(module, name)) if drops(module, name) else x  # type: ignore[arg-type]
 
 
-def drops(module: Any, name: str | None) -> bool:
+def drops(module: nn.Module, name: str | None) -> bool:
     """Whether :func:`drop` does anything."""
     return name is not None and bool(module.training and getattr(module, name))
 
 
-def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _heads(
+    module: AttentionLike, spec: AttentionSpec, projected: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, where the whole projection is normalised so already; and
     a gate ``[T, H * D]``, or None."""
     head_dim = module.head_dim
@@ -142,7 +144,7 @@ def _heads(module: Any, spec: AttentionSpec, projected: list[Tensor]) -> tuple[T
     return q, k if spec.key_scale is None else k * getattr(module, spec.key_scale), v, gate
 
 
-def _tables(module: Any, spec: AttentionSpec, given: Tables | None) -> Tables | None:
+def _tables(module: nn.Module, spec: AttentionSpec, given: Tables | None) -> Tables | None:
     """cos and sin as the ops take them, ``[T, R]``; None for a layer without positions."""
     if given is None or (spec.rope_if and not any(_holds(module, name) for name in spec.rope_if)):
         return None
@@ -154,9 +156,9 @@ def _tables(module: Any, spec: AttentionSpec, given: Tables | None) -> Tables | 
     return cos, sin
 
 
-def _holds(module: Any, name: str) -> bool:
+def _holds(module: nn.Module, name: str) -> bool:
     return not getattr(module, name[1:]) if name.startswith("!") else bool(getattr(module, name))
 
 
-def _read(module: Any, name: str | None) -> Any:
+def _read(module: nn.Module, name: str | None) -> Any:
     return None if name is None else attrgetter(name)(module)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.families.spec import DecoderSpec
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
 from fastpack.layers.projections import fast_forward, project_modules
@@ -23,6 +23,7 @@ from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.hooks import carries_hooks, checkpointing, has_hooks
+from fastpack.utils.protocols import LayerLike
 from fastpack.utils.replacement import Replacement
 
 
@@ -31,7 +32,7 @@ def decoder_forward(
     hidden_states: Tensor,
     *args: Any,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: Any = None,
+    attention_mask: object = None,
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -51,8 +52,7 @@ def decoder_forward(
     require_packing(layer, packed_seq_lens, attention_mask)
     run = functools.partial(_run, layer, patched.spec, runtime, attention.spec, position_embeddings, packed_seq_lens)
     if layer.gradient_checkpointing and layer.training and _checkpoints_in_forward(type(layer)):
-        out: Tensor = layer._gradient_checkpointing_func(run, hidden_states)
-        return out
+        return layer._gradient_checkpointing_func(run, hidden_states)
     return run(hidden_states)
 
 
@@ -61,7 +61,7 @@ def _checkpoints_in_forward(cls: type) -> bool:
     return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
 
 
-def _is_run_again(layer: Any) -> bool:
+def _is_run_again(layer: LayerLike) -> bool:
     """True where torch's checkpointing runs this very layer again for its backward, which never reads the result.
 
     The innermost saved-tensor hooks are then those of the recomputation. In a first forward inside the recomputation of
@@ -84,10 +84,10 @@ def _is_run_again(layer: Any) -> bool:
 
 
 def _run(
-    layer: Any,
+    layer: LayerLike,
     spec: DecoderSpec,
     runtime: Runtime,
-    attention: Any,
+    attention: AnyAttentionSpec,
     position_embeddings: tuple[Tensor, Tensor] | None,
     packed: PackedSeqLens,
     hidden_states: Tensor,
@@ -108,7 +108,7 @@ def _run(
 
 
 def _run_mlp(
-    layer: Any, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: Any, count: RowCount | None
+    layer: LayerLike, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: nn.Module | None, count: RowCount | None
 ) -> Tensor:
     """x ``[T, hidden]`` and its MLP's, or its experts', result added."""
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
@@ -129,7 +129,9 @@ def _run_mlp(
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 
 
-def _added(layer: Any, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: Any) -> Tensor:
+def _added(
+    layer: LayerLike, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: nn.Module | None
+) -> Tensor:
     """x plus what a branch gave, normalised, dropped out and scaled where the family does so."""
     if norm is not None:
         out = getattr(layer, norm)(out[None])[0]
@@ -138,11 +140,11 @@ def _added(layer: Any, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | No
     return x + (out if spec.residual_scale is None else out * getattr(layer, spec.residual_scale))
 
 
-def _child(layer: Any, name: str | None) -> Any:
+def _child(layer: LayerLike, name: str | None) -> Any:
     return None if name is None else getattr(layer, name)
 
 
-def _dropouts(layer: Any, spec: DecoderSpec) -> tuple[Any, Any]:
+def _dropouts(layer: LayerLike, spec: DecoderSpec) -> tuple[Any, Any]:
     """The dropout modules behind attention and MLP, None where they do nothing."""
     if spec.dropouts is None:
         return None, None
@@ -150,7 +152,7 @@ def _dropouts(layer: Any, spec: DecoderSpec) -> tuple[Any, Any]:
     return first, second
 
 
-def _is_idle(module: Any) -> bool:
+def _is_idle(module: nn.Module) -> bool:
     """True for a dropout that does nothing, and that nobody watches."""
     drops = type(module) is not nn.Identity and (type(module) is not nn.Dropout or (module.training and module.p))
     return not drops and not carries_hooks(module)

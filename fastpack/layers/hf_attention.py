@@ -16,6 +16,7 @@ from fastpack.packing.context import PackingContext
 from fastpack.packing.mask import require_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
+from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Forward
 
 INTERFACE_PREFIX = "fastpack_"
@@ -30,11 +31,11 @@ SCOPE = "_fastpack_scope"
 
 def packed_interface(
     attention: str,
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: object,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -62,10 +63,7 @@ def packed_interface(
         stock = stock_interface(module)
         modifiers = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
         given = {name: what for name, what in modifiers.items() if what is not None}
-        result: tuple[Tensor, Tensor | None] = stock(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs
-        )
-        return result
+        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs)
     unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
     if unknown or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise PatchError(
@@ -87,7 +85,7 @@ def packed_interface(
         ),
         attention,
     )
-    return out.contiguous()[None], None  # as stock implementations return it: AFMoE takes a view of it
+    return out.contiguous()[None], None  # as stock implementations return it: some take a view of it
 
 
 def stock_config(module: nn.Module) -> Any:
@@ -95,7 +93,7 @@ def stock_config(module: nn.Module) -> Any:
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
-def private_config(config: Any, attention: str, scope: PackingContext | None) -> Any:
+def private_config(config: ConfigLike, attention: str, scope: PackingContext | None) -> Any:
     """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
     private = copy.copy(config)
     setattr(private, _SEEN, dict(vars(config)))
@@ -105,7 +103,7 @@ def private_config(config: Any, attention: str, scope: PackingContext | None) ->
     return private
 
 
-def follow_stock_config(private: Any) -> None:
+def follow_stock_config(private: object) -> None:
     """Take over what was changed since in the config that a private one stands for; what was set on that one stays."""
     mine = vars(private)
     seen = mine[_SEEN]
@@ -116,15 +114,14 @@ def follow_stock_config(private: Any) -> None:
                 mine[name] = value
 
 
-def stock_interface(module: Any) -> Forward:
+def stock_interface(module: nn.Module) -> Forward:
     """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
     name = stock_config(module)._attn_implementation
     file = sys.modules[stock_class(module).__module__]
     eager = eager_function(file)
     if eager is None and name in (None, "eager"):
         raise PatchError(f"{type(module).__name__} has no eager attention; load it with attn_implementation='sdpa'.")
-    found: Forward = attention_table(file).get_interface(name, eager)
-    return found
+    return attention_table(file).get_interface(name, eager)
 
 
 def interface_name(attention: str) -> str:

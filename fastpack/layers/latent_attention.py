@@ -15,9 +15,10 @@ from fastpack.layers.projections import project_modules
 from fastpack.layers.rope import repeated
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.rope import apply_rope
+from fastpack.utils.protocols import AttentionLike
 
 
-def first_projections(module: Any) -> tuple[str, str]:
+def first_projections(module: AttentionLike) -> tuple[str, str]:
     """Names of those that read the layer's input: to queries or their latent, and to the latent of keys and values."""
     return ("q_proj" if module.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
 

@@ -32,7 +32,7 @@ _ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
 """By ``casting_mode``."""
 
 
-def is_drop_in(module: Any, forward: Any, spec: NormSpec | MlpSpec) -> bool:
+def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> bool:
     """Whether a forward that was bound to a module, whose class computes ``spec``, computes the same."""
     function = getattr(forward, "__func__", None)
     if function is None or forward.__self__ is not module:
@@ -44,7 +44,7 @@ def is_drop_in(module: Any, forward: Any, spec: NormSpec | MlpSpec) -> bool:
     return place in _MLPS and activation_kind(activation) == _MLPS[place]
 
 
-def stands_for(module: nn.Module, forward: Any, spec: Spec, backbone: nn.Module) -> bool:
+def stands_for(module: nn.Module, forward: object, spec: Spec, backbone: nn.Module) -> bool:
     """Whether ours may stand where a drop-in stands in this model."""
     known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
     return known and _keeps_dtype(module, spec, backbone)
@@ -65,7 +65,7 @@ def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
     return MlpSpec(gate_up=("gate_up_proj",) if together else ("gate_proj", "up_proj"), activation=None)
 
 
-def _keeps_dtype(module: Any, spec: Spec, backbone: Any) -> bool:
+def _keeps_dtype(module: nn.Module, spec: Spec, backbone: Any) -> bool:
     """Whether the family's own norm would not promote its input, which Liger's never does."""
     return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
 
@@ -76,7 +76,7 @@ def count_unknown(backbone: nn.Module) -> int:
     return sum(KEPT_FORWARD not in module.__dict__ for module in own)
 
 
-def _place(function: Any) -> tuple[str, str]:
+def _place(function: object) -> tuple[str, str]:
     """Where a function was written; nowhere, where it wraps another."""
     if hasattr(function, "__wrapped__"):
         return "", ""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,7 +26,7 @@ def mlp_forward(patched: Replacement[MlpSpec, Runtime], x: Tensor) -> Tensor:
 
 
 def mlp_block(
-    module: Any,
+    module: nn.Module,
     spec: MlpSpec,
     runtime: Runtime,
     x: Tensor,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.projections import read_norm
@@ -20,7 +20,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 def normalise_and_turn(
-    module: Any, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: Tables | None
+    module: nn.Module, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: Tables | None
 ) -> tuple[Tensor, Tensor]:
     """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions.
 
@@ -47,7 +47,7 @@ def normalise_and_turn(
     return q, k
 
 
-def _each(norm: Any, x: Tensor) -> Tensor:
+def _each(norm: nn.Module, x: Tensor) -> Tensor:
     """x ``[T, heads, D]`` through a module, which isn't called for no heads."""
     return norm(x) if x.shape[1] else x
 

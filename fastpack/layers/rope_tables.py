@@ -25,7 +25,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 """The rope types whose frequencies depend on the length."""
 
 
-def depends_on_length(module: Any) -> bool:
+def depends_on_length(module: nn.Module) -> bool:
     """True for a rotary module whose frequencies do."""
     rope_type = getattr(module, "rope_type", None)
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
@@ -78,8 +78,7 @@ def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids:
     module = patched.owner
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
     if len(rows) != 1 and bool((rows != rows[:1]).any()):
-        result: tuple[Tensor, Tensor] = patched.stock(x, position_ids)
-        return result
+        return patched.stock(x, position_ids)
     positions = rows[0].long()
     sequence = torch.zeros_like(positions)
     torch.cumsum(positions.diff() <= 0, 0, out=sequence[1:])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from torch import nn
 
 from fastpack.ops.implementation import Implementation
 from fastpack.packing.context import PackingContext
@@ -24,6 +25,6 @@ class Runtime:
     kernels: Implementation = "auto"
     context: PackingContext | None = None
 
-    def packing_of(self, module: Any, packed: PackedSeqLens | None) -> PackedSeqLens | None:
+    def packing_of(self, module: nn.Module, packed: PackedSeqLens | None) -> PackedSeqLens | None:
         """The packing that came by keyword, else that of the context; None where the stock path runs."""
         return self.context.required(module) if packed is None and self.context is not None else packed

@@ -6,13 +6,13 @@ Shape suffixes: T tokens, H query heads, K key/value heads, D head size, R rotat
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any
 
 from torch import Tensor
 
 from fastpack.families.spec import AttentionSpec
 from fastpack.layers.rope import normalise_and_turn
 from fastpack.layers.runtime import Runtime
+from fastpack.utils.protocols import AttentionLike
 
 SharedStates = MutableMapping[str, tuple[Tensor, Tensor]]
 """Keys and values ``[1, K, T, D]`` by kind of layer, as upstream has them."""
@@ -20,7 +20,7 @@ _HEADS = AttentionSpec(qk_norm="head")
 _QUERIES = AttentionSpec(qk_norm="head", norms=("q_norm", "q_norm"))  # no keys, whose norm says nothing
 
 
-def projections(module: Any) -> tuple[str, ...]:
+def projections(module: AttentionLike) -> tuple[str, ...]:
     """Names of those that a layer has: to queries, and to keys and values of its own."""
     if module.is_kv_shared_layer:
         return ("q_proj",)
@@ -28,7 +28,11 @@ def projections(module: Any) -> tuple[str, ...]:
 
 
 def heads(
-    module: Any, runtime: Runtime, projected: list[Tensor], tables: tuple[Tensor, Tensor], shared: SharedStates
+    module: AttentionLike,
+    runtime: Runtime,
+    projected: list[Tensor],
+    tables: tuple[Tensor, Tensor],
+    shared: SharedStates,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries ``[T, H, D]``, keys and values ``[T, K, D]``.
 

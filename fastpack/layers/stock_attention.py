@@ -33,7 +33,7 @@ _TRANSFORMERS_SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_fo
 _TRAIN_UNPATCHED = "train this model unpatched (fastpack.unpatch(model))"
 
 
-def attention_table(file: Any) -> Any:
+def attention_table(file: object) -> Any:
     """Transformers' table of attention functions, as a modelling file reads it.
 
     One that was registered is in every table, one that was assigned (``ALL_ATTENTION_FUNCTIONS[name] = ...``) in that
@@ -46,7 +46,7 @@ def _mask_table() -> Any:
     return sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS
 
 
-def eager_function(file: Any) -> Any:
+def eager_function(file: object) -> Any:
     """The eager attention of a modelling file; None where it has none."""
     return getattr(file, "eager_attention_forward", None)
 
@@ -98,7 +98,7 @@ class StockAttention:
                     found = found or self._in_table(config._attn_implementation, file)
         return found
 
-    def _in_table(self, name: str | None, file: Any) -> str | None:
+    def _in_table(self, name: str | None, file: object) -> str | None:
         table, eager = attention_table(file), eager_function(file)
         function = table.get(name, eager)
         foreign = function if not _is_own(function) else None
@@ -144,12 +144,12 @@ def _several_processes() -> bool:
 
 
 @constant
-def _is_own(function: Any) -> bool:
+def _is_own(function: object) -> bool:
     return function is None or package_of(function) in _OWN
 
 
 @known_once
-def _helpers(function: Any) -> tuple[str, ...]:
+def _helpers(function: object) -> tuple[str, ...]:
     """The functions of its file that one of transformers' calls: flash attention's does all of its work in another."""
     if package_of(function) != "transformers" or not hasattr(function, "__globals__"):
         return ()
@@ -158,7 +158,7 @@ def _helpers(function: Any) -> tuple[str, ...]:
 
 
 @constant
-def _say_sdpa(function: Any) -> str:
+def _say_sdpa(function: object) -> str:
     return (
         f"torch.nn.functional.scaled_dot_product_attention is {place_of(function)} now, not torch's, and a patched "
         f"model would not attend by it. {_IF_SPREAD} If it computes the same, put torch's back "
@@ -181,7 +181,7 @@ def _say_mode(mode: type) -> str | None:
 
 
 @constant
-def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any], ...], assigned: bool) -> str:
+def _say_function(function: object, name: str | None, others: tuple[tuple[str, Any], ...], assigned: bool) -> str:
     own = [other for other, its in others if other != name and _is_own(its)]
     if own:
         mend = f"call model.set_attn_implementation({own[0]!r})"
@@ -199,7 +199,7 @@ def _say_function(function: Any, name: str | None, others: tuple[tuple[str, Any]
 
 
 @constant
-def _say_masks(function: Any, name: str | None) -> str:
+def _say_masks(function: object, name: str | None) -> str:
     return (
         f"the masks of attn_implementation={name!r} are made by {place_of(function)}, which is not transformers' own, "
         "and a patched model builds no masks. Take it out of transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "

@@ -20,6 +20,7 @@ from fastpack.errors import PatchError
 from fastpack.families.spec import AttentionSpec, LatentAttentionSpec, MixerSpec, SharedAttentionSpec
 from fastpack.layers.hf_attention import stock_config
 from fastpack.utils.classes import mentions, stock_class
+from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import replacement_on
 
 Form = Any
@@ -32,7 +33,7 @@ _EARLIER = {"mamba": "linear_attention", "attention": FULL}
 """What some configs call them before transformers 5.13."""
 
 
-def window_of(module: Any, form: Form) -> int | None:
+def window_of(module: nn.Module, form: Form) -> int | None:
     """The window that an attention module has of its own."""
     if not isinstance(form, AttentionSpec) and not hasattr(module, "sliding_window"):
         forward = inspect.unwrap(stock_class(module).forward)
@@ -47,7 +48,7 @@ def window_of(module: Any, form: Form) -> int | None:
     return window if isinstance(window, int) else None
 
 
-def masked_size(module: Any, spec: MixerSpec, name: str | None, kind: str) -> int | None:
+def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str) -> int | None:
     """The size of a mixer's window or chunk that its mask alone holds, in layers that have one.
 
     Args:
@@ -56,8 +57,7 @@ def masked_size(module: Any, spec: MixerSpec, name: str | None, kind: str) -> in
     """
     if name is None:
         return None
-    config = module.config
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(module.config, "layer_types", None)
     size: int | None = attrgetter(name)(module)
     return size if kinds is None or spec.in_every_layer or kinds[module.layer_idx] == kind else None
 
@@ -102,7 +102,7 @@ def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
         yield from itertools.islice(filter(None, misfits), 1)
 
 
-def _masks_by_place(owner: Any) -> bool:
+def _masks_by_place(owner: nn.Module) -> bool:
     """Return True where a module picks the mask of each of its layers by the layer's place in the config's list."""
     return mentions(owner, "layer_types") or mentions(owner, "layers_block_type")
 
@@ -114,7 +114,7 @@ def _configs(backbone: Any, owner: Any) -> list[Any]:
     return [own] if outer is own else [own, outer]
 
 
-def _misfit(config: Any, name: str, module: Any, form: Form, place: int) -> Misfit | None:
+def _misfit(config: ConfigLike, name: str, module: nn.Module, form: Form, place: int) -> Misfit | None:
     kinds = [_EARLIER.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
     if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
         return None
@@ -224,7 +224,7 @@ def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
     return backbone.get_submodule(".".join(parts[: at - 1])), int(parts[at])
 
 
-def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
+def _kind(module: nn.Module, form: Form, kinds: Any, asked: str) -> str | None:
     """What a module computes as, in the words of ``layer_types``; None where what its place asks for is no matter."""
     if isinstance(form, MixerSpec) and form.mask is None:
         recurrent = next((kind for kind in kinds if kind in _RECURRENT), None)
@@ -235,5 +235,5 @@ def _kind(module: Any, form: Form, kinds: Any, asked: str) -> str | None:
         return kinds[at] if masked and at is not None and at < len(kinds) else None
     of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
     if asked not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
-        return None  # MiniMax masks what its config calls full by a window
+        return None  # such configs may call full what is masked by a window
     return FULL if window_of(module, form) is None else SLIDING

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.families.spec import Family
 from fastpack.layers.adapters import refuse_rows_at_the_door
@@ -28,6 +28,7 @@ from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import pack_inputs, take_packing
 from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import accepted, bind, shape_of, source_of, wants_tuple
 
@@ -72,7 +73,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
     refuse_adapters(backbone, (), arguments)
-    arguments.pop("logits_to_keep", None)  # Gemma 4 leaves out layers' tokens by it, which were those of a row
+    arguments.pop("logits_to_keep", None)  # some leave out layers' tokens by it, which were those of a row
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -109,7 +110,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
             nullcontext() if context is None else context.around(backbone, run),
         ):
             if family.repadded:
-                outputs = repadded_forward(backbone, patched.stock, arguments, packed)
+                outputs = repadded_forward(backbone, family, patched.stock, arguments, packed)
             else:
                 outputs = patched.stock(**arguments)
     if shared is not None:
@@ -118,7 +119,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     return outputs.to_tuple() if as_tuple else outputs
 
 
-def refuse_adapters(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise where PEFT has put adapters on a patched module that read the rows of a batch, unless it runs as stock."""
     if "peft_config" not in module.__dict__ or torch.compiler.is_compiling():
         return
@@ -146,7 +147,7 @@ def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: 
 
 
 def _embedded(
-    backbone: Any, arguments: Mapping[str, Any], packed: PackedSeqLens
+    backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens
 ) -> tuple[Tensor | None, Tensor | None]:
     """Ids or embeddings of the real tokens, whichever the backbone is to start from."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
@@ -166,7 +167,7 @@ def _embedded(
     return ids, None
 
 
-def adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
+def adds_noise(backbone: ModelLike, packed: PackedSeqLens) -> bool:
     # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training

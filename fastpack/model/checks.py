@@ -15,6 +15,7 @@ from fastpack.layers.rope_tables import is_served
 from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions
+from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.replacement import PreHook, replacement_on
 from fastpack.utils.signatures import shape_of
 
@@ -38,13 +39,17 @@ MEDIA = (
 )
 """Images, audio, and what encoders and layers make of them."""
 
-OF_ROWS = ("lang_ids", "lengths", "patch_lengths", "perm_mask", "input_mask")
-"""Arguments of shape ``[B]``, ``[B, patches]`` or ``[B, S, S]``, and a mask the other way round: they speak of rows."""
+
+_ABOUT_ROWS = "that is about its rows, and a patched model runs tokens without rows. Leave it out, or"
+_NOT_COVERED = {
+    ("encoder_hidden_states",): "cross-attention is not covered. Leave it out, or",
+    MEDIA: "images and audio are not covered. Send text only, or",
+}
 
 
-def takes_stock_path(module: Any, arguments: Mapping[str, Any]) -> bool:
-    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were; or
-    XLNet generates."""
+def takes_stock_path(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were, or
+    the tokens of some places alone, as in generating (``target_mapping``)."""
     if has_cache(arguments) or arguments.get("target_mapping") is not None:
         return True
     wants_attentions = arguments.get("output_attentions")
@@ -114,7 +119,7 @@ def _may_be_packed(arguments: Mapping[str, Any]) -> bool:
     return any(isinstance(length, int) and length > 0 for length in lengths)  # a tensor's is of generation alone
 
 
-def _counts_tokens(cache: Any) -> bool:
+def _counts_tokens(cache: object) -> bool:
     """Return False for a cache of recurrent states alone, which has no length."""
     layers = getattr(cache, "layers", ())
     return not layers or any(hasattr(layer, "get_seq_length") for layer in layers)
@@ -135,29 +140,18 @@ def _refuse_restarts_behind_a_cache(positions: Tensor, mask: Tensor | None, erro
         raise PackingError(error)
 
 
-def refuse_uncovered(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
     """Raise where images, audio, an encoder's states or something about rows came with the batch."""
-    rows = [name for name in OF_ROWS if arguments.get(name) is not None]
-    if rows:
-        raise UnsupportedModelError(
-            f"{', '.join(rows)} came with the batch: that is about its rows, and a patched model runs tokens without "
-            "rows. Leave it out, or train this model unpatched (fastpack.unpatch(model))."
-        )
-    if arguments.get("encoder_hidden_states") is not None:
-        raise UnsupportedModelError(
-            "encoder_hidden_states came with the batch: cross-attention is not covered. Train this model unpatched "
-            "(fastpack.unpatch(model))."
-        )
-    media = [name for name in MEDIA if arguments.get(name) is not None]
-    if media:
-        raise UnsupportedModelError(
-            f"{', '.join(media)} came with the batch: images and audio are not covered. Send text only, or train the "
-            "model unpatched (fastpack.unpatch(model))."
-        )
+    for names, why in ({family.of_rows: _ABOUT_ROWS} | _NOT_COVERED).items():
+        found = [name for name in names if arguments.get(name) is not None]
+        if found:
+            raise UnsupportedModelError(
+                f"{', '.join(found)} came with the batch: {why} train this model unpatched (fastpack.unpatch(model))."
+            )
     _refuse_two_ways(backbone, family, arguments)
 
 
-def _refuse_two_ways(backbone: Any, family: Family, arguments: Mapping[str, Any]) -> None:
+def _refuse_two_ways(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
     """Raise where the batch marks tokens that attend in both directions; where such marks came, the host waits."""
     marks = None if family.two_way_marks is None else arguments.get(family.two_way_marks)
     if marks is None:
@@ -227,8 +221,7 @@ def _padding_id(backbone: nn.Module) -> int | None:
     for module in backbone.modules():
         ours = replacement_on(module)
         if ours is not None and isinstance(ours.spec, MixerSpec) and ours.spec.counts_from is not None:
-            found: int = getattr(module, ours.spec.counts_from)
-            return found
+            return getattr(module, ours.spec.counts_from)
     return None
 
 
@@ -246,7 +239,7 @@ def refuse_windows(window: int | None, packed: PackedSeqLens) -> None:
         )
 
 
-def refuse_pooled_padding(head: Any, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
+def refuse_pooled_padding(head: HeadLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> None:
     """Raise where a sequence classifier would pool a slot of padding, which holds zeros; it waits for the device.
 
     Those of transformers that look for padding pool the last slot whose id is not ``config.pad_token_id``, and the very
@@ -290,13 +283,13 @@ def replica_pre_hook(
     refuse_packed_prompts(args, kwargs)
 
 
-def learns_prompts(module: Any) -> bool:
+def learns_prompts(module: nn.Module) -> bool:
     """True for a wrapper of PEFT's with an adapter that puts virtual tokens before each row."""
     configs = getattr(module, "peft_config", None)
     return isinstance(configs, dict) and any(getattr(each, "is_prompt_learning", False) for each in configs.values())
 
 
-def passes_a_cache(module: Any) -> bool:
+def passes_a_cache(module: nn.Module) -> bool:
     """True where such a wrapper's active prompts are keys and values, which reach the model as a cache."""
     return _kind(module) in _PROMPTS_IN_A_CACHE
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from fastpack.errors import PackingError
 from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
@@ -43,6 +42,7 @@ from fastpack.model.unwrap import find_parts, refuse_strange_backbone
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, is_upstreams, mentions, stock_class
+from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.replacement import (
     Forward,
     PreHook,
@@ -139,7 +139,7 @@ def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
 
 
-def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
+def _loss_on_real_tokens(head: HeadLike, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
     """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them, to
     which it hands on what each token predicts."""
     if arguments.get("labels") is None or packed.padding.batch_shape is None or packed.padding.is_empty:
@@ -154,7 +154,7 @@ def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[st
 
 def head_pre_hook(
     hook: PreHook[Head, ModelRuntime],
-    module: nn.Module,
+    module: HeadLike,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -184,19 +184,19 @@ def head_pre_hook(
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
 
 
-def _graphs_of(backbone: Any) -> GraphRunner | None:
+def _graphs_of(backbone: ModelLike) -> GraphRunner | None:
     runtime = runtime_of(backbone)
     return None if runtime is None else runtime.graphs
 
 
-def _leaves_modules_alone(head: Any, forward: Any) -> bool:
+def _leaves_modules_alone(head: HeadLike, forward: object) -> bool:
     """True where nobody but TRL's own forward runs between our hook on the head and the backbone."""
     alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
     return alone and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
 
 
 def prepare_head(
-    head: Any,
+    head: HeadLike,
     kind: HeadKind,
     runtime: ModelRuntime,
     args: tuple[Any, ...],
@@ -213,8 +213,7 @@ def prepare_head(
         refuse_packed_stock(arguments, take_packing(dict(arguments)))  # which the head may not hand on
         return args, kwargs
     if not torch.compiler.is_compiling():
-        backbone = refuse_strange_backbone(head)
-        of_backbone = runtime_of(backbone)
+        of_backbone = runtime_of(refuse_strange_backbone(head))
         if of_backbone is not None:  # before positions are read, which context parallelism puts in another order
             of_backbone.watch.attention.check()
     packed = arguments["packed_seq_lens"] = pack(
@@ -235,7 +234,7 @@ def prepare_head(
 
 
 def reads_packing(
-    head: Any, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    head: HeadLike, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """True where the packing is read at the head, and not only at the backbone."""
     needs_packing = kind == "sequence_classification" or (
@@ -245,12 +244,12 @@ def reads_packing(
     return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
 
 
-def _balances(head: Any) -> bool:
+def _balances(head: HeadLike) -> bool:
     """True where a head weighs the balance of its experts by the mask."""
     return mentions(head, "load_balancing_loss_func")
 
 
-def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _has_labels(head: HeadLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("labels") is not None:
         return True
     names = parameters(type(head).forward)

@@ -8,39 +8,22 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from fastpack.families.registry import UNSHIFTED
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions, names_in, stock_class
+from fastpack.utils.protocols import HeadLike
 from fastpack.utils.signatures import keeps_some_logits
 
-UNSHIFTED = {
-    "BartForCausalLM",
-    "BigBirdPegasusForCausalLM",
-    "BlenderbotForCausalLM",
-    "BlenderbotSmallForCausalLM",
-    "MBartForCausalLM",
-    "MarianForCausalLM",
-    "MvpForCausalLM",
-    "PLBartForCausalLM",
-    "PegasusForCausalLM",
-    "TrOCRForCausalLM",
-    "WhisperForCausalLM",
-    "CpmAntForCausalLM",
-    "XLMWithLMHeadModel",
-    "XLNetLMHeadModel",
-}
-"""Whose own loss compares each token's logits with the label in the same place: decoders of encoder-decoders, and three
-more."""
 
-
-def shifts_labels(head: Any) -> bool:
+def shifts_labels(head: HeadLike) -> bool:
     """True where a head's own loss compares logits with the next label, so that nothing predicts a first one."""
     if stock_class(head).__name__ in UNSHIFTED:
         return False
     return not hands_on(head) or getattr(head.loss_function, "__name__", "") != "ForMaskedLMLoss"
 
 
-def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str, Any]:
     """With the first label of each sequence ignored, on a copy, where the packing was read.
 
     Where every sequence begins its row, labels stay as they are: what shifts them reads no first column, and a loss of
@@ -51,7 +34,7 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     counted labels that is kept. Where a step is one micro-batch on one rank, that makes it the number of labels kept;
     where it is several, or ranks divide by the labels of all, each is corrected by its own share. A number below what
     the ``Trainer`` would count in this batch alone is somebody's own, and divides as it came. Of heads whose loss the
-    ``Trainer`` doesn't know (GPT-2's) it counts column 0 too: all first labels, wherever sequences begin, and that
+    ``Trainer`` doesn't know it counts column 0 too: all first labels, wherever sequences begin, and that
     stays as it is.
     """
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
@@ -72,7 +55,7 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     return {**arguments, "labels": masked, "num_items_in_batch": _share_of(num_items, counted, kept)}
 
 
-def without_padding(head: Any, arguments: Mapping[str, Any], targets_1T: Tensor) -> Tensor:
+def without_padding(head: HeadLike, arguments: Mapping[str, Any], targets_1T: Tensor) -> Tensor:
     """``num_items_in_batch`` where labels at padding are dropped, which transformers' ``Trainer`` has counted.
 
     Scaled as in :func:`without_first_labels`, by the share of this batch's counted labels that real tokens predict.
@@ -95,18 +78,18 @@ def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> T
     return targets if real == total else functional.pad(targets[:, :real], (0, total - real), value=ignore_index)
 
 
-def ignore_index_of(head: Any, arguments: Mapping[str, Any]) -> int:
+def ignore_index_of(head: HeadLike, arguments: Mapping[str, Any]) -> int:
     """The label that is none, in a call of this head."""
     given: int = arguments.get("ignore_index", IGNORE_INDEX)
     return given if hands_on(head) else IGNORE_INDEX
 
 
-def hands_on(head: Any) -> bool:
-    """True where keywords of a head reach transformers' loss; XLM's own loss knows none."""
+def hands_on(head: HeadLike) -> bool:
+    """True where keywords of a head reach transformers' loss; some have one that knows none."""
     return mentions(head, "loss_function")
 
 
-def _column_0_counts(head: Any) -> bool:
+def _column_0_counts(head: HeadLike) -> bool:
     """True where transformers' ``Trainer`` counts every label of this head's batches."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 

@@ -8,6 +8,7 @@ Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from fastpack.ops.loss.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, stock_class
 from fastpack.utils.hooks import carries_hooks
+from fastpack.utils.protocols import HeadLike
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import keeps_some_logits
 
@@ -57,11 +59,12 @@ class TokenStatistics:
 def is_trls(forward: Any) -> bool:
     """True for the forward that TRL puts in place of a head's, which computes TRL's loss where ``fused_lm_head`` says
     so, and else calls the one that it found."""
-    code = getattr(getattr(forward, "__func__", None), "__code__", None)
-    return defined_in(forward).startswith("trl.") and code is not None and FUSED_LM_HEAD in code.co_varnames
+    if not defined_in(forward).startswith("trl."):
+        return False
+    return FUSED_LM_HEAD in inspect.signature(forward, follow_wrapped=False).parameters
 
 
-def fused_loss_rejects(head: Any, kind: str, spec: HeadSpec | None) -> str | None:
+def fused_loss_rejects(head: HeadLike, kind: str, spec: HeadSpec | None) -> str | None:
     """Why a head's stock loss is kept, or None. Asked before its forward is swapped.
 
     Args:
@@ -117,7 +120,7 @@ def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
     return None if unread else _why_not_now(head)
 
 
-def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:
+def fused_loss_serves(head: HeadLike, arguments: Mapping[str, Any]) -> bool:
     """True where this call is to compute its loss without logits: in training, with labels, all logits' worth.
 
     Warns:
@@ -138,14 +141,14 @@ def fused_loss_serves(head: Any, arguments: Mapping[str, Any]) -> bool:
 _STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 
 
-def has_stock_loss(head: Any) -> bool:
+def has_stock_loss(head: HeadLike) -> bool:
     """True where a head's ``loss_function`` is transformers' own of causal LMs, not one that somebody has set."""
     loss = head.loss_function
     named = (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _STOCK_LOSS
     return named and not hasattr(loss, "__wrapped__")  # somebody's decorator has its names
 
 
-def _why_not_now(head: Any) -> str | None:
+def _why_not_now(head: HeadLike) -> str | None:
     """What users and PEFT may change at any time."""
     if not has_stock_loss(head):
         return f"the loss_function of {type(head).__name__} is {head.loss_function!r}"
@@ -185,7 +188,7 @@ class HeadProduct:
     logit_scale: float
 
 
-def read_head(head: Any, spec: HeadSpec) -> HeadProduct | str:
+def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
     """What the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
     projection = read_projection(_serving(head.lm_head))
     if isinstance(projection, str):
@@ -201,7 +204,7 @@ def read_head(head: Any, spec: HeadSpec) -> HeadProduct | str:
 
 
 def fused_head(
-    head: Any,
+    head: HeadLike,
     fused: FusedLoss,
     *,
     labels: Tensor,
@@ -274,7 +277,7 @@ def fused_head(
     )
 
 
-def _value(head: Any, name: str | None, default: Any = None) -> Any:
+def _value(head: HeadLike, name: str | None, default: object = None) -> Any:
     return default if name is None else attrgetter(name)(head)
 
 

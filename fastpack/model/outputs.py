@@ -19,14 +19,14 @@ from fastpack.packing.seqlens import PackedSeqLens
 Change = Callable[[Tensor], Tensor]
 
 
-def put_back(outputs: Any, packed: PackedSeqLens) -> Any:
+def put_back(outputs: object, packed: PackedSeqLens) -> Any:
     """Everything per token into its slot of the padded batch; the rest as it is."""
     if packed.padding.is_packed_row:
         return outputs
     return _change(outputs, packed.total_tokens, packed.repad, packed.padding.repad_flat)
 
 
-def spread_out(outputs: Any, shared: SharedTokens) -> Any:
+def spread_out(outputs: object, shared: SharedTokens) -> Any:
     """Everything per token of the U that are kept, for each of the T that there are."""
     copies = shared.copies
     return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))
@@ -41,7 +41,7 @@ def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
     return outputs
 
 
-def _changed(value: Any, tokens: int, batched: Change, flat: Change, seen: list[tuple[Tensor, Tensor]]) -> Any:
+def _changed(value: object, tokens: int, batched: Change, flat: Change, seen: list[tuple[Tensor, Tensor]]) -> Any:
     """Not a function inside :func:`_change`, which would hold itself, and everything seen, until a collection."""
     if isinstance(value, (tuple, list)):
         return type(value)(_changed(item, tokens, batched, flat, seen) for item in value)

@@ -14,6 +14,7 @@ from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.signatures import shape_of
 
 LEAST_SAVED = 0.05
@@ -62,18 +63,12 @@ class PrefixSharing:
 
     least_saved: float = LEAST_SAVED
     stats: SharingStats = field(default_factory=SharingStats)
+    _probabilities: dict[type, tuple[str, ...]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._probabilities: dict[type, tuple[str, ...]] = {}
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PrefixSharing, (self.least_saved,)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"least_saved": self.least_saved}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, stats=SharingStats())
-        self.__post_init__()
-
-    def serve(self, backbone: Any, arguments: Mapping[str, Any], packed: PackedSeqLens) -> PackedSeqLens:
+    def serve(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> PackedSeqLens:
         """``packed`` with its prefixes shared, or as it is where that is not exact or does not pay.
 
         It waits for the device, once, where prefixes were not found with the lengths: when ``packed_seq_lens`` came
@@ -98,7 +93,7 @@ class PrefixSharing:
         self.stats.tokens += 0 if packed.padding.is_empty else packed.real_tokens
         return found
 
-    def _why_not(self, backbone: Any, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
+    def _why_not(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
         """Why this batch can't share anything, or None."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
@@ -109,7 +104,7 @@ class PrefixSharing:
         random = next(self._random(backbone), None)
         return None if random is None else f"{random} is random, and copies of a token have each their own"
 
-    def _random(self, backbone: Any) -> Iterator[str]:
+    def _random(self, backbone: ModelLike) -> Iterator[str]:
         """What draws a number for each token in training, as it is set now."""
         embedding = backbone.get_input_embeddings()
         if embedding.training and getattr(embedding, "neftune_noise_alpha", None) is not None:
@@ -125,7 +120,7 @@ class PrefixSharing:
                 if module.training and isinstance(value, int | float) and value > 0:
                     yield f"{cls.__name__}.{name}={value:g}"
 
-    def _find_probabilities(self, module: Any) -> tuple[str, ...]:
+    def _find_probabilities(self, module: nn.Module) -> tuple[str, ...]:
         """Attributes of a module, as of all of its class, that are probabilities or amounts of noise by their names."""
         if isinstance(module, _DropoutNd):
             found = ["p"]

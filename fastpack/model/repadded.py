@@ -10,17 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fastpack.families.spec import Family
 from fastpack.layers.mixers.rows import put_back, row_groups, take
 from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Forward
 from fastpack.utils.sharding import exchange_inside
-from fastpack.utils.signatures import parameters
 
 _MADE_ANEW = ("attention_mask", "position_ids", "packed_seq_lens")
 """A row that is one sequence without padding needs none of them."""
 
 
-def repadded_forward(backbone: Any, stock: Forward, arguments: Mapping[str, Any], packed: PackedSeqLens) -> Any:
+def repadded_forward(
+    backbone: ModelLike, family: Family, stock: Forward, arguments: Mapping[str, Any], packed: PackedSeqLens
+) -> Any:
     """The backbone's outputs for a packed batch, ``[1, T, ...]``.
 
     Args:
@@ -32,8 +35,7 @@ def repadded_forward(backbone: Any, stock: Forward, arguments: Mapping[str, Any]
     """
     groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
     given = {name: value for name, value in arguments.items() if name not in _MADE_ANEW}
-    if "use_mems" in parameters(type(backbone).forward):  # XLNet's cache, which nobody asked for
-        given["use_mems"] = False
+    given |= dict.fromkeys(family.switched_off, False)
     results = [
         stock(**{name: take(value, rows, packed.total_tokens) for name, value in given.items()})
         for rows in groups.groups

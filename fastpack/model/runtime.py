@@ -35,6 +35,16 @@ class ModelRuntime:
     offload: CheckpointOffload | None = None
     sharing: PrefixSharing | None = None
 
+    def describe(self, backbone: nn.Module) -> tuple[str, ...]:
+        """A line for a report from each part that there is."""
+        device = next(backbone.parameters()).device
+        lines = (
+            None if self.offload is None else self.offload.describe(backbone),
+            None if self.sharing is None else self.sharing.describe(),
+            None if self.graphs is None else self.graphs.describe(device),
+        )
+        return tuple(line for line in lines if line is not None)
+
 
 def runtime_of(backbone: nn.Module) -> ModelRuntime | None:
     """The runtime of a patched backbone; None for one that is not, or whose forward somebody has covered."""

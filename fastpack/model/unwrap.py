@@ -10,6 +10,7 @@ from torch import nn
 
 from fastpack.errors import PatchError, UnsupportedModelError
 from fastpack.families.registry import family_of
+from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.sharding import is_sharded
 
 STATE = "_fastpack_state"
@@ -21,7 +22,7 @@ class Parts:
     """The head (None for a bare backbone) and the backbone, which is the module that the head calls."""
 
     head: Any
-    backbone: Any
+    backbone: ModelLike
 
 
 def models_of(target: Any) -> list[nn.Module]:
@@ -49,7 +50,7 @@ def models_of(target: Any) -> list[nn.Module]:
     )
 
 
-def packages_of(target: Any) -> set[str]:
+def packages_of(target: object) -> set[str]:
     """Return the import names of the packages that a target builds on.
 
     They define the classes of the trainer, of its accelerator and of its models' modules, or a base of one of these.
@@ -73,7 +74,7 @@ def find_parts(model: nn.Module) -> Parts:
         )
     backbone = _innermost(inner.base_model)
     if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
-        backbone = _innermost(inner.model)  # Llama 4 and Mllama name it wrongly
+        backbone = _innermost(inner.model)  # base_model_prefix names it wrongly
     if backbone is inner:
         return Parts(None, inner)
     decoder = _innermost(getattr(backbone, "decoder", None))
@@ -82,7 +83,7 @@ def find_parts(model: nn.Module) -> Parts:
     return Parts(inner, backbone)
 
 
-def refuse_strange_backbone(head: Any) -> Any:
+def refuse_strange_backbone(head: HeadLike) -> Any:
     """Return the backbone of a patched head; raise where it is another than the one patched with it, which is stock."""
     backbone = find_parts(head).backbone
     if STATE not in backbone.__dict__:
@@ -115,7 +116,7 @@ def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
             raise PatchError(f"this model is already {how}. {advice}")
 
 
-def refuse_kept_forward(model: nn.Module, head: Any) -> None:
+def refuse_kept_forward(model: nn.Module, head: HeadLike) -> None:
     """Raise where a wrapper calls the head's forward as it was when it wrapped it (PEFT's adaption prompts).
 
     Raises:
@@ -154,7 +155,7 @@ def _wrapping(module: nn.Module) -> str | None:
     return "sharded by FSDP2 (fully_shard)" if is_sharded(module) else None
 
 
-def way_in(model: Any) -> Iterator[Any]:
+def way_in(model: object) -> Iterator[Any]:
     """The module itself, and one inside the other what wrappers hold, down to the model of transformers."""
     while isinstance(model, nn.Module):
         yield model

@@ -57,16 +57,10 @@ class CheckpointOffload:
     min_bytes: int = MIN_BYTES
     products: bool = False
     stats: OffloadStats = field(default_factory=OffloadStats)
+    _lanes: dict[tuple[torch.device, bool], Lane | None] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._lanes: dict[tuple[torch.device, bool], Lane | None] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"connect": self.connect, "min_bytes": self.min_bytes, "products": self.products}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, stats=OffloadStats())
-        self.__post_init__()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointOffload, (self.connect, self.min_bytes, self.products)
 
     def around(
         self, backbone: nn.Module, device: torch.device, *, recording: bool = False

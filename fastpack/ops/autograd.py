@@ -49,8 +49,7 @@ def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     FSDP2 hangs its hooks on what a layer returns, and warns where that is a view: an operation in place would take the
     hooks off. ``x`` itself must not be read any more, since what is written into the result goes unnoticed there.
     """
-    result: Tensor = torch.ops.aten._unsafe_view.default(x, shape)
-    return result
+    return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def as_row(x: Tensor) -> Tensor:

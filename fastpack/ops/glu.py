@@ -52,8 +52,7 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, implementation: Impl
     if use_triton(implementation, gate):
         kind = activation_kind(activation)
         if _kernel_serves(implementation, gate, up, kind, activation):
-            out: Tensor = _Gated.apply(gate, up, kind)
-            return out
+            return _Gated.apply(gate, up, kind)
     return activation(gate) * up
 
 

@@ -84,8 +84,7 @@ def layer_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: Impleme
         ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
     """
     if _kernel_serves(implementation, x, weight):
-        out: Tensor = _Norm.apply(x, weight, eps, LAYER, True)
-        return out
+        return _Norm.apply(x, weight, eps, LAYER, True)
     return (weight.to(torch.float32) * F.layer_norm(x.float(), (x.shape[-1],), None, None, eps)).to(x.dtype)
 
 

@@ -80,8 +80,7 @@ def apply_rope(
         cos, sin, positions = *_rows(cos, sin, positions, turn), None
         if torch.compiler.is_compiling():
             return _turned(q, cos, sin, layout), _turned(k, cos, sin, layout)
-    out: tuple[Tensor, Tensor] = _Rope.apply(q, k, cos, sin, positions, turn)
-    return out
+    return _Rope.apply(q, k, cos, sin, positions, turn)
 
 
 def norm_rope(
@@ -125,10 +124,9 @@ def norm_rope(
         )
     if _kernel_serves(implementation, (q, k, cos, sin, q_weight, k_weight), positions):
         how = Turn(layout, compute_in_float32, True)
-        out: tuple[Tensor, Tensor] = _NormRope.apply(
+        return _NormRope.apply(
             q, k, q_weight, k_weight, cos, sin, positions, eps, how, rounding == "before", unit_offset
         )
-        return out
     q, k = (
         rms_norm(x, weight, eps, rounding=rounding, unit_offset=unit_offset, implementation=implementation)
         for x, weight in ((q, q_weight), (k, k_weight))

@@ -45,14 +45,12 @@ def spread(x: Tensor, copies: Copies, *, only_first: bool = False) -> Tensor:
     Args:
         only_first: the gradient of all but the first copies is known to be zero, and is left out of the sum.
     """
-    result: Tensor = _Spread.apply(x, copies, only_first)
-    return result
+    return _Spread.apply(x, copies, only_first)
 
 
 def first_copies(y: Tensor, copies: Copies) -> Tensor:
     """``[T, ...]`` to ``[U, ...]``, in the same dtype."""
-    result: Tensor = _FirstCopies.apply(y, copies)
-    return result
+    return _FirstCopies.apply(y, copies)
 
 
 def sum_copies(grad_T: Tensor, copies: Copies) -> Tensor:

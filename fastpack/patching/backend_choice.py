@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
 
 import torch
+from torch import nn
 
 from fastpack.attention_dispatch import AttentionShape, choose, explain
 from fastpack.backends.flash_attn import LONG
 from fastpack.families.spec import AttentionSpec, Spec
 from fastpack.layers.windows import window_of
+from fastpack.utils.protocols import ModelLike
 
 
-def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionShape:
+def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -> AttentionShape:
     """What one attention module will ask of a backend, as far as it is known before a batch comes."""
     config = backbone.config.get_text_config(decoder=True)
     heads = config.num_attention_heads

@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -33,37 +33,19 @@ _PARTS = (attention_forward, mlp_forward, norm_forward)
 """What a layer computes itself, fused with what lies around it."""
 
 
-class Change(Protocol):
-    """Something set on a module."""
-
-    @property
-    def module(self) -> Any:
-        """The module."""
-
-    def put(self) -> None:
-        """Put it on."""
-
-    def undo(self) -> Restore:
-        """Take it off; what this returns puts it on again."""
-
-    def disable(self) -> Restore:
-        """As if it were undone, until what this returns is called."""
-
-    def uncover(self) -> Restore:
-        """Take off what somebody put over it, until what this returns is called."""
-
-
 @dataclass(eq=False)
 class Attribute:
-    """An attribute of a module that is no forward: a private config, or a forward kept under a second name."""
+    """An attribute of a module that is no forward: a private config, or a forward kept under a second name.
 
-    module: Any
+    Its methods are those of a :class:`Replacement`.
+    """
+
+    module: nn.Module
     name: str
     ours: Any
     previous: Any = None
 
     def put(self) -> None:
-        """Set it on the instance."""
         self.previous = self.module.__dict__.get(self.name)
         setattr(self.module, self.name, self.ours)
 
@@ -81,6 +63,10 @@ class Attribute:
 
     def uncover(self) -> Restore:
         return nothing
+
+
+Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
+"""What is set on a module."""
 
 
 def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:

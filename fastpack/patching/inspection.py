@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 
@@ -20,9 +19,10 @@ from fastpack.patching.plan import PROJECTING
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
 from fastpack.utils.classes import replaced_forward
+from fastpack.utils.protocols import TrainerLike
 
 
-def inspect_patch(target: Any, *more_notes: str) -> PatchReport:
+def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     """Return what was swapped in a model, or in the one that a trainer trains, and these notes of others besides."""
     model = models_of(target)[0]
     parts = find_parts(model)
@@ -34,17 +34,9 @@ def inspect_patch(target: Any, *more_notes: str) -> PatchReport:
     as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
     found = replace(state.report, **state.mixing.refreshed(state.report))
     runtime = runtime_of(backbone)
-    offload, graphs, sharing = (
-        (None, None, None) if runtime is None else (runtime.offload, runtime.graphs, runtime.sharing)
-    )
-    outdated = (PREFIXES,) if graphs is None else (PREFIXES, "graphs:")
+    outdated = (PREFIXES,) if runtime is None or runtime.graphs is None else (PREFIXES, "graphs:")
     notes = tuple(note for note in found.notes if not note.startswith(outdated))
-    if offload is not None:
-        notes += (offload.describe(backbone),)
-    if sharing is not None:
-        notes += (sharing.describe(),)
-    if graphs is not None:
-        notes += (graphs.describe(next(backbone.parameters()).device),)
+    notes += () if runtime is None else runtime.describe(backbone)
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     if budget is not None:
         notes += (budget.describe(),)
@@ -85,7 +77,7 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: Any) -> str | None:
+def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object) -> str | None:
     """What keeps the loss from being fused that was asked for, as far as only a look at the target now tells."""
     of_trainer = kept_on(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
@@ -99,7 +91,7 @@ def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: Any) -
     return None if reason is None else f"{reason}: the stock loss runs"
 
 
-def why_no_fused_loss(trainer: Any) -> str | None:
+def why_no_fused_loss(trainer: TrainerLike) -> str | None:
     """Why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)

@@ -53,7 +53,7 @@ class PatchKeywords(TypedDict, total=False):
     max_tokens: int | TokenBudget | None
 
 
-def not_a_choice(name: str, value: Any, allowed: Sequence[Any]) -> PatchError:
+def not_a_choice(name: str, value: object, allowed: Sequence[Any]) -> PatchError:
     """What to raise for a value that an option does not take."""
     return PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
 

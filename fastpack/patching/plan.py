@@ -58,6 +58,7 @@ from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
 from fastpack.utils.classes import mentions, shadowed
 from fastpack.utils.hooks import own_forward
+from fastpack.utils.protocols import HeadLike
 from fastpack.utils.replacement import PreHook, Replacement
 
 GENERATE = "generate"
@@ -241,7 +242,7 @@ def _plan_hooks(
 
 
 def _head_loss(
-    head: Any, kind: HeadKind, options: PatchOptions, recognised: Recognised
+    head: HeadLike, kind: HeadKind, options: PatchOptions, recognised: Recognised
 ) -> tuple[FusedLoss | None, str | None]:
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
@@ -290,7 +291,7 @@ def _plan_module(module: nn.Module, found: Recognised, runtime: Runtime) -> Find
     elif isinstance(spec, (NormSpec, MlpSpec)) and theirs is not None:
         return Findings(planned, ((name, "its forward was already replaced by someone else: left alone"),))
     elif isinstance(spec, NormSpec):
-        if getattr(module, "weight", None) is not None:  # Gemma 4 has some without
+        if getattr(module, "weight", None) is not None:  # some have none
             planned += (_plan(module, "norm", norm_forward, spec, runtime),)
     elif isinstance(spec, MlpSpec):
         planned += (_plan(module, "mlp", mlp_forward, spec, runtime),)
@@ -309,7 +310,7 @@ def _theirs(module: nn.Module, own: str | None, spec: Spec | None, backbone: nn.
     return forward
 
 
-def _refuse_attention(module: nn.Module, name: str, theirs: Any) -> None:
+def _refuse_attention(module: nn.Module, name: str, theirs: object) -> None:
     if getattr(module, "is_causal", True) is False:
         raise PatchError(
             f"a {name} was set to attend in both directions (is_causal=False); only causal attention is covered. "
@@ -341,7 +342,7 @@ def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> Findings:
                 "and a forward or a hook that is not transformers', which is not covered. Take it off, or train "
                 "the model unpatched. Nothing was changed."
             )
-        if mentions(module, "polar"):  # Llama 4's cos and sin are one complex table
+        if mentions(module, "polar"):  # cos and sin are one complex table
             raise UnsupportedModelError(
                 f"{type(backbone).__name__} has rotary type {rope_type!r}, whose frequencies depend on the length, "
                 "and complex tables, which is not covered. Other rotary types are (rope_parameters of the config); "
@@ -359,7 +360,7 @@ def _plan(
     module: nn.Module,
     kind: str,
     function: Callable[..., Any],
-    spec: Any,
+    spec: object,
     runtime: Runtime | ModelRuntime,
     *,
     method: str = "forward",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastpack.patching.tiers import WORDS, describe
 from fastpack.utils.console import as_text
+from fastpack.utils.protocols import ModelLike
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -52,7 +53,7 @@ class PatchReport:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def stock(cls, model: Any) -> PatchReport:
+    def stock(cls, model: ModelLike) -> PatchReport:
         """The report of a head or a bare backbone that is not patched."""
         return cls(type(model).__name__, getattr(model.config, "model_type", "?"), "stock")
 

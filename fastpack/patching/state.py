@@ -18,7 +18,7 @@ BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 """The attributes of a trainer under which its token budget, and the loss in place of its own, are kept."""
 
 
-def kept_on(target: Any, name: str) -> Any:
+def kept_on(target: object, name: str) -> Any:
     """What a trainer has under one of these; None where it has nothing, and for a model."""
     return getattr(target, "__dict__", {}).get(name)
 
@@ -46,8 +46,7 @@ def options_of(model: nn.Module) -> PatchOptions | None:
 
 def state_of(backbone: nn.Module) -> PatchState | None:
     """The record of the patch in force on a backbone."""
-    state: PatchState | None = backbone.__dict__.get(STATE)
-    return state
+    return backbone.__dict__.get(STATE)
 
 
 def carries(module: nn.Module, state: PatchState) -> bool:
@@ -55,6 +54,6 @@ def carries(module: nn.Module, state: PatchState) -> bool:
     return any(change.module is module for change in state.changes)
 
 
-def is_patched(target: Any) -> bool:
+def is_patched(target: object) -> bool:
     """True where ``patch`` is in force on this model; for a trainer, on the model that it trains."""
     return state_of(find_parts(models_of(target)[0]).backbone) is not None

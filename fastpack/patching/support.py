@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from packaging.version import Version
 
@@ -13,6 +12,7 @@ from fastpack.families.registry import family_of
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
 from fastpack.model.unwrap import Parts
+from fastpack.utils.protocols import ModelLike
 
 
 def covered_family(parts: Parts) -> Family:
@@ -75,7 +75,7 @@ def too_old(family: Family) -> str | None:
     )
 
 
-def _why_not_covered(backbone: Any) -> str:
+def _why_not_covered(backbone: ModelLike) -> str:
     config = backbone.config
     model_type = getattr(config, "model_type", "?")
     if model_type in REFUSED:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fastpack.families.spec import RUNGS, Rung
 from fastpack.layers.adapters import linear_sizes
+from fastpack.utils.protocols import ConfigLike
 
 WORDS: dict[str, str] = {
     "fast": "fastpack's own forwards: packed attention, the family's norms, gated MLPs",
@@ -51,7 +52,7 @@ def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
     return 1 - rows / whole if whole else 1.0
 
 
-def _products(module: Any, config: Any) -> float:
+def _products(module: nn.Module, config: ConfigLike) -> float:
     """Multiplications a token with the weights that a module itself holds."""
     if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 0
@@ -68,7 +69,7 @@ def _products(module: Any, config: Any) -> float:
     return total
 
 
-def _experts(config: Any) -> tuple[int, int]:
+def _experts(config: ConfigLike) -> tuple[int, int]:
     """How many each token takes, and how many there are; 1 and 0 where there are none."""
     taken = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
     all_of_them = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")

@@ -9,12 +9,9 @@ apart is measured on the stock model itself (:mod:`fastpack.exactness.rounding`)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
@@ -23,6 +20,7 @@ from fastpack.layers.adapters import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
 from fastpack.patching.apply import disabled, uncovered
 from fastpack.patching.state import is_patched
+from fastpack.utils.modules import evaluating
 
 LENGTHS = (13, 1, 20, 8, 17)
 _VERIFY_FIRST = (
@@ -31,7 +29,7 @@ _VERIFY_FIRST = (
 )
 
 
-def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
+def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
     """Check a patched model against itself unpatched, on random tokens.
 
     Packed, and padded on the right, each sequence must give what it gives alone: logits, and the gradients of its
@@ -76,7 +74,7 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     from fastpack.exactness.probe import Probe
     from fastpack.exactness.runs import DRAWS, Runs
 
-    with torch.inference_mode(False), _evaluating(model), uncovered(model) as state:
+    with torch.inference_mode(False), evaluating(model), uncovered(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
         stock = functools.partial(disabled, state)
         dtype, checks = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()
@@ -87,15 +85,3 @@ def verify(target: Any, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> V
     if result.verdict == "can't tell":
         raise InconclusiveError(result)
     return result
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every module's mode is put back."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

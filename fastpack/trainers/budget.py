@@ -17,8 +17,9 @@ from fastpack.errors import PatchError
 from fastpack.patching.options import TokenBudget
 from fastpack.patching.state import BUDGET, kept_on
 from fastpack.trainers import loader, steps
-from fastpack.trainers.kinds import Kind, averages, kind_of
+from fastpack.trainers.kinds import Kind, kind_of, told
 from fastpack.utils.console import counted
+from fastpack.utils.protocols import ArgumentsLike, TrainerLike
 from fastpack.utils.replacement import Replacement
 
 
@@ -33,7 +34,7 @@ class BudgetState:
     drop_last: bool
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
-    def start(self, trainer: Any) -> TokenBudgetSampler:
+    def start(self, trainer: TrainerLike) -> TokenBudgetSampler:
         """The sampler of a run that begins now, with as many micro-batches in each epoch."""
         assert self.sampler is not None
         lengths = self.sampler.lengths
@@ -58,10 +59,9 @@ class BudgetState:
         return f"{most}: batches over it are split inside the step{ran}"
 
 
-def budget_of(target: Any) -> BudgetState | None:
+def budget_of(target: object) -> BudgetState | None:
     """The budget in force on a trainer."""
-    state: BudgetState | None = kept_on(target, BUDGET)
-    return state
+    return kept_on(target, BUDGET)
 
 
 def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
@@ -98,7 +98,7 @@ def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = Fa
     return functools.partial(_set_up, target, BudgetState(budget, weighing, sampler, dataset, drop_last))
 
 
-def _lengths(trainer: Any) -> list[int]:
+def _lengths(trainer: TrainerLike) -> list[int]:
     """Tokens of each example of a trainer's data set, as its collator cuts them."""
     collator = stock_collator(trainer.data_collator)
     # TRL's collators cut at max_length; in those of transformers it is what they pad to, and they cut nothing.
@@ -108,7 +108,7 @@ def _lengths(trainer: Any) -> list[int]:
     )
 
 
-def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
+def _checked_kind(trainer: TrainerLike, budget: TokenBudget) -> Kind:
     """The trainer's kind, if its batches can follow a budget."""
     kind = kind_of(trainer)
     if kind is None:
@@ -123,7 +123,7 @@ def _checked_kind(trainer: Any, budget: TokenBudget) -> Kind:
     return kind
 
 
-def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
+def _reasons(trainer: TrainerLike, kind: Kind, budget: TokenBudget) -> Iterator[str]:
     """Why a trainer's batches can't follow a budget."""
     args, accelerator = trainer.args, trainer.accelerator
     splitting = budget.same_steps or not kind.planned
@@ -138,6 +138,13 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         )
     if splitting and getattr(trainer, "is_deepspeed_enabled", False):
         yield "DeepSpeed takes every backward for a micro-batch, so none can be split"
+    balances = kind.of_labels and getattr(trainer, "aux_loss_enabled", False)
+    if balances and told(trainer, kind) == "its own labels":  # TRL divides it by the micro-batches of the step, or not
+        yield (
+            "its loss is its user's own, and has the auxiliary loss of experts in it: set loss_is_scaled_for_ga on the "
+            "trainer, to True where the loss is divided by num_items_in_batch and to False where it is a mean over a "
+            "micro-batch; or set router_aux_loss_coef=0.0"
+        )
     if not kind.planned and budget.same_steps:
         yield "its batches are made by generation: it always keeps its steps; leave same_steps out"
     parallel = {axis: size for axis in ("tp", "cp", "sp") if (size := _parallel(trainer, axis)) > 1}
@@ -168,25 +175,25 @@ def _reasons(trainer: Any, kind: Kind, budget: TokenBudget) -> Iterator[str]:
         yield 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
     if getattr(args, "packing", False):
         yield 'packing made rows of several examples, and too_long="truncate" would cut those; set a lower max_length'
-    if kind.unit not in ("trained tokens", "labels"):
+    if not kind.of_labels:
         yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
 
 
-def _order(args: Any) -> str | None:
+def _order(args: ArgumentsLike) -> str | None:
     """The order of examples that was asked for, None for a random one (KTO's config says so of its own by itself)."""
     name = "train_sampling_strategy"
     asked: str = getattr(args, name, "random")
     return None if asked in ("random", getattr(type(args), name, asked)) else asked
 
 
-def _parallel(trainer: Any, axis: str) -> int:
+def _parallel(trainer: TrainerLike, axis: str) -> int:
     size = getattr(trainer, f"get_{axis}_size", None)
     return 1 if size is None else int(size())
 
 
-def _set_up(trainer: Any, state: BudgetState) -> None:
+def _set_up(trainer: TrainerLike, state: BudgetState) -> None:
     remove_budget(trainer)
-    state.weighing.means = averages(trainer, state.weighing.kind)
+    state.weighing.told = told(trainer, state.weighing.kind)
     state.changes += [
         Replacement(trainer, "get_batch_samples", steps.get_batch_samples, state.weighing, None),
         Replacement(trainer, "compute_loss", steps.compute_loss, state.weighing, None),
@@ -202,7 +209,7 @@ def _set_up(trainer: Any, state: BudgetState) -> None:
     trainer.__dict__[BUDGET] = state
 
 
-def remove_budget(trainer: Any) -> None:
+def remove_budget(trainer: TrainerLike) -> None:
     """Take a budget off again; does nothing where there is none."""
     state = budget_of(trainer)
     if state is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.patching.inspection import why_no_fused_loss
@@ -23,6 +23,7 @@ from fastpack.patching.state import FUSED_LOSS, kept_on
 from fastpack.trainers import steps
 from fastpack.trainers.budget import remove_budget
 from fastpack.utils.console import counted
+from fastpack.utils.protocols import TrainerLike
 from fastpack.utils.replacement import Replacement, replaces
 
 
@@ -48,7 +49,7 @@ class FusedLossState:
     pending: list[Tensor] = field(default_factory=list)
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
-    def rejects(self, trainer: Any) -> str | None:
+    def rejects(self, trainer: TrainerLike) -> str | None:
         """Why the trainer keeps its own loss now; its settings may have changed since."""
         return self.rejected or next(_settings(trainer), None) or self.unserved
 
@@ -59,10 +60,9 @@ class FusedLossState:
         return f"loss: fused in {ran}, TRL's metrics with it{others}"
 
 
-def fused_loss_of(target: Any) -> FusedLossState | None:
+def fused_loss_of(target: object) -> FusedLossState | None:
     """What stands in the place of a trainer's loss."""
-    state: FusedLossState | None = kept_on(target, FUSED_LOSS)
-    return state
+    return kept_on(target, FUSED_LOSS)
 
 
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
@@ -80,14 +80,14 @@ def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     return functools.partial(_set_up, target, FusedLossState(rejected))
 
 
-def _brings_a_loss(target: Any) -> bool:
+def _brings_a_loss(target: object) -> bool:
     """True for trainers of TRL; that of transformers asks the model for its loss."""
     return hasattr(target, "compute_loss") and any(
         base.__module__.split(".")[0] == "trl" for base in type(target).__mro__
     )
 
 
-def _reasons(trainer: Any, *, in_force: bool) -> Iterator[str]:
+def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
     """Why a trainer keeps its own loss.
 
     Args:
@@ -111,7 +111,7 @@ def _reasons(trainer: Any, *, in_force: bool) -> Iterator[str]:
         yield "this TRL keeps its metrics elsewhere"
 
 
-def _settings(trainer: Any) -> Iterator[str]:
+def _settings(trainer: TrainerLike) -> Iterator[str]:
     """Settings that make a trainer's loss another than the head's, which a user may change at any time."""
     if trainer.compute_loss_func is not None:
         yield f"the loss of this {type(trainer).__name__} is one of its user's"
@@ -128,14 +128,14 @@ def _settings(trainer: Any) -> Iterator[str]:
 _SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
 
 
-def beneath(compute_loss: Any) -> Any:
+def beneath(compute_loss: object) -> Any:
     """The loss under a token budget and under ours; None where it is the class's."""
     while replaces(compute_loss, steps.compute_loss) or replaces(compute_loss, _compute_loss):
         compute_loss = compute_loss.earlier
     return compute_loss
 
 
-def _set_up(trainer: Any, state: FusedLossState) -> None:
+def _set_up(trainer: TrainerLike, state: FusedLossState) -> None:
     _remove(trainer)
     if state.rejected is None:
         for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
@@ -144,7 +144,7 @@ def _set_up(trainer: Any, state: FusedLossState) -> None:
     trainer.__dict__[FUSED_LOSS] = state
 
 
-def _remove(trainer: Any) -> None:
+def _remove(trainer: TrainerLike) -> None:
     remove_budget(trainer)
     state = fused_loss_of(trainer)
     if state is None:
@@ -157,7 +157,7 @@ def _remove(trainer: Any) -> None:
 
 def _compute_loss(
     patched: Replacement[FusedLossState, None],
-    model: Any,
+    model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
@@ -181,7 +181,9 @@ def _compute_loss(
     return stock(model, inputs, num_items_in_batch=num_items_in_batch)
 
 
-def _fused(trainer: Any, state: FusedLossState, model: Any, inputs: dict[str, Any], num_items: Any) -> Tensor | None:
+def _fused(
+    trainer: TrainerLike, state: FusedLossState, model: nn.Module, inputs: dict[str, Any], num_items: Any
+) -> Tensor | None:
     """The head's own loss of a micro-batch; None where the head did not fuse it, of which nothing told before."""
     statistics = TokenStatistics()
     # a step without a label has a loss of zero, as TRL's
@@ -207,7 +209,7 @@ def _log(patched: Replacement[FusedLossState, None], *args: Any, **kwargs: Any) 
     patched.stock(*args, **kwargs)
 
 
-def _settle(trainer: Any, state: FusedLossState) -> None:
+def _settle(trainer: TrainerLike, state: FusedLossState) -> None:
     """Read what is pending, on all ranks, into TRL's metrics, as its own loss would have done."""
     if not state.pending:
         return

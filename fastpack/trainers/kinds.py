@@ -8,14 +8,11 @@ Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +21,7 @@ from fastpack.model.labels import hands_on, shifts_labels
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.block_masks import real_slots
 from fastpack.packing.seqlens import PackedSeqLens, check_lengths
+from fastpack.utils.protocols import HeadLike, TrainerLike
 
 Inputs = Mapping[str, Any]
 Count = Callable[[Inputs], "Tensor | int"]
@@ -54,6 +52,11 @@ class Kind:
     refuses: Callable[[Any], str | None] = lambda trainer: None
     whole: Callable[[Any], str | None] = lambda trainer: None
 
+    @property
+    def of_labels(self) -> bool:
+        """Whether the loss is one of ``labels``, which trainers pass ``num_items_in_batch``."""
+        return self.unit in ("trained tokens", "labels")
+
 
 def pairs(inputs: Inputs) -> int:
     """P."""
@@ -71,14 +74,12 @@ def trained_tokens(inputs: Inputs) -> Tensor:
     labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"]
     if "shift_labels" not in inputs and labels.ndim > 1:  # one for each row where rows are classified
         labels = labels[..., 1:]
-    counted: Tensor = labels.ne(-100).sum()
-    return counted
+    return labels.ne(-100).sum()
 
 
 def labels(inputs: Inputs) -> Tensor:
     """Labels of a classifier, of rows or of tokens, but for those that are ignored. 0-d int64."""
-    counted: Tensor = inputs["labels"].ne(-100).sum()
-    return counted
+    return inputs["labels"].ne(-100).sum()
 
 
 def labels_of_tokens(inputs: Inputs) -> Tensor:
@@ -99,14 +100,14 @@ def completion_tokens(inputs: Inputs) -> Tensor:
     return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).sum()
 
 
-def _no_dpo(trainer: Any) -> str | None:
+def _no_dpo(trainer: TrainerLike) -> str | None:
     for name in trainer.loss_types:
         if name.startswith("aot"):
             return f"loss_type {name!r} sorts the pairs of a micro-batch, and changes with them: leave max_tokens out"
     return None
 
 
-def _whole_sft(trainer: Any) -> str | None:
+def _whole_sft(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "padding_free", False) and getattr(trainer.args, "packing", False):
         return "packing makes one row of a batch; leave it off, or leave same_steps out: full batches take packed rows"
     if getattr(trainer, "padding_free", False):
@@ -114,13 +115,13 @@ def _whole_sft(trainer: Any) -> str | None:
     return _whole_experts(trainer)
 
 
-def _whole_trainer(trainer: Any) -> str | None:
+def _whole_trainer(trainer: TrainerLike) -> str | None:
     if getattr(trainer.model.config, "output_router_logits", False):
         return f"{_EXPERTS}: set output_router_logits=False in the model's config, or leave same_steps out"
     return None
 
 
-def _whole_experts(trainer: Any, option: str = "same_steps") -> str | None:
+def _whole_experts(trainer: TrainerLike, option: str = "same_steps") -> str | None:
     """TRL's trainers; ``option`` is the one that splits."""
     if getattr(trainer, "aux_loss_enabled", False):
         return f"{_EXPERTS}: set router_aux_loss_coef=0.0, or leave {option} out"
@@ -130,18 +131,18 @@ def _whole_experts(trainer: Any, option: str = "same_steps") -> str | None:
 _EXPERTS = "the auxiliary loss of experts would be added once for each piece"
 
 
-def _whole_kto(trainer: Any) -> str | None:
+def _whole_kto(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "calculate_KL", False):
         kind = trainer.loss_type
         return f"loss_type {kind!r} compares with a KL that is a mean over a micro-batch: leave same_steps out"
     return _whole_experts(trainer)
 
 
-def _whole_generated(trainer: Any) -> str | None:
+def _whole_generated(trainer: TrainerLike) -> str | None:
     return _whole_experts(trainer, "max_tokens")
 
 
-def _no_grpo(trainer: Any) -> str | None:
+def _no_grpo(trainer: TrainerLike) -> str | None:
     if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
         return "top_entropy_quantile takes its threshold from the whole batch, which a part of it doesn't know"
     if getattr(trainer, "_entropy_bonus_enabled", False):
@@ -177,38 +178,35 @@ CLASSIFYING = Kind("labels", labels, means=True)
 """transformers' ``Trainer`` of a classifier: such models' losses take no ``num_items_in_batch``."""
 
 
-def averages(trainer: Any, kind: Kind) -> bool:
-    """Whether the loss of labels is a mean over the micro-batch, whatever it is told of the whole step.
+Told = Literal["the step's labels", "its own labels", "nothing"]
+"""The meaning of ``num_items_in_batch`` for a loss of labels."""
 
-    A loss of the user's own says so itself (``loss_is_scaled_for_ga``), or reads no ``num_items_in_batch``.
+
+def told(trainer: TrainerLike, kind: Kind) -> Told:
+    """Decide which labels the loss of a micro-batch is told of.
+
+    A stock loss divides by the labels of the step, or is a mean over the micro-batch. Of a user's own neither is known,
+    unless ``loss_is_scaled_for_ga`` says it: told of its own labels alone, it is a mean over these either way.
     """
-    own = trainer.compute_loss_func or trainer.__dict__.get("compute_loss", type(trainer).compute_loss)
-    if getattr(own, "__module__", "").split(".")[0] in ("transformers", "trl"):
-        return kind.means
+    compute_loss = trainer.__dict__.get("compute_loss", type(trainer).compute_loss)
+    library = getattr(compute_loss, "__module__", "").split(".")[0]
+    if trainer.compute_loss_func is None and library in ("transformers", "trl", "fastpack"):
+        return "nothing" if kind.means else "the step's labels"
     scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
-    return not (_reads(own, "num_items_in_batch") if scaled is None else scaled)
+    if scaled is None:
+        return "its own labels"
+    return "the step's labels" if scaled else "nothing"
 
 
-def divides(trainer: Any) -> bool:
-    """Whether a trainer divides a mean by the number of micro-batches of the step."""
-    return trainer.compute_loss_func is None or getattr(trainer, "loss_is_scaled_for_ga", None) is False
+def divides(trainer: TrainerLike, num_items: Tensor | int | None) -> bool:
+    """Whether ``Trainer.training_step`` divides a loss by the number of micro-batches of the step."""
+    scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
+    if scaled is None:
+        scaled = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and num_items is not None)
+    return not scaled
 
 
-def _reads(function: Any, keyword: str) -> bool:
-    """Whether a function does anything with what is passed to it by this name, handing it on among others included."""
-    function = inspect.unwrap(function.func if isinstance(function, functools.partial) else function)
-    call = function if hasattr(function, "__code__") else type(function).__dict__.get("__call__")
-    code = getattr(call, "__code__", None)
-    if code is None:
-        return True
-    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    others = code.co_varnames[len(named) + bool(code.co_flags & inspect.CO_VARARGS) :]
-    name = keyword if keyword in named else others[0] if code.co_flags & inspect.CO_VARKEYWORDS else None
-    loaded = (i.argval for i in dis.get_instructions(code) if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")))
-    return any(name == found or (isinstance(found, tuple) and name in found) for found in loaded)
-
-
-def kind_of(trainer: Any) -> Kind | None:
+def kind_of(trainer: TrainerLike) -> Kind | None:
     """The kind of a trainer, None for one that is not known."""
     for base in type(trainer).__mro__:
         library, name = base.__module__.split(".")[0], base.__name__
@@ -219,7 +217,7 @@ def kind_of(trainer: Any) -> Kind | None:
     return None
 
 
-def _of_head(head: Any) -> Kind:
+def _of_head(head: HeadLike) -> Kind:
     """What transformers' ``Trainer`` has from a model."""
     if "Classification" in type(head).__name__:
         return CLASSIFYING
@@ -230,8 +228,7 @@ def _of_head(head: Any) -> Kind:
 
 def lengths(inputs: Inputs, kind: Kind) -> list[int]:
     """Real tokens of each unit of a collated batch. Waits for the device, once."""
-    found: list[int] = _row_tokens(inputs).view(kind.rows_of_a_unit, -1).sum(0).tolist()
-    return found
+    return _row_tokens(inputs).view(kind.rows_of_a_unit, -1).sum(0).tolist()
 
 
 def _real(inputs: Inputs) -> Tensor:
@@ -259,7 +256,7 @@ def piece(inputs: Inputs, units: list[int], kind: Kind) -> dict[str, Any]:
     count = total // kind.rows_of_a_unit
     each = [unit + count * part for part in range(kind.rows_of_a_unit) for unit in units]
 
-    def taken(value: Any) -> Any:
+    def taken(value: object) -> Any:
         if isinstance(value, Tensor):
             if value.ndim == 0 or len(value) not in (total, count):
                 return value

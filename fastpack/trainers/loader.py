@@ -14,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 from fastpack.data.sampler import TokenBudgetSampler
 from fastpack.errors import PackingError
 from fastpack.patching.options import TokenBudget
+from fastpack.utils.protocols import ArgumentsLike
 from fastpack.utils.replacement import Replacement
 
 _COPIED = (
@@ -38,19 +39,19 @@ class BatchesOfEpochs(TokenBudgetSampler):
         """Itself: who skips the first batches of an epoch looks for the epoch's sampler here."""
         return self
 
-    def settings(self, args: Any) -> dict[str, Any]:
+    def settings(self, args: ArgumentsLike) -> dict[str, Any]:
         """What a checkpoint's place in an epoch depends on."""
         more = {"micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
         return {**self._settings(), **more}
 
 
-def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: Any) -> BatchesOfEpochs:
+def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: ArgumentsLike) -> BatchesOfEpochs:
     """The sampler for a trainer's arguments."""
     seed = args.seed if args.data_seed is None else args.data_seed
     return BatchesOfEpochs(lengths, budget.max_tokens, seed=seed, too_long=budget.too_long)
 
 
-def count_epochs(args: Any, micro_batches: int) -> int:
+def count_epochs(args: ArgumentsLike, micro_batches: int) -> int:
     """How many epochs a run goes through, at most, with so many micro-batches in each."""
     if args.max_steps > 0:
         return math.ceil(args.max_steps / math.ceil(micro_batches / args.gradient_accumulation_steps))

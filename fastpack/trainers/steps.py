@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.data.bin_packing import split
 from fastpack.data.token_budget import COST
 from fastpack.errors import PackingError
-from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, chosen_tokens, divides, lengths, piece, rows
-from fastpack.utils.replacement import Replacement
+from fastpack.trainers.kinds import GRPO_LOSSES, Inputs, Kind, Told, chosen_tokens, divides, lengths, piece, rows
+from fastpack.utils.protocols import TrainerLike
+from fastpack.utils.replacement import Forward, Replacement
 
 
 @dataclass
@@ -34,7 +35,8 @@ class Weighing:
         kind: of the trainer.
         split_at: tokens above which a micro-batch is split; None where it never is.
         fits: each example was compared with the budget beforehand; of a stream or a generation none was.
-        means: losses of labels are means over a micro-batch, whatever they are told of the whole step.
+        told: which labels a loss of labels is told of; unless it is the step's, it is a mean over its micro-batch.
+        num_items: what the trainer counted in the step, for a loss that is told of its own labels.
         units: of the whole step on all ranks, 0-d; None where losses need no weight.
         chosen: trained tokens of chosen completions, of the whole step on all ranks; None where nothing needs them.
         micro_batches: of the step, on each rank; 1 where the trainer adds their losses up.
@@ -44,7 +46,8 @@ class Weighing:
     kind: Kind
     split_at: int | None
     fits: bool = False
-    means: bool = False
+    told: Told = "the step's labels"
+    num_items: Tensor | int | None = None
     units: Tensor | None = None
     chosen: Tensor | None = None
     micro_batches: int = 1
@@ -58,11 +61,11 @@ def get_batch_samples(
     """``Trainer.get_batch_samples``: the micro-batches of an optimiser step; counts what they hold on all ranks."""
     trainer, weighing = patched.owner, patched.spec
     batches, num_items = patched.stock(*args, **kwargs)
-    weighing.units = weighing.chosen = None
-    of_labels = weighing.kind.unit in ("trained tokens", "labels")
-    if weighing.means and of_labels:
+    weighing.units = weighing.chosen = weighing.num_items = None
+    if weighing.kind.of_labels and weighing.told != "the step's labels":
+        weighing.num_items = num_items if weighing.told == "its own labels" else None
         num_items = None  # else the trainer takes the losses for shares of the step's, and adds up means
-    summed = num_items is not None and of_labels
+    summed = num_items is not None and weighing.kind.of_labels
     if batches and not weighing.kind.scaled and weighing.kind.planned and not summed:
         device = trainer.accelerator.device
         counts = [sum(weighing.kind.count(batch) for batch in batches)]
@@ -70,14 +73,14 @@ def get_batch_samples(
             counts.append(sum(chosen_tokens(batch) for batch in batches))
         totals = torch.stack([torch.as_tensor(count, device=device) for count in counts])
         units, *chosen = trainer.accelerator.gather(totals[None]).sum(0)
-        weighing.units, weighing.micro_batches = units, len(batches) if divides(trainer) else 1
+        weighing.units, weighing.micro_batches = units, len(batches) if divides(trainer, num_items) else 1
         weighing.chosen = chosen[0] if chosen else None
     return batches, num_items
 
 
 def compute_loss(
     patched: Replacement[Weighing, None],
-    model: Any,
+    model: nn.Module,
     inputs: dict[str, Any],
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
@@ -99,7 +102,7 @@ def compute_loss(
     return _weighed(trainer, stock, weighing, model, last, inputs, num_items_in_batch) + before
 
 
-def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[dict[str, Any]]:
+def _pieces(trainer: TrainerLike, weighing: Weighing, inputs: dict[str, Any]) -> list[dict[str, Any]]:
     """Parts of a micro-batch of at most the budget each, equally many on every rank."""
     if weighing.split_at is None:
         return [inputs]
@@ -120,27 +123,29 @@ def _pieces(trainer: Any, weighing: Weighing, inputs: dict[str, Any]) -> list[di
 
 
 def _weighed(
-    trainer: Any,
-    stock: Any,
+    trainer: TrainerLike,
+    stock: Forward,
     weighing: Weighing,
-    model: Any,
+    model: nn.Module,
     part: dict[str, Any],
     whole: dict[str, Any],
     num_items: Tensor | int | None,
 ) -> Tensor:
     weight, sft = _weights(trainer, weighing, part, whole)
+    if weighing.num_items is not None and weighing.units is not None:
+        num_items = _own_labels(trainer, weighing, part, weighing.num_items, weighing.units)
     with _sft_weighed(trainer, sft):
         loss: Tensor = stock(model, part, num_items_in_batch=num_items)
     return loss if weight is None else loss * weight
 
 
 def _weights(
-    trainer: Any, weighing: Weighing, part: Inputs, whole: Inputs
+    trainer: TrainerLike, weighing: Weighing, part: Inputs, whole: Inputs
 ) -> tuple[Tensor | float | None, Tensor | None]:
     """What a piece's loss is weighed by, and what DPO's ``sft`` term, a mean over tokens, is by on top of it."""
     kind = weighing.kind
     if weighing.units is not None:
-        times = weighing.micro_batches * trainer.accelerator.num_processes
+        times = weighing.micro_batches * _ranks(trainer, weighing)
         weight = kind.count(part) * times / weighing.units.clamp(min=1)
         if weighing.chosen is None:
             return weight, None
@@ -154,8 +159,28 @@ def _weights(
     return share.to(trainer.accelerator.device), None
 
 
+def _own_labels(
+    trainer: TrainerLike, weighing: Weighing, part: Inputs, num_items: Tensor | int, units: Tensor
+) -> Tensor:
+    """What the trainer would have counted if this piece were the whole step of every rank. 0-d float."""
+    counted = num_items / units.clamp(min=1)  # 1, or what the trainer counts of each such label
+    labels = torch.as_tensor(weighing.kind.count(part)).to(counted.device)
+    return labels.clamp(min=1) * _ranks(trainer, weighing) * counted
+
+
+def _ranks(trainer: TrainerLike, weighing: Weighing) -> int:
+    """The number of ranks; 1 where the trainer has multiplied by it what a mean or a share of its user's own gave.
+
+    A ``compute_loss`` of the user's own does so itself, if it divides by the labels of all ranks.
+    """
+    func, averages = trainer.compute_loss_func, getattr(trainer.args, "average_tokens_across_devices", True)
+    if weighing.num_items is not None and func is not None and averages:
+        return 1
+    return trainer.accelerator.num_processes
+
+
 @contextlib.contextmanager
-def _sft_weighed(trainer: Any, factor: Tensor | None) -> Iterator[None]:
+def _sft_weighed(trainer: TrainerLike, factor: Tensor | None) -> Iterator[None]:
     """DPO's loss weights for one micro-batch, with the ``sft`` term's times ``factor``."""
     if factor is None:
         yield
@@ -171,7 +196,7 @@ def _sft_weighed(trainer: Any, factor: Tensor | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _not_the_last(trainer: Any, model: Any) -> Iterator[None]:
+def _not_the_last(trainer: TrainerLike, model: nn.Module) -> Iterator[None]:
     """Gradients stay on this rank, and nobody takes this for the end of a step."""
     state = trainer.accelerator.gradient_state
     before = state.sync_gradients
@@ -183,17 +208,14 @@ def _not_the_last(trainer: Any, model: Any) -> Iterator[None]:
         state._set_sync_gradients(before)
 
 
-def _backward(trainer: Any, loss: Tensor, num_items: Tensor | int | None) -> None:
+def _backward(trainer: TrainerLike, loss: Tensor, num_items: Tensor | int | None) -> None:
     """What ``Trainer.training_step`` does with a loss that ``compute_loss`` returns."""
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)
-    if scaled is None:
-        scaled = (trainer.model_accepts_loss_kwargs and num_items is not None) or trainer.compute_loss_func is not None
-    if not scaled:
+    if divides(trainer, num_items):
         loss = loss / trainer.current_gradient_accumulation_steps
     trainer.accelerator.backward(loss)
 
 
-def gather(patched: Replacement[None, None], tensor: Any) -> Any:
+def gather(patched: Replacement[None, None], tensor: object) -> Any:
     """``Accelerator.gather`` of a tensor whose first size differs between ranks, which the stock one can't do."""
     accelerator, stock = patched.owner, patched.stock
     if accelerator.num_processes == 1 or not isinstance(tensor, Tensor) or tensor.ndim == 0:

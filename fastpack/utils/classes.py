@@ -60,8 +60,7 @@ def shadowed(module: nn.Module) -> list[str]:
 @known_once
 def names_in(function: Any) -> tuple[str, ...]:
     """The globals and attributes that a function reads, whatever wraps it."""
-    found: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
-    return found
+    return inspect.unwrap(function).__code__.co_names
 
 
 def _adds_nothing(cls: type) -> bool:
@@ -89,13 +88,13 @@ def changes_of(cls: Any) -> list[str]:
     return [name for name in own if name not in (*_NAMING, *unknown)]
 
 
-def _differ(cls: Any, base: Any, name: str) -> bool:
+def _differ(cls: object, base: object, name: str) -> bool:
     """Unless one wraps the other, as transformers wraps the forward of every subclass of its layers."""
     mine, its = inspect.getattr_static(cls, name), inspect.getattr_static(base, name)
     return unwrapped(mine) is not unwrapped(its)
 
 
-def unwrapped(function: Any) -> Any:
+def unwrapped(function: object) -> Any:
     """The function beneath transformers' and torch's own decorators; one that somebody else put over it stays."""
     while hasattr(function, "__wrapped__"):
         if defined_in(function).split(".")[0] not in ("transformers", "torch", "contextlib"):
@@ -104,12 +103,12 @@ def unwrapped(function: Any) -> Any:
     return function
 
 
-def defined_in(forward: Any) -> str:
+def defined_in(forward: object) -> str:
     """The module in which a forward was written, whatever it says: TRL's has the name of what it replaces."""
     return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
 
 
-def place_of(code: Any) -> str:
+def place_of(code: object) -> str:
     """Return the dotted name of a function, a class or an object's class, under the module in which it was written.
 
     Of a function that is the module whose globals it reads, whatever its ``__module__`` says, beneath decorators of
@@ -123,13 +122,13 @@ def place_of(code: Any) -> str:
     return f"{module}.{named.__qualname__.rpartition('<locals>.')[2]}"
 
 
-def package_of(code: Any) -> str:
+def package_of(code: object) -> str:
     """The top-level package of :func:`place_of`."""
     return place_of(code).partition(".")[0]
 
 
 @constant
-def is_upstreams(function: Any) -> bool:
+def is_upstreams(function: object) -> bool:
     """True for a function of transformers or torch, decorated by these alone."""
     return package_of(function) in ("transformers", "torch")
 

@@ -96,8 +96,7 @@ def known_once(function: Callable[Arguments, Found]) -> Callable[Arguments, Foun
 
     @functools.wraps(function)
     def known(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
-        found: Found = cached(*args, **kwargs)
-        return found
+        return cached(*args, **kwargs)
 
     known.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
     return constant(known)

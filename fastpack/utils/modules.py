@@ -1,6 +1,9 @@
-"""Which modules of a backbone are its decoder layers."""
+"""Which modules of a backbone are its decoder layers, and whether a model trains."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -17,3 +20,15 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
 
 def _inside(module: nn.Module) -> list[nn.Module]:
     return [child for name, child in module.named_children() if not any(word in name for word in TOWERS)]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout; every module's mode is put back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

@@ -181,7 +181,7 @@ def _disable(change: Replacement[Any, Any] | PreHook[Any, Any]) -> Restore:
     return functools.partial(setattr, change, "enabled", before)
 
 
-def _is_importable(function: Any) -> bool:
+def _is_importable(function: object) -> bool:
     """True for a function that stands where its name says."""
     found: Any = sys.modules.get(getattr(function, "__module__", ""))
     for part in getattr(function, "__qualname__", "").split("."):
@@ -189,7 +189,7 @@ def _is_importable(function: Any) -> bool:
     return found is function
 
 
-def replaces(found: Any, function: Forward) -> TypeGuard[Replacement[Any, Any]]:
+def replaces(found: object, function: Forward) -> TypeGuard[Replacement[Any, Any]]:
     """True for a replacement that calls this function."""
     return isinstance(found, Replacement) and found.function is function
 

@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import nn
 
 from fastpack.errors import PackingError
 from fastpack.utils.compile import known_once
 
 
-def accepted(forward: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Those that a class's forward takes, by name or among its further keywords."""
     names = _keywords(forward)
     return dict(arguments) if names is None else {name: arguments[name] for name in arguments if name in names}
 
 
 @known_once
-def _keywords(forward: Any) -> tuple[str, ...] | None:
+def _keywords(forward: Callable[..., Any]) -> tuple[str, ...] | None:
     """Names of a forward's parameters, None where it takes any."""
     parameters = inspect.signature(forward).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else tuple(p.name for p in parameters)
 
 
 @known_once
-def parameters(forward: Any) -> tuple[str, ...]:
+def parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the positional parameters of a class's forward, without self."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
     found = [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
     return tuple(found[1:])
 
 
-def bind(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments by name."""
     names = parameters(cls.forward)
     if len(args) > len(names):
@@ -39,7 +41,7 @@ def bind(cls: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def wants_tuple(module: Any, arguments: dict[str, Any]) -> bool:
+def wants_tuple(module: nn.Module, arguments: dict[str, Any]) -> bool:
     """Take ``return_dict`` out of the arguments; PEFT passes None for "as the config says"."""
     return_dict = arguments.pop("return_dict", None)
     return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from accelerate import state
 from accelerate.utils import DistributedType
 from adapter_cases import with_lora
+from own_losses import with_own_loss
 from preferences import pairs, settings, word_tokenizer
 from sft_cases import rows, tokenizer
 from tiny import tiny_model
@@ -87,11 +89,18 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
     return found
 
 
-def one_step_within(kind: str, max_tokens: int | fastpack.TokenBudget, **further: Any) -> dict[str, Any]:
-    """An optimiser step of a trainer with a budget: which examples were in whose micro-batches, and its gradients."""
+def one_step_within(
+    kind: str, max_tokens: int | fastpack.TokenBudget, own: str | None = None, **further: Any
+) -> dict[str, Any]:
+    """An optimiser step of a trainer with a budget: which examples were in whose micro-batches, and its gradients.
+
+    Args:
+        own: which of :data:`own_losses.OWN` the trainer has.
+    """
     with _as_launched():
         launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
-        trainer = BUILD[kind](Path(tempfile.mkdtemp()), **{**launched, **further})
+        build = BUILD[kind] if own is None else functools.partial(with_own_loss, BUILD[kind], own)
+        trainer = build(Path(tempfile.mkdtemp()), **{**launched, **further})
         batches = watch_batches(trainer)
         examples = [ids_of(example) for example in trainer.train_dataset]
         fastpack.patch(trainer, max_tokens=max_tokens)

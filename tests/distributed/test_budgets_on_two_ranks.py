@@ -26,6 +26,11 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "dpo and sft, ddp": ("dpo", 150, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.3]}),
     "reward, ddp": ("reward", 150, {}),
     "kto, ddp": ("kto", 60, {}),
+    "a mean of one's own, ddp": ("plain", 75, {"own": "compute_loss"}),
+    "a share of one's own, ddp": ("plain", 75, {"own": "compute_loss, handed on"}),
+    "a function that is a mean, ddp": ("plain", 75, {"own": "compute_loss_func"}),
+    "a function that is a share, ddp": ("plain", 75, {"own": "compute_loss_func, a share"}),
+    "sft, handed on, ddp": ("sft", 60, {"own": "compute_loss, handed on"}),
     "dpo, its own steps, ddp": ("dpo", TokenBudget(150, same_steps=True), {}),
 }
 
@@ -43,7 +48,7 @@ def test_the_gradient_of_one_batch(name: str, ranks: Ranks, tmp_path: Path) -> N
     else:
         assert len({len(batch) for batch in batches}) > 1, "or they are even"
 
-    alone = {name: value for name, value in further.items() if not name.startswith("fsdp")}
+    alone = {name: value for name, value in further.items() if not name.startswith(("fsdp", "own"))}
     stock = BUILD[kind](tmp_path, DATA[kind]().select(chosen), max_steps=1, **alone, per_device_train_batch_size=24)
     theirs = Gradients(stock)
     stock.train()

@@ -13,7 +13,7 @@ from readme import MEND, claimed
 import fastpack
 from fastpack.errors import UnsupportedModelError
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
-from fastpack.exactness.oracle import SHARED_STATES, Proof
+from fastpack.exactness.oracle import Proof, checkpointings
 from fastpack.exactness.rule import FULL_BOUND
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
@@ -47,8 +47,7 @@ def test_exact(model_type: str) -> None:
     assert found.problem is None, found.errors
     assert found.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
     assert rung != "stock"
-    checkpointing = model.supports_gradient_checkpointing * (2 - (model_type in SHARED_STATES))
-    assert len(found.errors) == len(INPUT_KINDS) + checkpointing
+    assert len(found.errors) == len(INPUT_KINDS) + len(checkpointings(model))
     assert claimed().get(model_type) == rung, f"the README is stale: {MEND}"
 
 

@@ -31,7 +31,6 @@ from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import Family
-from fastpack.model import checks as refusals
 
 VARLEN = "olmo"
 
@@ -272,8 +271,8 @@ def _stock_beams(model: nn.Module, ids: dict[str, Any], settings: dict[str, Any]
 def test_masks_of_zeros_and_ones_take_the_stock_path(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read once where a cache is asked for; not where it came, nor in steps of decoding: nothing waits."""
     read: list[Any] = []
-    numbers = refusals.numbers_segments
-    monkeypatch.setattr(refusals, "numbers_segments", lambda mask: read.append(mask) or numbers(mask))
+    numbers = inputs.read_segments
+    monkeypatch.setattr(inputs, "read_segments", lambda mask: read.append(mask) or numbers(mask))
     model = tiny_model("llama").eval()
     batch = padded(make_sequences(VOCAB, (4, 9, 6)), "left")
     given = {"input_ids": batch["input_ids"][:3], "attention_mask": batch["attention_mask"][:3].to(dtype)}

@@ -144,8 +144,7 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
     context = patched.runtime.context
     if context is not None and context.packed is not None and is_stand_in(mask):
         mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
-    result: Tensor = patched.stock(mask, num_heads, dtype)
-    return result
+    return patched.stock(mask, num_heads, dtype)
 
 
 class _Mask:
@@ -154,7 +153,7 @@ class _Mask:
     What is added is of the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
     """
 
-    def __init__(self, module: Any, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
         self.module, self.spec, self.rows, self.dtype = module, spec, rows, dtype
 
     def make(self, device: torch.device) -> Tensor | None:

@@ -160,10 +160,9 @@ def _run_delta(
     k, v = k.to(q.dtype), v.to(q.dtype)
     if by_channel:
         g = g[..., None].expand(*g.shape, k.shape[-1])
-    out: Tensor = function(
+    return function(
         q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normalised, **_offsets(function, packed, q.device)
     )[0]
-    return out
 
 
 def _run_linear_attention(
@@ -225,8 +224,7 @@ def _run_conv_cuda(
         return _conv_torch(packed, x, weight, bias, activation)
     # with seq_idx it wants the channels of a token side by side
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
-    out: Tensor = function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed), activation=activation)
-    return out
+    return function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed), activation=activation)
 
 
 def _conv_torch(
@@ -337,8 +335,7 @@ def _absent(module: str, name: str) -> str | None:
 
 @functools.cache
 def _function(module: str, name: str) -> Function:
-    function: Function = getattr(importlib.import_module(module), name)
-    return function
+    return getattr(importlib.import_module(module), name)
 
 
 @functools.cache

@@ -60,7 +60,7 @@ def packed_forward(
     return forward(module, *map(_argument, args), **given)
 
 
-def _argument(value: Any) -> Any:
+def _argument(value: object) -> Any:
     return None if is_stand_in(value) else value
 
 
@@ -155,7 +155,7 @@ def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype) if x.dtype == torch.float32 else x
 
 
-def _stateless(state: Any, wanted: bool) -> None:
+def _stateless(state: object, wanted: bool) -> None:
     if state is not None or wanted:
         raise PatchError(
             "a packed batch came with states of a cache; fastpack.unpatch(model) restores the stock model."

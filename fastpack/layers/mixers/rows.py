@@ -136,7 +136,7 @@ def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[i
     yield sorted(group)
 
 
-def take(x: Any, rows: Rows, total: int) -> Any:
+def take(x: object, rows: Rows, total: int) -> Any:
     """An argument as the rows' own: tensors with a dimension of T in the place of the tokens, in any nesting.
 
     ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` ``[n, heads, L, ...]``; ``[axes, 1, T]`` of

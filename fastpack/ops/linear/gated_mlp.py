@@ -75,11 +75,10 @@ def gated_mlp(
     """
     settings = (Settings.of(inner, implementation, row_count), Settings.of([down], implementation, row_count))
     weight = None if norm is None else norm.weight
-    out: Tensor = _GatedMlp.apply(
+    return _GatedMlp.apply(
         *settings, norm, activation, (residual, need_output, kept), x, weight,
         *tensors_of([*inner, down]),
     )  # fmt: skip
-    return out
 
 
 class _GatedMlp(torch.autograd.Function):

@@ -41,7 +41,7 @@ class Projection:
     dtype: torch.dtype
     bias: Tensor | None = None
     lora: Lora | None = None
-    quant_state: Any = None
+    quant_state: object = None
 
 
 @dataclass(frozen=True, eq=False)

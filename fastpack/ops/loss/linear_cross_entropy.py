@@ -115,8 +115,7 @@ def linear_cross_entropy(
         statistics=statistics,
     )
     a, b = (None, None) if lora is None else lora[:2]
-    loss: Tensor = _LinearCrossEntropy.apply(settings, hidden, dense, bias, a, b, labels, order, factor)
-    return loss
+    return _LinearCrossEntropy.apply(settings, hidden, dense, bias, a, b, labels, order, factor)
 
 
 def _check(hidden: Tensor, labels: Tensor, reduction: str, num_items: int | Tensor | None, chunk: int | None) -> None:

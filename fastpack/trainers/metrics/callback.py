@@ -18,6 +18,7 @@ from fastpack.trainers.metrics.counting import Count, count_batch, peak_memory
 from fastpack.trainers.metrics.flops import ModelFlops, read_flops
 from fastpack.trainers.metrics.peaks import peak_of
 from fastpack.trainers.metrics.stopwatch import Stopwatch
+from fastpack.utils.protocols import TrainerLike
 
 PREFIX = "fastpack/"
 _STATE = "fastpack.metrics"
@@ -41,7 +42,7 @@ class MetricsCallback(TrainerCallback):
         logs: whether the trainer is to log them; set to False, they are kept here alone.
     """
 
-    def __init__(self, trainer: Any, peak_flops: float | None) -> None:
+    def __init__(self, trainer: TrainerLike, peak_flops: float | None) -> None:
         self.totals = Counter[str]()
         self.history: list[dict[str, float]] = []
         self.logs = True

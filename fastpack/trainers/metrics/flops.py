@@ -26,11 +26,10 @@ from fastpack.families.registry import family_of
 from fastpack.model.unwrap import find_parts
 from fastpack.utils.classes import stock_class
 from fastpack.utils.modules import TOWERS, decoder_layers
+from fastpack.utils.protocols import AdapterLike, ConfigLike
 
 _KNOWN_RUNGS = ("fast", "varlen")
 """Of the families in which nothing but attention mixes tokens."""
-_PARTLY = frozenset({"dbrx", "diffllama", "dory", "gemma3n_text", "hrm_text", "longcat_flash"})
-"""Families of these rungs that run a layer several times or not at all, or have products that no module shows."""
 _ROUTED = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
@@ -61,7 +60,7 @@ def read_flops(model: nn.Module) -> ModelFlops:
     parts = find_parts(model)
     backbone = parts.backbone
     family = family_of(backbone)
-    if family is None or family.rung not in _KNOWN_RUNGS or family.model_type in _PARTLY:
+    if family is None or family.rung not in _KNOWN_RUNGS or family.uncounted:
         raise UnsupportedModelError(f"there is no formula for all that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())
@@ -82,12 +81,12 @@ def _trains(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _linear(block: nn.Module, config: Any, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
+def _linear(block: nn.Module, config: ConfigLike, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
     """Return the operations of a block's linear layers a token, but for those inside the modules to leave."""
     return sum(2 * size * (1 + input_grad + trains) for size, trains in _weights(block, config, {*map(id, leave)}))
 
 
-def _weights(module: Any, config: Any, leave: Set[int] = frozenset()) -> Iterator[tuple[int, bool]]:
+def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> Iterator[tuple[int, bool]]:
     """Yield inputs x outputs of each weight that a token is multiplied with, and whether it trains."""
     name = type(module).__name__
     if id(module) in leave or isinstance(module, nn.Embedding) or "Norm" in name:
@@ -117,7 +116,7 @@ def _weights(module: Any, config: Any, leave: Set[int] = frozenset()) -> Iterato
                 yield from _weights(child, config, leave)
 
 
-def _updates(module: Any, config: Any) -> Iterator[tuple[int, bool]]:
+def _updates(module: AdapterLike, config: ConfigLike) -> Iterator[tuple[int, bool]]:
     """Yield the same of LoRA's A and B, of the adapters in force.
 
     Raises:
@@ -132,14 +131,14 @@ def _updates(module: Any, config: Any) -> Iterator[tuple[int, bool]]:
                 yield from _weights(part[adapter], config)
 
 
-def _scores(module: Any, config: Any) -> int:
+def _scores(module: nn.Module, config: ConfigLike) -> int:
     """Return the operations of attention's forward for one pair of tokens."""
     heads = _first(module, "num_heads", "num_attention_heads", "n_heads", "n_head") or config.num_attention_heads
     size = _first(module, "qk_head_dim", "head_dim", "attention_head_size", "head_size") or config.hidden_size // heads
     return 2 * heads * (size + (_first(module, "v_head_dim") or size))
 
 
-def _window(module: Any, config: Any, index: int) -> int | None:
+def _window(module: nn.Module, config: ConfigLike, index: int) -> int | None:
     """Return how many tokens a query of this layer sees at most, or None."""
     kinds = getattr(config, "layer_types", None)
     if (kinds and kinds[index] == "full_attention") or getattr(config, "use_sliding_window", True) is False:
@@ -147,7 +146,7 @@ def _window(module: Any, config: Any, index: int) -> int | None:
     return _first(module, "sliding_window") if hasattr(module, "sliding_window") else _first(config, "sliding_window")
 
 
-def _first(source: Any, *names: str) -> int | None:
+def _first(source: object, *names: str) -> int | None:
     """Return the first of these attributes that is a positive int, or None."""
     found = (getattr(source, name, None) for name in names)
     return next((value for value in found if type(value) is int and value > 0), None)

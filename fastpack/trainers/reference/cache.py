@@ -110,7 +110,7 @@ class ReferenceCache:
         temporary.replace(self.folder / FILE)
 
 
-def is_peft(model: Any) -> bool:
+def is_peft(model: nn.Module) -> bool:
     """Return whether this is a PeftModel, whose adapters can be switched; a model with adapters inside is none."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
@@ -155,7 +155,7 @@ def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
     return {f"{prefix}.{name}": json.dumps(value, sort_keys=True) for name, value in kept.items()}
 
 
-def _weights(model: Any, head: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
+def _weights(model: nn.Module, head: nn.Module, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
     """Names and values of all that the reference computes with, those of its adapter included, by name."""
     wrappers = {name for name, module in head.named_modules() if "base_layer" in module._modules}
     if wrappers and not is_peft(model):

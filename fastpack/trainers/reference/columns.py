@@ -18,6 +18,7 @@ from fastpack.data.token_budget import plan_batches
 from fastpack.errors import MissingReferenceError, PatchError, ReferenceCacheError
 from fastpack.trainers.reference.cache import ReferenceCache, identify, is_peft
 from fastpack.trainers.reference.compute import Collator, Examples, Score, scoring
+from fastpack.utils.protocols import TrainerLike
 
 T = TypeVar("T")
 SAVE_EVERY = 16  # batches of each rank between two times that the cache is written
@@ -144,7 +145,7 @@ def _refuse(dataset: Any, name: str, batch_size: int) -> Any:
     )
 
 
-def _check(trainer: Any) -> None:
+def _check(trainer: TrainerLike) -> None:
     name = type(trainer).__name__
     if not hasattr(trainer, "_precompute_ref_logps"):
         raise PatchError(

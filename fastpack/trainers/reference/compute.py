@@ -30,6 +30,7 @@ from fastpack.patching.match import head_spec
 from fastpack.patching.state import is_patched
 from fastpack.patching.twin import match_by_twin
 from fastpack.trainers.reference.cache import is_peft
+from fastpack.utils.modules import evaluating
 
 Collator = Callable[[list[dict[str, Any]]], Mapping[str, Any]]
 
@@ -177,20 +178,16 @@ def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
 @contextmanager
 def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
     """With the adapters as they are in the reference; behind it, modules and weights train that did before."""
-    training = [(module, module.training) for module in model.modules()]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     active = None if adapter is None else model.base_model.active_adapter
     try:
-        model.eval()
         if adapter is not None:
             model.base_model.set_adapter(adapter)
-        with model.disable_adapter() if adapter is None and is_peft(model) else nullcontext():
+        with evaluating(model), model.disable_adapter() if adapter is None and is_peft(model) else nullcontext():
             yield
     finally:
         if adapter is not None:
             model.base_model.set_adapter(active)
-        for module, on in training:
-            module.training = on
         for parameter, on in trained:
             parameter.requires_grad_(on)  # PEFT decides about them as it switches adapters
 
