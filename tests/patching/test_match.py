@@ -65,7 +65,7 @@ def test_what_does_not_match_keeps_its_forward_aloud(monkeypatch: pytest.MonkeyP
     judged_by(Judge("off by 0.5"), monkeypatch, "LlamaMLP")
     model = tiny_model("llama")
     alone = run_alone(model, make_sequences(VOCAB))
-    with pytest.warns(FastpackWarning, match=r"LlamaMLP of transformers 5.*: off by 0\.5\. Its own forward runs") as told:
+    with pytest.warns(FastpackWarning, match=r"LlamaMLP of .*: off by 0\.5\. Its own forward runs") as told:
         fastpack.patch(model)
     assert [each.filename for each in told] == [__file__]
     report = fastpack.report(model)
