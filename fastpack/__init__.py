@@ -4,55 +4,124 @@
 >>> fastpack.patch(model)          # doctest: +SKIP
 >>> print(fastpack.report(model))  # doctest: +SKIP
 
-Importing this imports no model code and changes nothing.
+Importing this imports nothing else and changes nothing: each name is imported when it is first used.
 """
 
-from fastpack.api import patch, patched, report, unpatch
-from fastpack.data import with_packed_seq_lens
-from fastpack.errors import (
-    BackendUnavailableError,
-    FastpackError,
-    FastpackWarning,
-    KernelUnavailableError,
-    NoFasterWarning,
-    PackingError,
-    PatchError,
-    UnsupportedModelError,
-    UntriedVersionWarning,
-)
-from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
-from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.patching.options import TokenBudget
-from fastpack.patching.report import PatchReport
-from fastpack.patching.state import is_patched
-from fastpack.patching.verify import verify
-from fastpack.utils.compile import activation_memory_budget
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastpack import attention_dispatch as attention_dispatch
+    from fastpack.api import patch as patch
+    from fastpack.api import patched as patched
+    from fastpack.api import report as report
+    from fastpack.api import unpatch as unpatch
+    from fastpack.api import verify as verify
+    from fastpack.data.collators import with_packed_seq_lens as with_packed_seq_lens
+    from fastpack.data.packed_collators import PackedPreferenceCollator as PackedPreferenceCollator
+    from fastpack.data.packed_collators import PackedSFTCollator as PackedSFTCollator
+    from fastpack.data.sampler import TokenBudgetSampler as TokenBudgetSampler
+    from fastpack.errors import BackendUnavailableError as BackendUnavailableError
+    from fastpack.errors import FastpackError as FastpackError
+    from fastpack.errors import FastpackWarning as FastpackWarning
+    from fastpack.errors import KernelUnavailableError as KernelUnavailableError
+    from fastpack.errors import NoFasterWarning as NoFasterWarning
+    from fastpack.errors import PackingError as PackingError
+    from fastpack.errors import PatchError as PatchError
+    from fastpack.errors import UnsupportedModelError as UnsupportedModelError
+    from fastpack.errors import UntriedVersionWarning as UntriedVersionWarning
+    from fastpack.exactness.verification import ContaminationError as ContaminationError
+    from fastpack.exactness.verification import InconclusiveError as InconclusiveError
+    from fastpack.exactness.verification import Verification as Verification
+    from fastpack.packing.seqlens import PackedSeqLens as PackedSeqLens
+    from fastpack.patching.options import TokenBudget as TokenBudget
+    from fastpack.patching.report import PatchReport as PatchReport
+    from fastpack.patching.state import is_patched as is_patched
+    from fastpack.trainers import metrics as metrics
+    from fastpack.trainers import preference_losses as preference  # noqa: F401
+    from fastpack.trainers import reference as reference
+    from fastpack.trainers.preference_losses import PairLogProbs as PairLogProbs
+    from fastpack.trainers.preference_losses import PreferenceLoss as PreferenceLoss
+    from fastpack.trainers.preference_losses import pair_log_probs as pair_log_probs
+    from fastpack.trainers.preference_losses import pair_log_probs_of_logits as pair_log_probs_of_logits
+    from fastpack.trainers.preference_losses import preference_loss as preference_loss
+    from fastpack.utils.compile import activation_memory_budget as activation_memory_budget
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BackendUnavailableError",
-    "ContaminationError",
-    "FastpackError",
-    "FastpackWarning",
-    "InconclusiveError",
-    "KernelUnavailableError",
-    "NoFasterWarning",
-    "PackedSeqLens",
-    "PackingError",
-    "PatchError",
-    "PatchReport",
-    "TokenBudget",
-    "UnsupportedModelError",
-    "UntriedVersionWarning",
-    "Verification",
-    "__version__",
-    "activation_memory_budget",
-    "is_patched",
-    "patch",
-    "patched",
-    "report",
-    "unpatch",
-    "verify",
-    "with_packed_seq_lens",
-]
+_NAMES = {
+    "fastpack.api": ("patch", "patched", "report", "unpatch", "verify"),
+    "fastpack.data.collators": ("with_packed_seq_lens",),
+    "fastpack.data.packed_collators": ("PackedPreferenceCollator", "PackedSFTCollator"),
+    "fastpack.data.sampler": ("TokenBudgetSampler",),
+    "fastpack.errors": (
+        "BackendUnavailableError",
+        "FastpackError",
+        "FastpackWarning",
+        "KernelUnavailableError",
+        "NoFasterWarning",
+        "PackingError",
+        "PatchError",
+        "UnsupportedModelError",
+        "UntriedVersionWarning",
+    ),
+    "fastpack.exactness.verification": ("ContaminationError", "InconclusiveError", "Verification"),
+    "fastpack.packing.seqlens": ("PackedSeqLens",),
+    "fastpack.patching.options": ("TokenBudget",),
+    "fastpack.patching.report": ("PatchReport",),
+    "fastpack.patching.state": ("is_patched",),
+    "fastpack.trainers.preference_losses": (
+        "PairLogProbs",
+        "PreferenceLoss",
+        "pair_log_probs",
+        "pair_log_probs_of_logits",
+        "preference_loss",
+    ),
+    "fastpack.utils.compile": ("activation_memory_budget",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_SHORT_PATHS = {
+    "metrics": "fastpack.trainers.metrics",
+    "preference": "fastpack.trainers.preference_losses",
+    "reference": "fastpack.trainers.reference",
+}
+
+__all__ = ["__version__", *sorted(_MODULE_OF)]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a module of fastpack's, when it is first used."""
+    if name in _MODULE_OF:
+        value = getattr(import_module(_MODULE_OF[name]), name)
+    elif name == "attention_dispatch":
+        value = import_module("fastpack.attention_dispatch")
+    else:
+        raise AttributeError(f"module 'fastpack' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SHORT_PATHS, "attention_dispatch"})
+
+
+class _ShortPath(ModuleType):
+    """A module of fastpack's under a shorter path, imported when a name of it is first used."""
+
+    def __init__(self, name: str, path: str) -> None:
+        super().__init__(name, f"{path}, under a shorter path.")
+        self._path = path
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return getattr(import_module(self._path), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(import_module(self._path))
+
+
+for _name, _path in _SHORT_PATHS.items():
+    globals()[_name] = sys.modules[f"fastpack.{_name}"] = _ShortPath(f"fastpack.{_name}", _path)

@@ -32,10 +32,13 @@ from fastpack.patching.options import (
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
 from fastpack.patching.twin import match_by_twin
+from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
 from fastpack.utils.versions import check_versions
 
+__all__ = ["patch", "patched", "report", "unpatch", "verify"]
 T = TypeVar("T")
+_verify = verify  # patch has a flag of that name
 
 
 def patch(
@@ -133,11 +136,9 @@ def patch(
         apply(plan, options)
     set_up()
     if verify:
-        from fastpack.patching.verify import verify as check
-
         exact = False
         try:
-            check(target)
+            _verify(target)
             exact = True
         finally:
             if not exact:
@@ -202,7 +203,7 @@ def _plan_trainer(target: Any, loss: Loss, max_tokens: int | TokenBudget | None)
 def _plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool) -> Callable[[], None]:
     if max_tokens is None and kept_on(target, BUDGET) is None:
         return lambda: None
-    from fastpack.trainers.budget import plan_budget
+    from fastpack.trainers.budget import plan_budget  # heavy: it imports transformers' trainer
 
     return plan_budget(target, max_tokens, anew=anew)
 
@@ -211,7 +212,7 @@ def _plan_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
     """None where nothing changes."""
     if isinstance(target, nn.Module) or (loss is None and kept_on(target, FUSED_LOSS) is None):
         return None
-    from fastpack.trainers.fused_loss import plan_fused_loss
+    from fastpack.trainers.fused_loss import plan_fused_loss  # heavy, as above
 
     return plan_fused_loss(target, loss)
 

@@ -21,5 +21,6 @@ prepare "$extras"
 ruff check --quiet
 ruff format --check --quiet
 mypy
+lint-imports --no-logo --no-cache
 # one thread a worker: threads of several processes that wait for each other make everything many times slower
 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" python -m pytest ${workers[@]+"${workers[@]}"} "$@"

@@ -24,6 +24,7 @@ import torch
 from fastpack.exactness.special import (
     ACTIVE,
     BEYOND,
+    EARLIER,
     EXPERTS,
     FFN,
     HEAD_DIM,
@@ -253,6 +254,7 @@ def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool
     # One name for one setting, or n_embd and hidden_size could both be given.
     given = {name if name in names else other_names.get(name, name): value for name, value in given.items()}
     values = {name: vars(config).get(other_names.get(name, name)) for name in names}
+    given = {name: _in_the_words_of(values.get(name), value) for name, value in given.items()}
     settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in WINDOWS or values[name] is not None}
     settings |= {name: min(values[name], CAPS[name]) for name in names & CAPS.keys() if values[name] is not None}
     settings |= {name: type(value)(0) for name, value in values.items() if _random(name, value)}
@@ -272,6 +274,12 @@ def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool
     settings |= {name: value for name, value in given.items() if name not in config_class.sub_configs}
     # A copy: configs fill in and correct the lists and dicts that they are given.
     return config_class(**copy.deepcopy(settings))
+
+
+def _in_the_words_of(own: Any, given: Any) -> Any:
+    """Return kinds of layers as the config's own list names them; any other value as it is."""
+    earlier = isinstance(own, list) and isinstance(given, list) and "mamba" in own
+    return [EARLIER.get(kind, kind) for kind in given] if earlier else given
 
 
 def _with_traits(config: Any, values: Mapping[str, Any], settings: Mapping[str, Any], factor: float) -> dict[str, Any]:

@@ -72,7 +72,7 @@ def _old_bert(model_type: str, name: str, package: str = "") -> Family:
         package=package,
         mixers={f"{name}SelfAttention": _MASKED},
         by_choice=True,
-        since=(5, 23),
+        since=((5, 23), "attends in both directions, also where its config says is_decoder"),
     )
 
 
@@ -220,6 +220,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         ("RecurrentGemmaAttention",),
         mixers={"RecurrentGemmaRecurrentBlock": _STOCK},
         fast=named("RecurrentGemma", RMSNorm=GEMMA_NORM),
+        since=((5, 13), "has attention that no interface serves"),
     ),
     Family("rwkv", "RwkvModel", mixers={"RwkvSelfAttention": _STOCK, "RwkvFeedForward": _STOCK}),
     Family("xlstm", "xLSTMModel", mixers={"xLSTMLayer": MixerSpec(states=1)}),
@@ -255,6 +256,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "GlmMoeDsaModel",
         mixers={"GlmMoeDsaAttention": MixerSpec("added", carried="prev_topk_indices")},
         fast=named("GlmMoeDsa", **LLAMA_PARTS),
+        since=((5, 11), "attends to later tokens where no mask comes"),
     ),
     Family("hy_v4", "HYV4Model", mixers={"HYV4Attention": MixerSpec("added", carried="prev_topk_indices")}),
     Family(

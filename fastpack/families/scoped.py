@@ -93,7 +93,13 @@ SCOPED_FAMILIES: tuple[Family, ...] = (
         two_way_if=("prefix_lm", True),
     ),
     Family("moshi", "MoshiModel", ("MoshiAttention",), scoped=True),
-    Family("nemotron", "NemotronModel", ("NemotronAttention",), scoped=True),
+    Family(
+        "nemotron",
+        "NemotronModel",
+        ("NemotronAttention",),
+        scoped=True,
+        since=((5, 13), "has attention that no interface serves"),
+    ),
     Family("opt", "OPTDecoder", ("OPTAttention",), scoped=True),
     Family(
         "phi4_multimodal",

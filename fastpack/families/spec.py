@@ -203,7 +203,8 @@ class Family:
         refused_if: settings of the config with which the family can't be exact, and why.
         repadded_if: names of settings of the config with any of which the family is one of re-padded models.
         alibi: name of the backbone's method that makes ALiBi's biases of a 2-D mask, or None.
-        since: the first release of transformers whose own model is causal, as (major, minor); None for any.
+        since: the first release of transformers that has the family as the row says, as (major, minor), and what it is
+            in earlier ones; None for any.
         unmasked: whether its backbone is given no mask, since it builds one of its own, or takes none.
         mask_window: name of a setting of the config: a window that upstream has in its mask alone, in layers of
             sliding attention where the config lists ``layer_types``.
@@ -230,7 +231,7 @@ class Family:
     refused_if: dict[str, str] = field(default_factory=dict)
     alibi: str | None = None
     unmasked: bool = False
-    since: tuple[int, int] | None = None
+    since: tuple[tuple[int, int], str] | None = None
     mask_window: str | None = None
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None

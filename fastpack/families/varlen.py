@@ -52,7 +52,13 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         fast=named("CohereCompass", MLP=LLAMA_MLP, LayerNorm=COHERE_NORM),
     ),
     Family("ctrl", "CTRLModel", ("MultiHeadAttention",)),
-    Family("dbrx", "DbrxModel", ("DbrxAttention",), routers=("DbrxFFN",)),
+    Family(
+        "dbrx",
+        "DbrxModel",
+        ("DbrxAttention",),
+        routers=("DbrxFFN",),
+        since=((5, 15), "has a router as wide as its experts, and can't run"),
+    ),
     Family(
         "deepseek_v2",
         "DeepseekV2Model",

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from fastpack.errors import FastpackWarning, UntriedVersionWarning
 from fastpack.families.lock import proved_form
-from fastpack.families.spec import Family, HeadSpec, MixerSpec, Spec
-from fastpack.patching.recognise import Recognised, Skipped
+from fastpack.families.spec import Family, HeadSpec, Spec
+from fastpack.model.unwrap import Parts
+from fastpack.patching.recognise import Recognised, Skipped, own_class, with_specs
+from fastpack.patching.support import covered_family
 from fastpack.utils.classes import replaced_forward, stock_class
 from fastpack.utils.versions import version_of
 
@@ -20,8 +21,11 @@ Match = Callable[[nn.Module, Family, Mapping[str, Spec]], Mapping[str, str]]
 """Say of each class of a backbone's family why a forward of this form does not compute what it does, or nothing."""
 
 
-def settle(found: Recognised, match: Match) -> Recognised:
-    """Match the classes whose source is unknown.
+def settle(found: Recognised, match: Match, *, head: bool) -> Recognised:
+    """Match the classes whose source was not proved.
+
+    Args:
+        head: whether it matters how the head makes logits.
 
     Warns:
         FastpackWarning: a class does not compute what its row says, and keeps its own forward.
@@ -34,14 +38,9 @@ def settle(found: Recognised, match: Match) -> Recognised:
             UntriedVersionWarning,
             stacklevel=5,
         )
-    forms, left = match_forms(found.backbone, found.family, found.unknown, match)
-    return with_forms(replace(found, skipped=found.skipped + left), forms)
-
-
-def with_forms(found: Recognised, forms: Mapping[str, Spec]) -> Recognised:
-    """Return what a model is known to be, where these of its classes, whose source is unknown, compute this."""
-    specs = {**found.specs, **forms}
-    return replace(found, family=_keeping_windows(found.family, specs), specs=specs, matched=tuple(forms))
+    names = [name for name in found.unknown if head or not isinstance(found.family.fast[name], HeadSpec)]
+    forms, left = match_forms(found.backbone, found.family, names, match)
+    return with_specs(found, {**found.specs, **forms}, matched=tuple(forms), skipped=found.skipped + left)
 
 
 def match_forms(
@@ -71,22 +70,15 @@ def match_forms(
     )
 
 
-def head_spec(head: nn.Module, backbone: nn.Module, family: Family, match: Match) -> HeadSpec | None:
-    """Return how a head makes logits, where its class is the family's, and proved or matched; else None.
+def head_spec(parts: Parts, match: Match) -> HeadSpec | None:
+    """Return how a model's head makes logits, where its class is the family's, and proved or matched; else None.
 
     Warns:
         FastpackWarning: it does not compute what its row says.
     """
-    cls: Any = stock_class(head)
-    if cls.__module__ != family.module or cls.__name__ not in family.fast or replaced_forward(head) is not None:
+    family, head = covered_family(parts), parts.head
+    cls: Any = type(None) if head is None else stock_class(head)
+    if head is None or own_class(head, family) not in family.fast or replaced_forward(head) is not None:
         return None
-    spec = proved_form(cls, family) or match_forms(backbone, family, [cls.__name__], match)[0].get(cls.__name__)
+    spec = proved_form(cls, family) or match_forms(parts.backbone, family, [cls.__name__], match)[0].get(cls.__name__)
     return spec if isinstance(spec, HeadSpec) else None
-
-
-def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
-    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
-    if family.mask_window is None or all(name in specs for name in family.attention):
-        return family
-    masked = MixerSpec("added", window=f"config.{family.mask_window}")
-    return replace(family, attention=(), mixers=dict.fromkeys(family.attention, masked))

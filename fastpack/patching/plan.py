@@ -44,7 +44,7 @@ from fastpack.model.runtime import ModelRuntime
 from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends
-from fastpack.patching.match import Match, head_spec, settle
+from fastpack.patching.match import Match, settle
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
@@ -124,17 +124,18 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
     refuse_wrapped(model)
     parts = find_parts(model)
     refuse_kept_forward(model, parts.head)
-    return plan_recognised(model, parts, settle(recognise(parts), match), options, match)
+    found = settle(recognise(parts), match, head=options.loss is not None)
+    return plan_recognised(model, parts, found, options)
 
 
-def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions, match: Match) -> Plan:
-    """Plan a patch of a model that is known to be this; ``match`` judges its head."""
+def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
+    """Plan a patch of a model that is known to be this."""
     _refuse_options(options, found)
     backbone, family, specs = found.backbone, found.family, found.specs
     forms = forms_by_family(backbone, specs, family)
     runtime = _make_runtime(found, options, forms)
     known = Findings(skipped=found.skipped, notes=_notes_on_graphs(backbone, runtime, options))
-    around = _plan_model(parts, found, runtime, options, match)
+    around = _plan_model(parts, found, runtime, options)
     attentions = [m for m in backbone.modules() if own_class(m, family) in family.attention]
     _refuse_nothing_to_patch(backbone, family)
     refuse_misplaced(backbone, forms)
@@ -212,18 +213,13 @@ def _notes_on_graphs(backbone: nn.Module, runtime: ModelRuntime, options: PatchO
     return (off,) if options.graphs == "auto" else ()
 
 
-def _plan_model(
-    parts: Parts, found: Recognised, runtime: ModelRuntime, options: PatchOptions, match: Match
-) -> Findings:
+def _plan_model(parts: Parts, found: Recognised, runtime: ModelRuntime, options: PatchOptions) -> Findings:
     """The backbone's forward, and the head's."""
     backbone = _plan(parts.backbone, "backbone", backbone_forward, found.family, runtime)
     if parts.head is None:
         return Findings((backbone,))
     kind = _head_kind(parts.head)
-    spec = None
-    if options.loss is not None and kind == "causal_lm":
-        spec = head_spec(parts.head, found.backbone, found.family, match)
-    loss, reason = _head_loss(parts.head, kind, options, spec)
+    loss, reason = _head_loss(parts.head, kind, options, found)
     planned = [backbone, _plan(parts.head, "head", head_forward, Head(kind, loss), runtime)]
     if hasattr(type(parts.head), GENERATE):
         planned.append(_plan(parts.head, GENERATE, generate, None, runtime, method=GENERATE))
@@ -245,11 +241,13 @@ def _plan_hooks(
 
 
 def _head_loss(
-    head: Any, kind: HeadKind, options: PatchOptions, spec: HeadSpec | None
+    head: Any, kind: HeadKind, options: PatchOptions, recognised: Recognised
 ) -> tuple[FusedLoss | None, str | None]:
     """What computes the head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
+    found = recognised.specs.get(own_class(head, recognised.family) or "")
+    spec = found if isinstance(found, HeadSpec) else None
     reason = fused_loss_rejects(head, kind, spec)
     if reason is not None:
         return None, reason

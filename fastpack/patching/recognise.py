@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_form, stock_mixing
-from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, Spec
+from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
 from fastpack.layers.adapters import refuse_rows
 from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.stock_attention import StockAttention
@@ -56,19 +56,17 @@ class Recognised:
     matched: tuple[str, ...] = ()
 
 
-def recognise(parts: Parts) -> Recognised:
+def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     """Say what a model is.
+
+    Args:
+        family: the one that it is of; None for the one that covers it.
 
     Raises:
         UnsupportedModelError: no family of these is known to be exact.
         PatchError: something that mixes tokens, or an adapter, is not known.
     """
-    return recognise_as(parts, covered_family(parts))
-
-
-def recognise_as(parts: Parts, family: Family) -> Recognised:
-    """Say what a model of this family is; raises PatchError as :func:`recognise` does."""
-    backbone = parts.backbone
+    family, backbone = family or covered_family(parts), parts.backbone
     refuse_rows((parts.head or backbone).modules())
     refuse_look_alikes(backbone, family)
     refuse_replaced_attention(backbone, family)
@@ -77,6 +75,8 @@ def recognise_as(parts: Parts, family: Family) -> Recognised:
     family = with_known_backbone(backbone, family)
     layers, skipped = layers_replaced(backbone, family)
     classes, others = known_classes(backbone, family)
+    if parts.head is not None and _is_own(parts.head, family):
+        classes.append(stock_class(parts.head))
     forms = {cls.__name__: proved_form(cls, family) for cls in classes if cls.__name__ in family.fast}
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
     if strange := [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]:
@@ -93,6 +93,16 @@ def recognise_as(parts: Parts, family: Family) -> Recognised:
         attends_by=attends_by,
         skipped=skipped + others,
     )
+
+
+def with_specs(found: Recognised, specs: Mapping[str, Spec], **others: Any) -> Recognised:
+    """The same model, whose classes compute these."""
+    return replace(found, specs=specs, family=_keeping_windows(found.family, specs), **others)
+
+
+def _is_own(module: nn.Module, family: Family) -> bool:
+    """True for a module of a class of the family's, with that class's own forward."""
+    return own_class(module, family) is not None and replaced_forward(module) is None
 
 
 def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
@@ -238,3 +248,11 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
     if family.mask_window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
         return spec
     return replace(spec, window=f"config.{family.mask_window}")
+
+
+def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
+    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
+    if family.mask_window is None or all(name in specs for name in family.attention):
+        return family
+    masked = MixerSpec("added", window=f"config.{family.mask_window}")
+    return replace(family, attention=(), mixers=dict.fromkeys(family.attention, masked))

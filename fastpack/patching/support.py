@@ -64,12 +64,14 @@ def too_old(family: Family) -> str | None:
     """Why this release of transformers can't have the family, or None."""
     import transformers
 
-    if family.since is None or Version(transformers.__version__).release >= family.since:
+    if family.since is None:
         return None
-    needed = ".".join(map(str, family.since))
+    release, before = family.since
+    if Version(transformers.__version__).release >= release:
+        return None
     return (
-        f"in transformers {transformers.__version__} {family.model_type} attends in both directions, also where its "
-        f"config says is_decoder; {needed} mends that"
+        f"in transformers {transformers.__version__} {family.model_type} {before}; "
+        f"{'.'.join(map(str, release))} mends that"
     )
 
 

@@ -37,10 +37,9 @@ from fastpack.families.spec import (
 from fastpack.layers.windows import FULL
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.apply import apply, restore
-from fastpack.patching.match import with_forms
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, plan_recognised
-from fastpack.patching.recognise import own_class, recognise_as
+from fastpack.patching.recognise import own_class, recognise, with_specs
 from fastpack.utils.classes import stock_class
 from fastpack.utils.replacement import Replacement
 
@@ -136,7 +135,7 @@ class Twin:
         except FOREIGN:  # DiffLlama, for one, has none, and says so
             dropping = build_twin(backbone, config, **unmasked)
         half = build_twin(backbone, config, torch.bfloat16, **unmasked).eval()
-        proved = recognise_as(find_parts(model), family).specs
+        proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
         return cls(model, dropping, half, family, known, run_alone(model, distinct_sequences()))
 
@@ -285,14 +284,7 @@ def _packed(model: Any) -> Tensor:
 def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Plan:
     """Plan a patch by which these classes compute this, and all others keep their own forward."""
     parts = find_parts(model)
-    found = recognise_as(parts, replace(family, fast=specs, earlier={}))
-    found = with_forms(found, {name: specs[name] for name in found.unknown})
-    return plan_recognised(model, parts, found, options, _accept)
-
-
-def _accept(backbone: nn.Module, family: Family, candidates: Mapping[str, Spec]) -> dict[str, str]:
-    """Match everything."""
-    return dict.fromkeys(candidates, "")
+    return plan_recognised(model, parts, with_specs(recognise(parts, family), specs), options)
 
 
 @contextmanager
@@ -316,7 +308,7 @@ def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast:
     except FOREIGN as error:
         return f"can't be shrunk: {said(error)}"
     try:
-        specs = {**recognise_as(find_parts(model), family).specs, **fast, name: spec}
+        specs = {**recognise(find_parts(model), family).specs, **fast, name: spec}
         stock = _loss(model)
         with _patched(model, family, specs, replace(OPTIONS, loss="fused")):
             found = _loss(model, fused=True)

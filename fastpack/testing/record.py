@@ -7,9 +7,10 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from fastpack.utils.versions import version_of
 
 PACKAGES = ("transformers", "torch", "trl", "peft")
 
@@ -76,8 +77,8 @@ class Record:
         """With today's date and what is installed."""
         import fastpack
 
-        installed = {each.name: each.version for each in metadata.distributions() if each.name in PACKAGES}
-        versions = {name: installed[name] for name in PACKAGES if name in installed}
+        found = {name: version_of(name) for name in PACKAGES}
+        versions = {name: version for name, version in found.items() if version is not None}
         versions |= {"fastpack": fastpack.__version__, "python": platform.python_version()}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 

@@ -9,9 +9,8 @@ from fastpack.errors import UntriedVersionWarning
 from fastpack.exactness.tiny import build_tiny
 from fastpack.families.lock import forms_of, hash_of, stock_mixing
 from fastpack.families.source import UNREADABLE
-from fastpack.families.spec import Spec
 from fastpack.model.unwrap import find_parts
-from fastpack.patching.match import head_spec, settle
+from fastpack.patching.match import settle
 from fastpack.patching.recognise import recognise
 from fastpack.patching.twin import match_by_twin
 from fastpack.utils.classes import stock_class
@@ -27,13 +26,9 @@ def sources_of(model_type: str) -> dict[str, str]:
     parts = find_parts(build_tiny(model_type))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntriedVersionWarning)  # they are entered
-        known = settle(recognise(parts), match_by_twin)
-    family, modules = known.family, list(known.backbone.modules())
-    specs: dict[str, Spec] = dict(known.specs)
-    if parts.head is not None:
-        modules.append(parts.head)
-        if (spec := head_spec(parts.head, known.backbone, family, match_by_twin)) is not None:
-            specs[stock_class(parts.head).__name__] = spec
+        known = settle(recognise(parts), match_by_twin, head=True)
+    family, specs = known.family, known.specs
+    modules = [*known.backbone.modules(), *([] if parts.head is None else [parts.head])]
     classes: dict[str, Any] = {
         cls.__name__: cls for cls in map(stock_class, modules) if cls.__module__ == family.module
     }

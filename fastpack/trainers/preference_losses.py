@@ -48,6 +48,8 @@ from fastpack.ops.loss.linear_cross_entropy import CHUNK, Weight, linear_cross_e
 from fastpack.ops.loss.segment_sums import segment_sums
 from fastpack.packing.seqlens import PackedSeqLens
 
+__all__ = ["PairLogProbs", "PreferenceLoss", "pair_log_probs", "pair_log_probs_of_logits", "preference_loss"]
+
 LossType = Literal["sigmoid", "hinge", "ipo", "robust"]
 
 

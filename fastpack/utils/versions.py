@@ -112,7 +112,7 @@ def _requirements() -> list[str]:
     import tomllib
     from importlib import metadata
 
-    pyproject = Path(__file__).parent.parent / "pyproject.toml"
+    pyproject = Path(__file__).parent.parent.parent / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text(encoding="utf-8")).get("project", {}) if pyproject.is_file() else {}
     if project.get("name") == DISTRIBUTION:
         return sum(project["optional-dependencies"].values(), project["dependencies"])

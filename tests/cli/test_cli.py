@@ -266,15 +266,15 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("transformers", "said", "unsaid", "code"),
+    ("found", "said", "unsaid", "code"),
     [
-        ("5.16.9", ["5.16.9: too old", "pip install 'transformers"], ["not tried"], 1),
-        ("5.25.0", ["5.25.0: not tried"], ["too old"], 0),
-        ("5.17.0", ["5.17.0"], ["not tried", "too old"], 0),
+        ({"transformers": "5.5.9"}, ["5.5.9: too old", "pip install 'transformers"], ["not tried"], 1),
+        ({"trl": "1.99.0"}, ["1.99.0: not tried"], ["too old"], 0),
+        ({"transformers": "5.99.0"}, ["5.99.0"], ["not tried", "too old"], 0),
     ],
 )
 def test_doctor_names_what_is_too_old_or_was_not_tried(
-    transformers: str,
+    found: dict[str, str],
     said: list[str],
     unsaid: list[str],
     code: int,
@@ -283,7 +283,7 @@ def test_doctor_names_what_is_too_old_or_was_not_tried(
 ) -> None:
     from fastpack.cli import doctor
 
-    versions = {"transformers": transformers, "torch": "2.11.0+cu128"}
+    versions = {"transformers": "5.6.0", "torch": "2.11.0+cu128", **found}
     monkeypatch.setattr(doctor, "version_of", versions.get)
     assert main(["doctor"]) == code
     printed = capsys.readouterr().out

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import smoke_stand_ins
 import torch
+import transformers
 from known_families import KNOWN
 from readme import MEND, claimed, section
 
@@ -345,6 +346,28 @@ def test_the_readme_claims_what_a_run_proved(
         assert "old" not in text
         assert text.startswith("before\n")
         assert text.endswith("behind\n")
+
+
+def test_a_run_is_entered_in_the_lock_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The families that it proved, as they are in the installed transformers; and none of another's."""
+    run, file = made_up_run(tmp_path), tmp_path / "proved.json"
+    monkeypatch.setattr(families, "LOCK", file)
+    monkeypatch.setattr(families, "locked", lambda: {"LlamaMLP": {"old": ["5.6.0", transformers.__version__]}})
+    monkeypatch.setattr(families, "sources_of", lambda family: {f"{family.title()}MLP": "new"})
+    assert main(["families", "--from", str(run), "--lock"]) == 0
+    entered = json.loads(file.read_text())
+    assert entered["LlamaMLP"] == {"old": ["5.6.0"], "new": [transformers.__version__]}
+    assert entered.keys() == {"LlamaMLP", "Gpt2MLP"}
+    file.unlink()
+    record = json.loads(run.read_text())
+    record["versions"]["transformers"] = "5.6.0"
+    run.write_text(json.dumps(record))
+    assert main(["families", "--from", str(run), "--lock"]) == 2
+    assert "made with transformers 5.6.0" in capsys.readouterr().err
+    assert main(["families", "--lock"]) == 2
+    assert not file.exists()
 
 
 def test_some_families_are_not_the_mapping(

@@ -18,7 +18,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.cuda_graphs.recorder import no_synchronisation
-from fastpack.packing import inputs as packing_inputs
+from fastpack.packing import reading
 from fastpack.packing.inputs import pack_inputs
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any) -> Any:
         raise AssertionError("the batch was read again")
 
-    monkeypatch.setattr(packing_inputs, "_to_host", read)
+    monkeypatch.setattr(reading, "_to_host", read)
     run(model, batch)
     with pytest.raises(AssertionError, match="read again"):
         run_batch(model, make_sequences(VOCAB), "TRL's keywords")

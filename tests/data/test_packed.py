@@ -19,7 +19,7 @@ import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.data.packed_collators import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.ops.loss import IGNORE_INDEX
-from fastpack.packing import inputs as packing_inputs
+from fastpack.packing import reading
 
 Example = dict[str, Any]
 
@@ -221,7 +221,7 @@ def test_the_loss_is_that_of_the_padded_batch(monkeypatch: pytest.MonkeyPatch) -
     def read(*_: Any) -> Any:
         raise AssertionError("the batch was read again")
 
-    monkeypatch.setattr(packing_inputs, "_to_host", read)
+    monkeypatch.setattr(reading, "_to_host", read)
     found = run(model, model, batch)
     assert compare(Result(found.logits, found.loss, found.grads), Result(found.logits, loss, grads)).worst <= (
         FLOAT32_BOUND

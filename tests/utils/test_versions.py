@@ -163,8 +163,8 @@ def requirements_of_pyproject() -> dict[str, Any]:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of installed packages that the package is in, instead of a checkout, and nothing beside it."""
     folder = tmp_path / "site"
-    (folder / "fastpack").mkdir(parents=True)
-    monkeypatch.setattr(installation, "__file__", str(folder / "fastpack" / "installation.py"))
+    (folder / "fastpack" / "utils").mkdir(parents=True)
+    monkeypatch.setattr(installation, "__file__", str(folder / "fastpack" / "utils" / "versions.py"))
     monkeypatch.setattr(sys, "path", [str(folder)])
     return folder
 

@@ -28,7 +28,6 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.patching.apply import temporarily_patched
 from fastpack.patching.match import head_spec
 from fastpack.patching.state import is_patched
-from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
 from fastpack.trainers.reference.cache import is_peft
 
@@ -172,7 +171,7 @@ def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
     as_patched = nullcontext() if is_patched(model) else temporarily_patched(model, match_by_twin)
     with _as_reference(model, adapter), as_patched, torch.no_grad():
         assert parts.head is not None  # as identify found
-        yield partial(_log_probs, parts, head_spec(parts.head, parts.backbone, covered_family(parts), match_by_twin))
+        yield partial(_log_probs, parts, head_spec(parts, match_by_twin))
 
 
 @contextmanager
