@@ -13,6 +13,26 @@ from trl import DPOConfig, DPOTrainer
 import fastpack
 
 BETA = 0.1
+LOSSES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+)
+"""Every ``loss_type`` of TRL's ``DPOConfig``."""
+SMOOTHING = {"exo_pair": 0.1, "robust": 0.1}
+"""The label smoothing of the losses that need some."""
 
 
 def dpo(folder: Path, *, patch: str | None, lora: bool = False, reference_seed: int = 1, **further: Any) -> Any:

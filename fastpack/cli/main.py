@@ -21,7 +21,6 @@ COMMANDS = {
     "bench": "stock padded, stock padding_free and fastpack: time, memory and losses, in one run",
     "verify": "prove on a model that sequences don't see each other",
     "smoke": "every architecture, built tiny: proved exact and trained; a table, an exit code",
-    "smoke-preference": "TRL's preference trainers on the same pairs, stock and patched, step by step",
     "doctor": "what is installed, and what this machine can use",
     "families": "the families of models that are covered",
 }
@@ -32,7 +31,6 @@ NEEDED = {
     "dpo": TRAINING,
     "demo": (*TRAINING, "matplotlib"),
     "smoke": TRAINING,
-    "smoke-preference": TRAINING,
 }
 """The optional packages without which a command can't be imported."""
 
@@ -55,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quiet()
     try:
         require(given.command, *NEEDED.get(given.command, ()))
-        code: int = importlib.import_module(f"fastpack.cli.{given.command.replace('-', '_')}").main(given.arguments)
+        code: int = importlib.import_module(f"fastpack.cli.{given.command}").main(given.arguments)
     except FastpackError as error:
         # messages of libraries may span lines; the terminal gets one
         print(f"fastpack {given.command}: error: {' '.join(str(error).split())}", file=sys.stderr)

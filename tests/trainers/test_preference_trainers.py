@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 from backbone_calls import Calls
-from dpo_cases import check_equal, dpo
+from dpo_cases import LOSSES, SMOOTHING, check_equal, dpo
 from preferences import STEPS, logged
 
 import fastpack
-from fastpack.testing.preference.cases import LOSSES, SMOOTHING
 
 
 @pytest.fixture
@@ -36,9 +35,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "patched before": {"patch": "model"},
     "lora": {"lora": True},
     "lora, patched before": {"lora": True, "patch": "model"},
+    "lora, checkpointing": {"lora": True, "gradient_checkpointing": True},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "reentrant": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
     "precomputed": {"precompute_ref_log_probs": True},
+    "lora, precomputed": {"lora": True, "precompute_ref_log_probs": True, "patch": "model"},
     "weighted": {"use_weighting": True},
     "length-desensitised": {"ld_alpha": 0.5},
     "several losses": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
