@@ -31,6 +31,7 @@ from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import Family
+from fastpack.packing import inputs
 
 VARLEN = "olmo"
 
