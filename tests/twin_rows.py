@@ -34,6 +34,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite": {"residual_multiplier": 0.22, "logits_scaling": 8.0},
     "granitemoe": {"residual_multiplier": 0.22, "logits_scaling": 8.0},
     "cohere2": {"logit_scale": 0.25},
+    "falcon_h1": {"key_multiplier": 0.5},
 }
 """Settings of the user's config, where the family's defaults have no effect."""
 
@@ -148,6 +149,15 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("seed_oss", MLP, {"out_dropout": None}, "dropout"),
     Wrong("hunyuan_v1_dense", ATTENTION, {"qk_norm": "head"}, "float32"),
     Wrong("mixtral", HEAD, {"balanced": False}, "float32"),
+    Wrong("falcon_h1", ATTENTION, {"key_scale": None}, "float32"),
+    Wrong("qwen3_next", ATTENTION, {"gated": False}, "fails"),
+    Wrong("lfm2", ATTENTION, {"norms": ("q_norm", "k_norm")}, "float32"),
+    Wrong("lfm2", MLP, {"gate_up": ("w3", "w1")}, "float32"),
+    Wrong("gemma4_text", ATTENTION, {"out": "q_proj"}, "fails"),
+    Wrong("gemma4_text", ATTENTION, {"dropout": None}, "dropout"),
+    Wrong("gemma4_text", ATTENTION, {"out_dropout": "attention_dropout"}, "dropout"),
+    Wrong("gemma4_text", NORM, {"rounding": "before"}, "bfloat16"),
+    Wrong("starcoder2", LAYER, {"post_mlp": "input_layernorm"}, "float32"),
     Wrong("phimoe", "", {"mask_window": None}, "float32"),
     Wrong("qwen2_moe", "", {"mask_window": None}, "windows"),
     Wrong("mistral", "", {"mask_window": "sliding_window"}, "no effect"),

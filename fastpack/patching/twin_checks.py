@@ -113,7 +113,7 @@ class Twin:
         model: in float32.
         dropping: the same with every dropout, if it has any. This and the next have no window that upstream has in its
             mask alone, of which stock attention on packed tokens knows nothing.
-        half: the same in bfloat16, in evaluation mode.
+        half: the same in bfloat16, in evaluation mode, and without biases of projections.
         known: specs of other classes, whose source is known.
         alone: what the stock forward gives for each sequence alone.
     """
@@ -135,6 +135,9 @@ class Twin:
         except FOREIGN:  # DiffLlama, for one, has none, and says so
             dropping = build_twin(backbone, config, **unmasked)
         half = build_twin(backbone, config, torch.bfloat16, **unmasked).eval()
+        for module in half.modules():
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.detach().zero_()  # DeepSpeed's product, once ZeRO-3 has put it into torch, rounds before it
         proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
         return cls(model, dropping, half, family, known, run_alone(model, distinct_sequences()))
@@ -165,7 +168,7 @@ class Twin:
     def _apart(self, specs: Mapping[str, Spec]) -> str | None:
         """How far a patched twin is from each sequence alone, if by more than rounding."""
         sequences = distinct_sequences()
-        with _patched(self.model, self.family, specs):
+        with patched(self.model, self.family, specs):
             found = [run_batch(self.model, INPUT_KINDS[kind](sequences), sequences) for kind in KINDS]
             taken_for_one = {"input_ids": torch.cat(sequences)[None], "packed_seq_lens": [sum(map(len, sequences))]}
             control = error_of(run_batch(self.model, taken_for_one, sequences), self.alone, half=False)
@@ -194,7 +197,7 @@ class Twin:
         family = replace(self.family, mask_window=None)  # or stock attention would run on rows
         found = []
         for each in (specs, stock):
-            with _patched(self.dropping, family, each), torch.no_grad():
+            with patched(self.dropping, family, each), torch.no_grad():
                 torch.default_generator.manual_seed(0)
                 found.append(_packed(self.dropping))
         error = relative(*found)
@@ -206,7 +209,7 @@ class Twin:
         modules = {name: spec for name, spec in candidates.items() if not isinstance(spec, DecoderSpec)}
         found = _Comparison()
         fast = _plan(self.half, family, {**self.known, **modules})
-        with _patched(self.half, family, self.known) as stock, ExitStack() as hooks, torch.no_grad():
+        with patched(self.half, family, self.known) as stock, ExitStack() as hooks, torch.no_grad():
             for each in fast.planned:
                 name = own_class(each.module, family) or ""
                 if name in modules:
@@ -288,7 +291,8 @@ def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchO
 
 
 @contextmanager
-def _patched(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Iterator[Plan]:
+def patched(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Iterator[Plan]:
+    """A model by whose plan these classes compute this, and all others have their own forward."""
     plan = _plan(model, family, specs, options)
     apply(plan, options)
     try:
@@ -310,7 +314,7 @@ def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast:
     try:
         specs = {**recognise(find_parts(model), family).specs, **fast, name: spec}
         stock = _loss(model)
-        with _patched(model, family, specs, replace(OPTIONS, loss="fused")):
+        with patched(model, family, specs, replace(OPTIONS, loss="fused")):
             found = _loss(model, fused=True)
         off = error_of(found, stock, half=False)
     except FOREIGN as error:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import time
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,20 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 from twin_rows import CONFIGS, WRONG, Wrong
 
+import fastpack
+from fastpack.errors import FastpackWarning
+from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
+from fastpack.exactness.oracle import error_of, run_alone, run_batch
+from fastpack.exactness.rule import FULL_BOUND
 from fastpack.exactness.tiny import build_tiny
-from fastpack.families.fast import FAST_FAMILIES
-from fastpack.families.spec import Family, Spec
+from fastpack.exactness.twins import apart, build_twin, distinct_sequences
+from fastpack.families import lock
+from fastpack.families.registry import FAMILIES
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
+from fastpack.patching.twin_checks import patched as patched_by
 
 BY_DEFAULT = (
     "llama Attention window=num_key_value_groups",
@@ -41,7 +51,7 @@ BY_DEFAULT = (
     "granite DecoderLayer residual_scale=None",
     "phimoe family mask_window=None",
 )
-RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phimoe")
+RIGHT_BY_DEFAULT = ("llama", "qwen3", "cohere2", "deepseek_v3", "gpt_oss", "phimoe", "diffllama", "gemma4_text")
 
 
 def rows(model: Any) -> tuple[nn.Module, Family, dict[str, Spec]]:
@@ -69,7 +79,8 @@ def unmatched(found: Mapping[str, str]) -> dict[str, str]:
     "model_type",
     [
         pytest.param(f.model_type, marks=() if f.model_type in RIGHT_BY_DEFAULT else pytest.mark.slow)
-        for f in FAST_FAMILIES
+        for f in FAMILIES.values()
+        if f.fast
     ],
 )
 def test_right_rows_match(model_type: str) -> None:
@@ -94,6 +105,9 @@ def test_wrong_rows(wrong: Wrong) -> None:
     reasons = unmatched(match_by_twin(backbone, family, candidates))
     if wrong.verdict in ("rounding", "no effect"):
         assert reasons == {}
+        assert same_results(backbone, family, specs, {**specs, **candidates}, torch.float32)
+        same = same_results(backbone, family, specs, {**specs, **candidates}, torch.bfloat16)
+        assert same is (wrong.verdict == "no effect")
         return
     reason = next(iter(reasons.values()))
     signs = {
@@ -104,6 +118,32 @@ def test_wrong_rows(wrong: Wrong) -> None:
     }
     assert signs.get(wrong.verdict, "") in reason
     assert (wrong.verdict in ("windows", "fails")) == reason.startswith(("fails in its twin", "can't be shrunk"))
+
+
+def same_results(
+    backbone: Any, family: Family, right: Mapping[str, Spec], wrong: Mapping[str, Spec], dtype: torch.dtype
+) -> bool:
+    """Whether a twin patched by either gives the same bits."""
+    found = []
+    with apart(), torch.no_grad():
+        model = build_twin(type(backbone), backbone.config, dtype)
+        ids = torch.cat(distinct_sequences())[None]
+        for specs in (right, wrong):
+            with patched_by(model, family, specs):
+                found.append(model(input_ids=ids, packed_seq_lens=LENGTHS).last_hidden_state)
+    return torch.equal(*found)
+
+
+def test_every_field_of_every_spec_is_tried() -> None:
+    tried: dict[type, set[str]] = {}
+    for wrong in WRONG:
+        specs = FAMILIES[wrong.family].fast
+        spec = next((spec for name, spec in specs.items() if wrong.cls and name.endswith(wrong.cls)), None)
+        tried.setdefault(type(spec), set()).update(wrong.changed)
+    kinds = (*typing.get_args(AnyAttentionSpec), NormSpec, MlpSpec, DecoderSpec, HeadSpec)
+    assert {kind: {each.name for each in fields(kind)} - tried.get(kind, set()) for kind in kinds} == {
+        kind: set() for kind in kinds
+    }
 
 
 def test_every_row_by_default_is_in_the_table() -> None:
@@ -142,16 +182,49 @@ class RenamedMLP(modeling_llama.LlamaMLP):
         return out
 
 
+def as_in_its_file(forward: Any) -> Any:
+    """A forward as if upstream's file had been edited: its globals are that file's."""
+    return type(forward)(forward.__code__, vars(modeling_llama), "forward")
+
+
 @pytest.mark.parametrize(("cls", "matches"), [(OtherMLP, False), (RenamedMLP, True)])
 def test_a_hand_edited_class(cls: Any, matches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if its file had been edited: the class has upstream's name and place, and its forward that file's globals."""
-    edited = type("LlamaMLP", (modeling_llama.LlamaMLP,), {"__module__": modeling_llama.__name__})
-    source = cls.forward
-    edited.forward = type(source)(source.__code__, vars(modeling_llama), "forward")  # type: ignore[attr-defined]
-    monkeypatch.setattr(modeling_llama, "LlamaMLP", edited)
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", as_in_its_file(cls.forward))
     backbone, family, specs = llama()
     found = match_by_twin(backbone, family, {"LlamaMLP": specs["LlamaMLP"]})
     assert (found["LlamaMLP"] == "") is matches
+
+
+@pytest.fixture
+def nothing_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a release whose sources are all new."""
+    for name in FAMILIES["llama"].fast:
+        monkeypatch.delitem(lock.proved(), name)
+
+
+@pytest.mark.usefixtures("nothing_proved")
+def test_a_release_that_nobody_has_proved_is_matched_whole() -> None:
+    model = build_tiny("llama").train()
+    alone = run_alone(model, make_sequences())
+    report = fastpack.report(fastpack.patch(model, loss="fused"))  # a warning is an error here
+    assert {*report.matched} == {*FAMILIES["llama"].fast}
+    assert (report.rung, report.skipped) == ("fast", ())
+    found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
+    assert error_of(found, alone, half=False) <= FULL_BOUND
+
+
+@pytest.mark.usefixtures("nothing_proved")
+def test_one_of_its_classes_that_computes_otherwise_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", as_in_its_file(OtherMLP.forward))
+    model = build_tiny("llama").train()
+    alone = run_alone(model, make_sequences())
+    with pytest.warns(FastpackWarning, match="LlamaMLP of transformers .* does not match: off by"):
+        fastpack.patch(model)
+    report = fastpack.report(model)
+    assert [name for name, _ in report.skipped] == ["LlamaMLP"]
+    assert "layer" in report.swapped
+    found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
+    assert error_of(found, alone, half=False) <= FULL_BOUND
 
 
 def test_a_foreign_forward_is_not_proved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +315,12 @@ class _Zero:
         nn.Linear.__init__ = partition_after  # type: ignore[method-assign]
 
 
+def _zero3_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As DeepSpeed leaves ``torch.nn.functional.linear`` for good: the bias comes behind the rounding."""
+    out = x.matmul(weight.t())
+    return out if bias is None else out + bias
+
+
 @contextmanager
 def _zero_init() -> Iterator[None]:
     """Inside ``zero.Init``, with transformers told of ZeRO-3."""
@@ -253,7 +332,8 @@ def _zero_init() -> Iterator[None]:
 
     zero, config = _Zero(), Config()
     with pytest.MonkeyPatch.context() as patched, ExitStack() as later:
-        patched.setitem(__import__("sys").modules, "deepspeed.runtime.zero.partition_parameters", zero)
+        patched.setitem(sys.modules, "deepspeed.runtime.zero.partition_parameters", zero)
+        patched.setattr(torch.nn.functional, "linear", _zero3_linear)
         set_hf_deepspeed_config(config)
         later.callback(unset_hf_deepspeed_config)
         zero.restore_init_context()
@@ -278,7 +358,7 @@ CALLERS: dict[str, Any] = {
 @pytest.mark.parametrize("caller", CALLERS)
 def test_the_callers_state_does_not_matter(caller: str) -> None:
     """Nor is it changed. A wrong row is seen as before, so that the check was run."""
-    backbone, family, specs = llama()
+    backbone, family, specs = llama(attention_bias=True, mlp_bias=True)
     wrong = {"LlamaMLP": replace(specs["LlamaMLP"], gate_up=("up_proj", "gate_proj"))}
     expected = match_by_twin(backbone, family, wrong)
     assert "in float32" in expected["LlamaMLP"]
