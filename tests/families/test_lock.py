@@ -20,6 +20,8 @@ from fastpack.families.spec import Family
 
 HERE = [family for family in FAMILIES.values() if family.model_type in model_types()]
 
+SCANNING = [name for family in FAMILIES.values() for name, spec in family.mixers.items() if spec.scan]
+
 
 def classes_of(family: Family) -> Iterator[tuple[str, Any]]:
     module = importlib.import_module(family.module)
@@ -50,9 +52,18 @@ def test_a_name_is_one_class() -> None:
     assert [name for name, found in modules.items() if len(found) > 1] == []
 
 
+@pytest.mark.parametrize("name", SCANNING)
+def test_every_mixer_that_may_run_packed_was_read(name: str) -> None:
+    """On the installed transformers; where this fails, read its forward first."""
+    (family,) = (family for family in FAMILIES.values() if name in family.mixers)
+    cls = getattr(importlib.import_module(family.module), name, None)
+    assert cls is None or lock.is_proved(lock.packed_name(name), lock.hash_of(cls, family))
+
+
 def test_nothing_else_is_in_it() -> None:
     named = {name for family in FAMILIES.values() for name, _, _ in lock.forms_of(family)}
     named |= {name for family in FAMILIES.values() for name in lock.stock_mixing(family)}
+    named |= {lock.packed_name(name) for name in SCANNING}
     assert lock.proved().keys() - named == set()
 
 
