@@ -17,6 +17,7 @@ from fastpack.families.forms import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.registry import FAMILIES
 from fastpack.families.source import source_hash
 from fastpack.families.spec import Family
+from fastpack.testing.sources import sources_of
 
 HERE = [family for family in FAMILIES.values() if family.model_type in model_types()]
 
@@ -89,3 +90,25 @@ def test_a_form_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lock, "proved", lambda name=name: {name: {found: ["5.24.0"]}})
         assert lock.proved_form(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == form
         assert lock.proved_form(LlamaMLP, FAMILIES["llama"]) is None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "lfm2", "nemotron_h", "gemma4"])
+def test_a_run_enters_what_is_there(model_type: str) -> None:
+    for name, found in sources_of(model_type).items():
+        assert transformers.__version__ in lock.proved()[name][found]
+
+
+def test_a_run_enters_what_is_proved_or_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = sources_of("llama")
+    assert found.keys() == FAMILIES["llama"].fast.keys()
+    monkeypatch.delitem(lock.proved(), "LlamaRMSNorm")
+    assert sources_of("llama") == found, "its twin matches"
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    assert sources_of("llama").keys() == found.keys() - {"LlamaMLP"}
+
+
+def test_a_run_does_not_say_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"Lfm2ShortConv", "Lfm2ShortConv (packed)"} <= sources_of("lfm2").keys()
+    monkeypatch.delitem(lock.proved(), "Lfm2ShortConv (packed)")
+    assert "Lfm2ShortConv (packed)" not in sources_of("lfm2")
+    assert "Lfm2ShortConv" in sources_of("lfm2")
