@@ -66,7 +66,6 @@ FOREIGN = (
 """What code that nobody has proved may raise where it is built or run, or where ours reads it by a wrong spec."""
 _ORDER = (NormSpec, MlpSpec, *AnyAttentionSpec.__args__, DecoderSpec)
 """Which specs are tried first: attention may hold norms, a layer runs all of them."""
-_NOT_TRAITS = ("layer_idx", "training")
 
 
 def match_layers(backbone: nn.Module, family: Family, candidates: Mapping[str, Spec]) -> dict[str, str]:
@@ -85,24 +84,25 @@ def _lacks(twin: nn.Module, backbone: nn.Module, family: Family, name: str) -> s
     theirs, own = ([m for m in model.modules() if own_class(m, family) == name] for model in (backbone, twin))
     if {*map(stock_class, theirs)} - {*map(stock_class, own)}:
         return f"its twin has no such {name}"
-    beside = {*map(_traits, theirs)} - {*map(_traits, own)}
-    if not beside:
-        return ""
-    here = _traits(own[0])
-    other = sorted(f"{attribute}" for attribute, _ in next(iter(beside)) ^ here)
-    return f"its twin has no {name} with such {', '.join(dict.fromkeys(other))}"
+    names = {name for module in own for name, _ in _settings(module)}  # others set more on a model, such as hooks
+    here = {frozenset(_settings(module) | _held(module)) for module in own}
+    for module in theirs:
+        there = frozenset({each for each in _settings(module) if each[0] in names} | _held(module))
+        if there not in here:
+            nearest = min((there ^ each for each in here), key=len)
+            return f"its twin has no {name} with such {', '.join(sorted({what for what, _ in nearest}))}"
+    return ""
 
 
-def _traits(module: nn.Module) -> frozenset[tuple[str, bool]]:
-    """Which attributes of a module hold something, and which are nothing: windows, flags, optional projections."""
-    plain = {
-        name: bool(value)
-        for name, value in vars(module).items()
-        if (value is None or isinstance(value, (bool, int, float))) and "drop" not in name and name[0] != "_"
-    }
-    held = {**module._modules, **module._parameters}
-    found = plain | {name: child is not None for name, child in held.items()}
-    return frozenset((name, there) for name, there in found.items() if name not in _NOT_TRAITS)
+def _settings(module: nn.Module) -> set[tuple[str, bool]]:
+    """Which settings of a module are something, and which nothing: windows, flags."""
+    plain = {n: value for n, value in vars(module).items() if value is None or isinstance(value, (bool, int, float))}
+    return {(n, bool(value)) for n, value in plain.items() if "drop" not in n and n not in ("layer_idx", "training")}
+
+
+def _held(module: nn.Module) -> set[tuple[str, bool]]:
+    """Which modules and parameters it has, and which of them are None."""
+    return {(name, held is not None) for name, held in (*module._modules.items(), *module._parameters.items())}
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,18 +144,23 @@ class Twin:
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
         """Try all together; where that fails, one behind the other, each beside those that have passed."""
-        if self.problem(candidates) is None:
+        if all(self._runs(spec, candidates) for spec in candidates.values()) and self.problem(candidates) is None:
             return dict.fromkeys(candidates, "")
         reasons: dict[str, str] = {}
         passed: dict[str, Spec] = {}
         for name, spec in sorted(candidates.items(), key=lambda each: _ORDER.index(type(each[1]))):
-            if isinstance(spec, DecoderSpec) and not {*self.family.attention} <= self.known.keys() | passed.keys():
+            if not self._runs(spec, passed):
                 reasons[name] = "its attention keeps the stock forward, which a fast layer does not call"
                 continue
             reasons[name] = self.problem({**passed, name: spec}) or ""
             if not reasons[name]:
                 passed[name] = spec
         return {name: reasons[name] for name in candidates}
+
+    def _runs(self, spec: Spec, others: Mapping[str, Spec]) -> bool:
+        """Whether a forward of this spec runs beside these: that of a layer does where its attention's does."""
+        fast = self.known.keys() | others.keys()
+        return not isinstance(spec, DecoderSpec) or not fast.isdisjoint(self.family.attention)
 
     def problem(self, candidates: Mapping[str, Spec]) -> str | None:
         """Why these are not what the classes compute, or None."""

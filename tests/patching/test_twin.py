@@ -415,11 +415,23 @@ def test_nothing_is_fetched_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_do_not_matter() -> None:
+def test_adapters_and_checkpointing_do_not_matter() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build_tiny("llama"), LoraConfig(target_modules="all-linear"))
+    model.gradient_checkpointing_enable()
     assert unmatched(match_by_twin(*rows(model))) == {}
+
+
+def test_what_its_twin_does_not_have_is_not_matched() -> None:
+    """A layer that was changed by hand, of which no config tells."""
+    backbone, family, specs = llama()
+    backbone.layers[1].self_attn.is_causal = False  # type: ignore[index, union-attr]
+    backbone.layers[0].mlp.up_proj = None  # type: ignore[index, union-attr]
+    found = unmatched(match_by_twin(backbone, family, specs))
+    assert found["LlamaAttention"] == "its twin has no LlamaAttention with such is_causal"
+    assert found["LlamaMLP"] == "its twin has no LlamaMLP with such up_proj"
+    assert {*found} == {"LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"}
 
 
 def test_it_takes_no_time() -> None:
