@@ -1,8 +1,7 @@
 """``fastpack bench``: real tokens a second of a training run, each contestant in a process of its own.
 
-``contestants`` says who takes part, ``shapes`` and ``models`` what is trained, ``lengths`` how long rows are, ``loops``
-how, and ``preference`` how with DPO. ``contestant`` trains one and prints figures; ``runner``
-runs several in turn, ``gate`` asks whether they trained the same model, ``flops`` and ``ceiling`` say what the machine
-would allow, ``table`` and ``plot`` show it. ``ops`` times each op by itself. Predictions and measurements are kept in
-``NOTES.md``.
+``variants`` says who takes part, ``shapes`` and ``models`` what is trained, ``lengths`` how long rows are, ``loops``
+how, and ``preference`` how with DPO. ``variant_run`` trains one and prints figures; ``runner`` runs several in turn,
+``same_losses`` asks whether they trained the same model, ``flops`` and ``ceiling`` say what the machine would allow,
+``table`` and ``plot`` show it. ``ops`` times each op by itself. Predictions and measurements are kept in ``NOTES.md``.
 """

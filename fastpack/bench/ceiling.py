@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from fastpack.bench.measure import time_calls
+from fastpack.utils.versions import versions_of
 
 PRODUCTS = 8
+PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "flash-attn", "liger-kernel")
 
 
 @dataclass(frozen=True)
@@ -57,19 +59,10 @@ def device_name() -> str:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    from importlib import metadata
-
     import fastpack
 
-    found: dict[str, Any] = {"device": device_name()}
-    if not torch.cuda.is_available():
-        found["threads"] = torch.get_num_threads()
-    for package in ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "flash-attn", "liger-kernel"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return {**found, "fastpack": fastpack.__version__, "python": platform.python_version()}
+    threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}
+    return {"device": device_name(), **threads, "fastpack": fastpack.__version__, **versions_of(*PACKAGES)}
 
 
 if __name__ == "__main__":

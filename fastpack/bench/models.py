@@ -28,7 +28,7 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
 
         stock, backend = varlen_attention.implementation()
     torch.manual_seed(settings.seed)
-    dtype = dtype_of(settings, device)
+    dtype = dtype_of(device)
     with device:
         model: Any = AutoModelForCausalLM.from_config(
             make_config(settings.shape), dtype=dtype, attn_implementation=stock
@@ -130,10 +130,6 @@ def apply_liger(model: Any) -> None:
     _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
-def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
-    """That of the weights; by default bfloat16 on a GPU."""
-    if settings.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = getattr(torch, settings.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+def dtype_of(device: torch.device) -> torch.dtype:
+    """Return that of the weights."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -32,7 +32,6 @@ class Settings:
     graphs: Any = None
     loss: Any = None
     offload: Any = None
-    dtype: str = "auto"
     trainer_waits: bool = False
     seed: int = 0
 

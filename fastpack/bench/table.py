@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fastpack.bench.runner import Outcome
-from fastpack.utils.console import counted, room_for, without_empty
+from fastpack.utils.console import counted, headed, room_for, without_empty
 
 WIDTH = 140
 COLUMNS = ("", "attention", "step ms", "real tokens/s", "overall", "x best stock", "floor", "GiB", "held")
@@ -30,9 +29,7 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
 
 
 def _speeds(outcome: Outcome) -> Table:
-    table = Table(title=outcome.title, box=box.ROUNDED)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if name in ("", "attention") else "right")
+    table = headed(*COLUMNS, title=outcome.title, right=COLUMNS[2:])
     best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
     for row in outcome.figures:
         if row.error is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +18,10 @@ from yaml import YAMLError
 
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.cli import UsageError, loading_errors
-from fastpack.cli.meter import Summary
 from fastpack.data.token_budget import TOO_LONG
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget
-from fastpack.patching.report import PatchReport
 
-Logs = Mapping[str, Any]
 PATCH_OPTIONS = ("attention", "kernels", "graphs", "loss", "offload", "share_prefixes")
 """Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
 BUDGET = ("max_tokens", "same_steps", "too_long")
@@ -155,11 +152,8 @@ class Command:
         name: of the subcommand; ``trainer`` and ``config`` name TRL's classes.
         what, formats, flags: one sentence, the formats of data, and flags worth a mention, for people.
         columns: from the trainer's config, the sets of columns of which a data set must have one.
-        advise: from the summary, the arguments, the number of ranks and the trainer's report, one line on what could be
-            saved, or None.
         models: from the policy (a model, or where to load it) and the arguments, keyword arguments that the trainer
             is given beside or instead of the usual ones.
-        rows: from what the last step logged, further rows of the summary.
     """
 
     name: str
@@ -169,9 +163,7 @@ class Command:
     formats: str
     flags: str
     columns: Callable[[Any], Collection[set[str]]]
-    advise: Callable[[Summary, ParsedArgs, int, PatchReport], str | None]
     models: Callable[[Any, ParsedArgs], dict[str, Any]] = lambda source, args: {}
-    rows: Callable[[Logs], Mapping[str, str]] = lambda logs: {}
 
 
 _IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false, and --no_metrics metrics: false."

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,18 +19,86 @@ from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
 from fastpack.bench.variants import CONTESTANTS, TRAINERS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
+from fastpack.cli.flags import POSITIVE, at_least, make_parser
+from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchOptions
 
+WHAT = f"""Train the same model in several ways, each in a process of its own, and compare.
+
+Exit codes: 1 where losses disagree; 2 where a flag is to be mended; {NOT_COMPARED} where several were to be compared
+and fewer than two ran."""
+
+
+def not_empty(text: str) -> str:
+    """Return a flag's text, which is to be some."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; pass a word, a number or a file, or leave it out")
+    return text
+
+
+FLAGS: dict[str, dict[str, Any]] = {
+    "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
+    "--mode": {"choices": ("full", "lora", "qlora"), "default": "full"},
+    "--trainer": {"choices": TRAINERS, "default": "sft", "help": "TRL's SFTTrainer, or its DPOTrainer"},
+    "--rows": {"type": POSITIVE, "help": "rows of a batch, of dpo pairs (default: 16, of dpo 4)"},
+    "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
+    "--warmup": {"type": at_least(0), "help": "steps before those (default: 3, with --graphs 5)"},
+    "--lengths": {
+        "type": not_empty,
+        "help": "'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a JSON file of "
+        "[prompt, chosen, rejected], all in tokens; of --ops over sequences",
+    },
+    "--data": {"type": not_empty, "dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
+    "--max-length": {"type": POSITIVE, "help": "truncate rows to so many tokens"},
+    "--loop": {
+        "choices": ("trl", "plain"),
+        "default": "trl",
+        "help": "TRL's trainer, or a plain loop, which reads the gradients' norms in steps of --warmup alone",
+    },
+    "--checkpointing": {"action": "store_true", "help": "gradient checkpointing, for everybody"},
+    "--trainer-waits": {
+        "action": "store_true",
+        "help": "leave logging_nan_inf_filter and accelerator_config at their defaults, with which transformers' "
+        "trainer waits for the device in every step",
+    },
+    "--only": {
+        "nargs": "+",
+        "choices": CONTESTANTS,
+        "metavar": "NAME",
+        "help": "; ".join(f"{name}: {contestant.what}" for name, contestant in CONTESTANTS.items()),
+    },
+}
+GROUPS: dict[str, dict[str, dict[str, Any]]] = {
+    "how fastpack patches": {
+        "--attention": {"default": "auto", "help": "attention backend"},
+        "--kernels": {"choices": IMPLEMENTATIONS, "default": "auto"},
+        "--graphs": {"choices": ("auto",), "nargs": "?", "const": "auto", "help": "CUDA graphs"},
+        "--offload": {"choices": OFFLOADS, "help": "with --checkpointing: what waits in host memory"},
+        "--loss": {"choices": ("fused",), "nargs": "?", "const": "fused", "help": "the loss of --loop plain"},
+    },
+    "what is written": {
+        "--json": {"type": Path, "help": "write the figures here"},
+        "--plot": {"type": Path, "help": "draw those of training here (PNG, SVG or PDF)"},
+    },
+    "instead of training, each op by itself": {
+        "--ops": {
+            "nargs": "*",
+            "metavar": "NAME",
+            "help": "against plain torch and Liger, over a sweep of T; default: all",
+        },
+        "--tokens": {"type": POSITIVE, "nargs": "+", "help": "the sweep"},
+    },
+}
 OF_OPS = ("ops", "tokens", "lengths", "json")
 """Flags that ``--ops`` takes."""
+PARSER = make_parser("bench", WHAT, FLAGS, GROUPS)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parse the flags and run the benchmark; see :func:`run`."""
-    parser = make_parser()
-    given = parser.parse_args(arguments)
+    given = PARSER.parse_args(arguments)
     require_one_process("bench")
-    check_together(given, parser)
+    check_together(given)
     if given.plot:
         require("bench --plot", "matplotlib")
     if given.ops is None and given.loop == "trl":
@@ -40,61 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     return run(given)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="fastpack bench",
-        description="Train the same model in several ways, each in a process of its own, and compare.",
-        epilog="Exit codes: 1 where losses disagree, or an op of ours is not exact enough; 2 where a flag is to be "
-        f"mended; {NOT_COMPARED} where several were to be compared and fewer than two ran, or no op was compared.",
-    )
-    parser.add_argument("--shape", choices=SHAPES, help="default: llama8b on a GPU, tiny on a CPU")
-    parser.add_argument("--mode", choices=("full", "lora", "qlora"), default="full")
-    parser.add_argument("--trainer", choices=TRAINERS, default="sft", help="TRL's SFTTrainer, or its DPOTrainer")
-    parser.add_argument("--rows", type=_positive, help="rows of a batch, of dpo pairs (default: 16, of dpo 4)")
-    parser.add_argument("--steps", type=_positive, default=20, help="timed steps")
-    parser.add_argument("--warmup", type=_not_negative, help="steps before those (default: 3, with --graphs 5)")
-    parser.add_argument(
-        "--lengths",
-        "--data",
-        type=_not_empty,
-        help="'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a JSON file of "
-        "[prompt, chosen, rejected], all in tokens; of --ops over sequences",
-    )
-    parser.add_argument("--max-length", type=_positive, help="truncate rows to so many tokens")
-    parser.add_argument(
-        "--loop",
-        choices=("trl", "plain"),
-        default="trl",
-        help="TRL's trainer, or a plain loop, which reads the gradients' norms in steps of --warmup alone",
-    )
-    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing, for everybody")
-    parser.add_argument(
-        "--trainer-waits",
-        action="store_true",
-        help="leave logging_nan_inf_filter and accelerator_config at their defaults, with which transformers' trainer "
-        "waits for the device in every step",
-    )
-    what = "; ".join(f"{name}: {contestant.what}" for name, contestant in CONTESTANTS.items())
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, metavar="NAME", help=what)
-    ours = parser.add_argument_group("how fastpack patches")
-    ours.add_argument("--attention", default="auto", help="attention backend")
-    ours.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
-    ours.add_argument("--graphs", choices=("auto",), nargs="?", const="auto", help="CUDA graphs")
-    ours.add_argument("--offload", choices=OFFLOADS, help="with --checkpointing: what waits in host memory")
-    ours.add_argument("--loss", choices=("fused",), nargs="?", const="fused", help="the loss of --loop plain")
-    found = parser.add_argument_group("what is written")
-    found.add_argument("--json", type=Path, help="write the figures here")
-    found.add_argument("--plot", type=Path, help="draw those of training here (PNG, SVG or PDF)")
-    ops = parser.add_argument_group("instead of training, each op by itself")
-    ops.add_argument(
-        "--ops", nargs="*", metavar="NAME", help="against plain torch and Liger, over a sweep of T; default: all"
-    )
-    ops.add_argument("--tokens", type=_positive, nargs="+", help="the sweep")
-    return parser
-
-
-def check_together(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check_together(given: argparse.Namespace) -> None:
     """Raise where a flag is not at its default and nobody would read it.
 
     Raises:
@@ -104,7 +120,7 @@ def check_together(given: argparse.Namespace, parser: argparse.ArgumentParser) -
         if given.tokens is not None:
             raise UsageError("--tokens is the sweep of --ops: pass that too, or set rows and lengths of training.")
         return
-    changed = [name for name, value in vars(given).items() if value != parser.get_default(name)]
+    changed = [name for name, value in vars(given).items() if value != PARSER.get_default(name)]
     if others := [f"--{name.replace('_', '-')}" for name in changed if name not in OF_OPS]:
         raise UsageError(f"--ops measures ops by themselves, and trains nothing: leave out {', '.join(others)}.")
 
@@ -134,25 +150,15 @@ def make_settings(given: argparse.Namespace, *, on_gpu: bool) -> Settings:
     ):
         if wrong:
             raise UsageError(why)
-    return Settings(
-        contestant="",
-        trainer=given.trainer,
-        shape=given.shape or ("llama8b" if on_gpu else "tiny"),
-        mode=given.mode,
-        rows=given.rows or (4 if dpo else 16),
-        steps=given.steps,
-        warmup=given.warmup if given.warmup is not None else 5 if given.graphs else 3,
-        lengths=given.lengths or ("chat" if dpo else "alpaca"),
-        max_length=given.max_length,
-        checkpointing=given.checkpointing,
-        loop=given.loop,
-        attention=given.attention,
-        kernels=given.kernels,
-        graphs=given.graphs,
-        loss=given.loss,
-        offload=given.offload,
-        trainer_waits=given.trainer_waits,
-    )
+    defaults = {
+        "shape": "llama8b" if on_gpu else "tiny",
+        "rows": 4 if dpo else 16,
+        "warmup": 5 if given.graphs else 3,
+        "lengths": "chat" if dpo else "alpaca",
+    }
+    known = {setting.name for setting in fields(Settings)}
+    asked = {name: value for name, value in vars(given).items() if name in known and value is not None}
+    return Settings("", **{**defaults, **asked})
 
 
 def check(settings: Settings, *, on_gpu: bool) -> None:
@@ -170,7 +176,7 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
     config = make_config(settings.shape)
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     device = torch.device("cuda" if on_gpu else "cpu")
-    shape = AttentionShape(device, dtype_of(settings, device), heads, kv_heads, size, size)
+    shape = AttentionShape(device, dtype_of(device), heads, kv_heads, size, size)
     choose_backend(shape, settings.attention)
     try:
         settings.timed_batches()
@@ -210,8 +216,8 @@ def run(given: argparse.Namespace) -> int:
     """Do what the flags ask for.
 
     Returns:
-        1 where losses disagree, or an op of ours is not exact enough; :data:`NOT_COMPARED` where several contestants
-        were to run and fewer than two did, or no op was compared, so that nothing says whether they agree; else 0.
+        1 where losses disagree; :data:`NOT_COMPARED` where several contestants were to run and fewer than two did, so
+        that nothing says whether they agree; else 0.
     """
     on_gpu = torch.cuda.is_available()
     require_picture("--plot", given.plot)
@@ -261,27 +267,4 @@ def _run_ops(given: argparse.Namespace) -> int:
     outcome = run_ops(chosen, given.tokens, given.lengths or "alpaca")
     if given.json:
         given.json.write_text(json.dumps(outcome.to_dict(), indent=1))
-    if outcome.inexact:
-        return 1
-    return 0 if outcome.compared else NOT_COMPARED
-
-
-def _not_empty(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; pass a word, a number or a file, or leave it out")
-    return text
-
-
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _not_negative(text: str) -> int:
-    return _at_least(0, text)
-
-
-def _at_least(least: int, text: str) -> int:
-    number = int(text)
-    if number < least:
-        raise argparse.ArgumentTypeError(f"must be at least {least}")
-    return number
+    return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 from collections.abc import Sequence
@@ -12,10 +11,11 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 import fastpack
 from fastpack.attention_dispatch import AttentionShape, explain
+from fastpack.cli.flags import make_parser
 from fastpack.utils.versions import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
 
 PACKAGES = {
@@ -39,9 +39,8 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 
 def main(arguments: Sequence[str]) -> int:
     """Print the findings; the exit code is 1 where an installed package is too old."""
-    parser = argparse.ArgumentParser(prog="fastpack doctor", description="What is installed, and what can be used.")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
-    given = parser.parse_args(arguments)
+    flags = {"--json": {"action": "store_true", "help": "the same for programs"}}
+    given = make_parser("doctor", "What is installed, and what can be used.", flags).parse_args(arguments)
     findings = examine()
     if given.json:
         print(json.dumps(findings, indent=2))
@@ -97,28 +96,17 @@ def _devices() -> dict[torch.device, str]:
 
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
     """Why a backend can't serve a dtype, or None, by backend and dtype."""
-    why = {
-        name: explain(
-            AttentionShape(
-                device=device,
-                dtype=getattr(torch, name),
-                num_heads=HEADS,
-                num_kv_heads=KV_HEADS,
-                head_dim=HEAD_DIM,
-                value_dim=HEAD_DIM,
-            )
-        )
-        for name in DTYPES
+    shapes = {
+        name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM) for name in DTYPES
     }
+    why = {name: explain(shape) for name, shape in shapes.items()}
     return {backend: {dtype: why[dtype][backend] for dtype in DTYPES} for backend in why[DTYPES[0]]}
 
 
 def _table(title: str, *headings: str) -> Table:
-    """A table whose last column alone may wrap."""
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for heading in headings:
-        table.add_column(heading, no_wrap=heading != headings[-1])
-    return table
+    """Return a table whose last column alone may wrap."""
+    columns = [Column(name, no_wrap=name != headings[-1]) for name in headings]
+    return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 
 def _print_findings(findings: dict[str, Any]) -> None:

@@ -11,10 +11,8 @@ from trl import get_quantization_config  # type: ignore[attr-defined]
 from trl.trainer.utils import create_model_from_path
 
 import fastpack
-from fastpack.cli.arguments import Command, Logs, ParsedArgs
-from fastpack.cli.meter import WASTE, Summary
+from fastpack.cli.arguments import Command, ParsedArgs
 from fastpack.cli.training import run
-from fastpack.patching.report import PatchReport
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -59,23 +57,6 @@ def _loaded(source: str, args: ParsedArgs) -> Any:
     return create_model_from_path(source, **loading)
 
 
-def _advise(summary: Summary, args: ParsedArgs, ranks: int, report: PatchReport) -> str | None:
-    if args.ours.patch or summary.padding_share <= WASTE:
-        return None
-    padding = summary.slots - summary.real_tokens
-    return (
-        f"hint: {summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding, and every "
-        "layer of policy and reference worked on them; without --no_patch the backbone skips them, with the same "
-        "losses and rewards."
-    )
-
-
-def _rows(logs: Logs) -> dict[str, str]:
-    if "rewards/margins" not in logs:
-        return {}
-    return {"rewards, last step": "margin {rewards/margins:.4f}, accuracy {rewards/accuracies:.0%}".format(**logs)}
-
-
 DPO = Command(
     name="dpo",
     trainer="DPOTrainer",
@@ -84,7 +65,5 @@ DPO = Command(
     formats="prompt, chosen and rejected, as texts or as messages; the prompt may also be the beginning of both",
     flags="[--loss_type sigmoid] ",
     columns=lambda training: ({"chosen", "rejected"},),
-    advise=_advise,
     models=_models,
-    rows=_rows,
 )

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fastpack.trainers.metrics import MetricsCallback
 from fastpack.trainers.metrics.counting import peak_memory
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What was logged at a step: tokens, slots and seconds of a step, means since the last log; the loss likewise.
-
-    Tokens and slots are those of all ranks. The loss is None at a last step that was not logged.
-    """
-
-    step: int
-    real_tokens: float
-    slots: float
-    seconds: float
-    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,16 +24,19 @@ class Summary:
     memory_kind: str
 
 
-def read_records(metrics: MetricsCallback) -> list[StepRecord]:
-    """Return one of each log, so far."""
+def read_steps(metrics: MetricsCallback) -> list[dict[str, Any]]:
+    """Return what was logged at each step: tokens, slots and seconds of a step, means since the last log; the loss.
+
+    Tokens and slots are those of all ranks. The loss is None at a last step that was not logged.
+    """
     return [
-        StepRecord(
-            step=int(each["step"]),
-            real_tokens=each["real_tokens"],
-            slots=each["real_tokens"] + each["padding_tokens"],
-            seconds=each["step_seconds"],
-            loss=each.get("loss"),
-        )
+        {
+            "step": int(each["step"]),
+            "real_tokens": each["real_tokens"],
+            "slots": each["real_tokens"] + each["padding_tokens"],
+            "seconds": each["step_seconds"],
+            "loss": each.get("loss"),
+        }
         for each in metrics.history
     ]
 
@@ -73,49 +61,25 @@ def summarize(trainer: Any, metrics: MetricsCallback) -> Summary:
     )
 
 
-def evaluation_losses(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a trainer logged of its evaluation sets: ``eval_loss``, or ``eval_NAME_loss`` of each."""
-    return {name: value for name, value in logs.items() if name.startswith("eval_") and name.endswith("loss")}
-
-
 WASTE = 0.2
 """A share of padding above which something is said."""
 
 
-def hint(
-    summary: Summary, *, patched: bool, packing: bool, full_step: int | None, fused_loss: bool = False
-) -> str | None:
-    """Return one line on what this run could have saved and which flag does it; None where there is nothing to save.
+def hint(summary: Summary, *, patched: bool, head_too: bool) -> str | None:
+    """Return one line on the flag that leaves padding out; None where there is little, or no flag does.
 
     Args:
         summary: of the run.
-        patched, packing: whether they were on.
-        full_step: slots of one step if packing filled every row, on all ranks; None without a ``max_length``.
-        fused_loss: whether the head's own loss ran, which leaves padding out.
+        patched: whether the backbone skipped padding.
+        head_too: whether the loss was spared it, too, as far as a flag can do that.
     """
-    wasteful = summary.padding_share > WASTE and not fused_loss
-    per_step = summary.real_tokens / max(summary.steps, 1)
-    fills = full_step is not None and per_step > (1 - WASTE) * full_step
-    if packing or not summary.steps or (fills and not wasteful):
+    if summary.padding_share <= WASTE or (patched and head_too):
         return None
-    flag = "--packing" if full_step else "--packing --max_length N"
-    gain = ""
-    if full_step:
-        steps = max(1, -(-summary.real_tokens // full_step))
-        gain = (
-            f" (this run's {summary.real_tokens:,} real tokens in about {steps:,} step{'s' * (steps > 1)} of "
-            f"{full_step:,}, not {summary.steps:,} of {per_step:,.0f})"
-        )
-    if not wasteful:
-        return f"hint: packing was off, which left room in every step; {flag} fills it{gain}."
     padding = summary.slots - summary.real_tokens
-    share = f"{summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding"
-    if patched:
-        return (
-            f"hint: {share}: the patched backbone skipped them, the loss head was still given them; --padding_free, "
-            f"which cuts no examples, leaves them out there too, {flag} also fills each step{gain}."
-        )
+    share = f"hint: {summary.padding_share:.0%} of the slots ({padding:,} of {summary.slots:,}) were padding"
+    if not patched:
+        return f"{share}, and every layer worked on them; without --no_patch the backbone skips them."
     return (
-        f"hint: {share}, and every layer worked on them; without --no_patch the backbone skips them, with the same "
-        f"losses; {flag} leaves them out and fills each step{gain}."
+        f"{share}: the patched backbone skipped them, the loss head was still given them; --padding_free leaves them "
+        "out there too, --packing also fills each step."
     )

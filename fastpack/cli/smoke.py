@@ -1,4 +1,4 @@
-"""``python -m fastpack.testing``: many architectures, each built tiny, proved and trained; a table, an exit code."""
+"""``fastpack smoke``: many architectures, each built tiny, proved and trained; a table, an exit code."""
 
 from __future__ import annotations
 
@@ -6,39 +6,34 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from itertools import chain
 
-from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 from rich.table import Table
 
-from fastpack.cli import UsageError
-from fastpack.cli.main import INTERRUPTED
-from fastpack.cli.smoke_flags import check, choose, make_parser
+from fastpack.cli.flags import make_parser
+from fastpack.cli.smoke_flags import FLAGS, WHAT, check, choose
 from fastpack.testing.processes import run
-from fastpack.testing.record import Record, Row
+from fastpack.testing.record import Record
 from fastpack.testing.setting import Setting
 from fastpack.testing.worker import Task
-from fastpack.utils.console import counted, room_for, without_empty
+from fastpack.utils.console import counted, headed, room_for, without_empty
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """1 where any row failed, 2 where the flags can't be followed."""
-    parser = make_parser()
-    given = parser.parse_args(arguments)
-    try:
-        check(given)
-    except UsageError as error:
-        parser.error(str(error))
+def main(arguments: Sequence[str]) -> int:
+    """Return 1 where any row failed.
+
+    Raises:
+        UsageError: the flags can't be followed.
+    """
+    given = make_parser("smoke", WHAT, FLAGS).parse_args(arguments)
+    check(given)
     names, absent = choose(given.families, everyone=given.all, tier=given.tier)
     setting = Setting.of_this_machine(given.device, given.dtype)
-    task = Task(tuple(given.modes), given.backends, setting)
     start = time.monotonic()
-    try:
-        rows = _run(names, task, given.jobs, given.timeout)
-    except KeyboardInterrupt:
-        print("\nsmoke: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    found = run(names, Task(tuple(given.modes), given.backends, setting), jobs=given.jobs, timeout=given.timeout)
+    rows = list(chain.from_iterable(track(found, "", total=len(names), transient=True)))
     record = Record.of_now(setting.named(), time.monotonic() - start, absent, rows)
     console = Console(width=room_for(150))
     console.print(heading(record), highlight=False)
@@ -58,17 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _run(names: Sequence[str], task: Task, jobs: int, timeout: float) -> list[Row]:
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, transient=True) as progress:
-        bar = progress.add_task("", total=len(names))
-
-        def done(family: str) -> None:
-            progress.update(bar, advance=1, description=family)
-
-        return run(names, task, jobs=jobs, timeout=timeout, done=done)
-
-
 VERDICTS = ("exact", "refused", "left out", "FAILED")
 NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 
@@ -76,17 +60,15 @@ NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 def heading(record: Record) -> str:
     """Counts of the verdicts, and what the run was made with."""
     rows = record.rows
-    families = {row.family for row in rows}
-    of = f"{len(families)} {'family' if len(families) == 1 else 'families'}"
+    families = len({row.family for row in rows})
+    of = "1 family" if families == 1 else f"{families} families"
     counts = [f"{sum(row.verdict == verdict for row in rows)} {verdict}" for verdict in VERDICTS]
     return f"{counted(len(rows), 'run')} of {of} in {record.seconds:.0f} s: {', '.join(counts)}\n{record.made_with}"
 
 
 def table(record: Record) -> Table:
     """For people: a line for each family, mode and backend."""
-    made = Table(box=box.ROUNDED)
-    for name in ("family", "mode", "rung", "attention", "dtype", *NUMBERS, ""):
-        made.add_column(name, justify="right" if name in NUMBERS else "left")
+    made = headed("family", "mode", "rung", "attention", "dtype", *NUMBERS, "", right=NUMBERS)
     before = ""
     for row in record.rows:
         figures = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.bound, row.loss)]
@@ -96,7 +78,3 @@ def table(record: Record) -> Table:
         made.add_row(name, row.mode, row.rung, row.backend, row.dtype, *figures, speed, row.verdict, style=style)
         before = row.family
     return made
-
-
-if __name__ == "__main__":
-    sys.exit(main())

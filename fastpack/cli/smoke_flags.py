@@ -1,4 +1,4 @@
-"""The flags of ``python -m fastpack.testing``, what of them is refused before anything runs, and the families meant."""
+"""The flags of ``fastpack smoke``, what of them is refused before anything runs, and the families meant."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fastpack.attention_dispatch import BACKENDS, AttentionShape
 from fastpack.attention_dispatch import choose as choose_backend
 from fastpack.cli import UsageError, require_file
+from fastpack.cli.flags import POSITIVE
 from fastpack.errors import BackendUnavailableError
 from fastpack.exactness import tiny
 from fastpack.exactness.special import HEADS, KV_HEADS, NOT_BUILT, TRAITS
@@ -24,29 +26,30 @@ from fastpack.testing.most_used import MOST_USED
 from fastpack.testing.setting import Setting
 from fastpack.testing.worker import EACH, MODES, USUAL
 
+WHAT = """Build many architectures tiny, prove them exact patched, and train three steps.
 
-def make_parser() -> argparse.ArgumentParser:
-    """The flags."""
-    parser = argparse.ArgumentParser(
-        prog="gists/smoke.sh",
-        description="Build many architectures tiny, prove them exact patched, and train three steps.",
-        epilog="Modes: exact (every kind of input against each sequence alone), verify (fastpack.verify alone, which "
-        "bounds each model by its own rounding), and with TRL plain, lora and packed.",
-    )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: those that people use most")
-    parser.add_argument("--all", action="store_true", help="every family of transformers' causal-LM mapping")
-    parser.add_argument("--tier", choices=RUNGS, help="with --all: only the families of this tier")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(USUAL))
-    parser.add_argument(
-        "--backends", choices=(EACH, "auto", *BACKENDS), default=EACH, help="every one that can serve, or one"
-    )
-    cores = min(os.cpu_count() or 1, 8)
-    parser.add_argument("--jobs", type=int, default=cores, help="processes at a time (default: one a core, 8 at most)")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for a family")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
-    parser.add_argument("--json", type=Path, help="write the run here; fastpack families reads it")
-    return parser
+Modes: exact (every kind of input against each sequence alone), verify (fastpack.verify alone, which bounds each model
+by its own rounding), and with TRL plain, lora and packed."""
+FLAGS: dict[str, dict[str, Any]] = {
+    "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: those that people use most"},
+    "--all": {"action": "store_true", "help": "every family of transformers' causal-LM mapping"},
+    "--tier": {"choices": RUNGS, "help": "with --all: only the families of this tier"},
+    "--modes": {"nargs": "+", "choices": MODES, "default": list(USUAL)},
+    "--backends": {
+        "choices": (EACH, "auto", *BACKENDS),
+        "default": EACH,
+        "help": "every one that can serve, or one",
+    },
+    "--jobs": {
+        "type": POSITIVE,
+        "default": min(os.cpu_count() or 1, 8),
+        "help": "processes at a time (default: one a core, 8 at most)",
+    },
+    "--timeout": {"type": float, "default": 300.0, "help": "seconds for a family"},
+    "--device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is one"},
+    "--dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "default: bfloat16 on a GPU"},
+    "--json": {"type": Path, "help": "write the run here; fastpack families reads it"},
+}
 
 
 def check(given: argparse.Namespace) -> None:
@@ -63,8 +66,6 @@ def check(given: argparse.Namespace) -> None:
     for name in given.families:
         if not re.fullmatch(r"\w[\w.-]*", name):
             raise UsageError(f"{name!r} is no name of a family: pass a model_type, like llama; --all is every one.")
-    if given.jobs < 1:
-        raise UsageError(f"--jobs {given.jobs}: pass how many processes run at a time, 1 or more.")
     if not (given.timeout > 0 and math.isfinite(given.timeout)):
         raise UsageError(f"--timeout {given.timeout:g}: pass the seconds that a family may take, more than 0.")
     if given.device == "cuda" and not torch.cuda.is_available():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,14 @@ import torch
 import trl
 from rich import box
 from rich.console import Console
-from rich.table import Table
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from rich.table import Column, Table
 from trl import get_peft_config, get_quantization_config  # type: ignore[attr-defined]
 
 import fastpack
 from fastpack.cli import UsageError, loading_errors, require_file, require_trl_on_cpu
-from fastpack.cli.arguments import Command, Logs, ParsedArgs, parse
+from fastpack.cli.arguments import Command, ParsedArgs, parse
 from fastpack.cli.loading import load_dataset, load_tokenizer, random_model
-from fastpack.cli.meter import Summary, evaluation_losses, read_records, summarize
-from fastpack.cli.progress import ProgressBar
+from fastpack.cli.meter import Summary, hint, read_steps, summarize
 from fastpack.patching.report import PatchReport
 from fastpack.trainers.metrics import MetricsCallback, attach
 
@@ -51,7 +49,8 @@ def run(command: Command, arguments: Sequence[str]) -> int:
         raise UsageError(str(error)) from error
     if args.training.device.type == "cpu":
         require_trl_on_cpu(command.name)
-    train(trainer, metrics, args)
+    trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
+    trainer.save_model(args.training.output_dir)  # as TRL's scripts do, which --save_strategy is not about
     _finish(command, trainer, metrics, args)
     return 0
 
@@ -100,28 +99,19 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
     return trainer
 
 
-def train(trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
-    """Train under a progress bar, and save what came of it, which ``--save_strategy`` is not about (as in TRL)."""
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    if trainer.is_world_process_zero() and not args.training.disable_tqdm:
-        trainer.add_callback(ProgressBar(metrics))
-    trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
-    trainer.save_model(args.training.output_dir)
-
-
 def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
     """Print the summary, and write ``--json``; all ranks count, one prints and writes."""
     summary = summarize(trainer, metrics)
     report = fastpack.report(trainer)
-    advice = command.advise(summary, args, args.training.world_size, report)
+    fused = args.ours.loss is not None and "loss" not in dict(report.skipped)
+    head_too = command.name != "sft" or args.ours.max_tokens is not None or fused
+    advice = hint(summary, patched=args.ours.patch, head_too=head_too)
     if not trainer.is_world_process_zero():
         return
     history = trainer.state.log_history
     logged = {entry["step"]: entry for entry in history if "loss" in entry}
     evaluations = [entry for entry in history if any(name.startswith("eval_") for name in entry)]
-    further = {**command.rows(logged[max(logged)] if logged else {}), **_evaluation_rows(evaluations)}
-    _print_summary(f"fastpack {command.name}", summary, report, further)
+    _print_summary(f"fastpack {command.name}", summary, report)
     if args.uncut:
         off = f"the default --max_length {args.max_length:,} was off"
         print(f"note: --padding_free without --packing cuts no examples: {off}")
@@ -129,7 +119,7 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
         print(advice)
     if args.ours.json is not None:
         figures = {
-            "steps": [{**vars(record), **logged.get(record.step, {})} for record in read_records(metrics)],
+            "steps": [{**step, **logged.get(step["step"], {})} for step in read_steps(metrics)],
             "evaluations": evaluations,
             "summary": {**vars(summary), "backend": report.backend, "rung": report.rung},
             "hint": advice,
@@ -138,16 +128,7 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
         Path(args.ours.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def _evaluation_rows(evaluations: Sequence[Logs]) -> dict[str, str]:
-    """The losses on each evaluation set."""
-    losses: dict[str, list[float]] = {}
-    for entry in evaluations:
-        for name, value in evaluation_losses(entry).items():
-            losses.setdefault(name, []).append(value)
-    return {f"{name}, first to last": f"{found[0]:.4f} to {found[-1]:.4f}" for name, found in losses.items()}
-
-
-def _print_summary(title: str, summary: Summary, report: PatchReport, further: Mapping[str, str]) -> None:
+def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
     first, last = ("not logged" if x is None else f"{x:.4f}" for x in (summary.first_loss, summary.last_loss))
     memory = summary.peak_memory_bytes
     shown = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
@@ -156,7 +137,6 @@ def _print_summary(title: str, summary: Summary, report: PatchReport, further: M
     rows = {
         "steps": f"{summary.steps:,}",
         "loss, first to last": f"{first} to {last}",
-        **further,
         "real tokens": f"{summary.real_tokens:,}",
         "real tokens/s": f"{summary.tokens_per_second:,.0f}",
         "slots that were padding": f"{summary.padding_share:.1%} of {summary.slots:,}",
@@ -164,8 +144,7 @@ def _print_summary(title: str, summary: Summary, report: PatchReport, further: M
         "attention backend": report.backend or "stock",
         "rung": report.rung,
     }
-    table = Table(title=title, title_justify="left", box=box.ROUNDED, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
+    table = Table(Column(style="bold", no_wrap=True), title=title, box=box.ROUNDED, show_header=False)
     for name, value in (*rows.items(), *(note.split(": ", 1) for note in notes)):
         table.add_row(name, value)
     Console().print(table)

@@ -13,26 +13,27 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import fastpack
 from fastpack.cli import UsageError, loading_errors, read_dtype, require_there
-from fastpack.ops.implementation import use_triton
+from fastpack.cli.flags import make_parser
+from fastpack.ops.implementation import IMPLEMENTATIONS, use_triton
 
+WHAT = """Patch a model, and compare it with itself on each sequence alone.
+
+Exit codes: 0 exact, 1 not exact, 3 nobody can tell in this dtype."""
+FLAGS: dict[str, dict[str, Any]] = {
+    "model": {"help": "a folder or a name on the hub; with --random, also a config.json"},
+    "--random": {"action": "store_true", "help": "random weights of the model's config"},
+    "--dtype": {"default": "auto", "help": "float32, bfloat16, float16 (default: the checkpoint's)"},
+    "--device": {"help": "default: cuda where there is one"},
+    "--attention": {"default": "auto", "help": "attention backend"},
+    "--kernels": {"choices": IMPLEMENTATIONS, "default": "auto"},
+    "--json": {"action": "store_true", "help": "the figures for programs"},
+}
 EXIT_CODES = {"exact": 0, "not exact": 1, "can't tell": 3}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the table; return 1 where a check failed, and 3 where rounding would hide a failure."""
-    parser = argparse.ArgumentParser(
-        prog="fastpack verify",
-        description="Patch a model, and compare it with itself on each sequence alone. "
-        "Exit codes: 0 exact, 1 not exact, 3 nobody can tell in this dtype.",
-    )
-    parser.add_argument("model", help="a folder or a name on the hub; with --random, also a config.json")
-    parser.add_argument("--random", action="store_true", help="random weights of the model's config")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: the checkpoint's)")
-    parser.add_argument("--device", help="default: cuda where there is one")
-    parser.add_argument("--attention", default="auto", help="attention backend")
-    parser.add_argument("--kernels", choices=("auto", "torch", "triton"), default="auto")
-    parser.add_argument("--json", action="store_true", help="the figures for programs")
-    given = parser.parse_args(arguments)
+    given = make_parser("verify", WHAT, FLAGS).parse_args(arguments)
     device = _device(given)
     model = _load(given, device)
     fastpack.patch(model, attention=given.attention, kernels=given.kernels)

@@ -1,7 +1,7 @@
 """Making batches for a patched model.
 
-``packed`` has collators for loops of one's own, ``budget`` plans batches of as many tokens as fit and
-``budget_sampler`` hands them out; what imports fastpack alone does not pay for importing them.
+``packed_collators`` has collators for loops of one's own, ``token_budget`` plans batches of as many tokens as fit and
+``sampler`` hands them out; what imports fastpack alone does not pay for importing them.
 """
 
 from fastpack.data.collators import with_packed_seq_lens

@@ -9,11 +9,10 @@
    first batches and leaves the last to the short ones. Here most of a batch is a stretch of a random order, and only
    the gap behind it is filled by length, so a batch is a random mixture where examples are short beside the budget.
    Nobody waits longer than ``look_ahead`` batches. O(n log look_ahead) comparisons.
-2. **Divide** (:func:`divided`). Ranks need equally many batches, none of them empty. With ``r`` left over, the last
-   ``r`` that were made become ``ranks`` less full ones: longest processing time first, onto whichever is cheapest and
-   has room (R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). That is as many
-   batches as rounding up to a multiple of the ranks makes, and no more. Where more were asked for, so that epochs are
-   as long as each other, the dearest are halved.
+2. **Divide** (:func:`divided`). Ranks need equally many batches, none of them empty. Until their number divides by the
+   ranks, and is as large as was asked for, the dearest batch is halved: longest processing time first (R. L. Graham,
+   "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17, 1969). An epoch has no more
+   steps than it needs.
 3. **Deal** (:func:`dealt`). Ranks wait for each other, so the batches of one step should cost the same:
    ``a * sum(l) + b * sum(l ** 2)``. Sorted by cost and cut into runs of ``ranks``, the sum over steps of the dearest is
    the least there is for these batches (any swap between two steps can only raise it). The runs are shuffled. Within
@@ -133,60 +132,20 @@ def split(lengths: list[int], max_tokens: int, cost: tuple[float, float], parts:
 
 
 def divided(job: Job, batches: list[Batch], micro_batches: int = 1) -> list[Batch]:
-    """Step 2: as many batches as divide by the ranks, none empty, and at least ``micro_batches`` for each."""
-    rounded = _rounded_up(job, batches)
-    wanted = micro_batches * job.ranks
-    if len(rounded) >= wanted:
-        return rounded
-    if len(job.lengths) < wanted:
-        raise PackingError(
-            f"{len(job.lengths)} examples for {wanted} batches: some would be empty. Give more examples, or ask for "
-            "fewer batches."
-        )
-    return _halved(job, rounded, wanted - len(rounded))
+    """Step 2: as many batches as divide by the ranks, none empty, and at least ``micro_batches`` for each.
 
-
-def _rounded_up(job: Job, batches: list[Batch]) -> list[Batch]:
-    """As many batches as divide by the ranks."""
+    Raises:
+        PackingError: there are fewer examples than such batches.
+    """
     examples, made, ranks = len(job.lengths), len(batches), job.ranks
-    extra = -made % ranks
-    if not extra:
-        return batches
-    if examples < made + extra:
+    wanted = max(math.ceil(made / ranks), micro_batches) * ranks
+    if examples < wanted:
         raise PackingError(
-            f"{examples} examples fill {made} batches of max_tokens={job.max_tokens}, and {ranks} ranks need a "
-            f"multiple of {ranks}: {made - made % ranks} don't hold them, and of {made + extra} some would be empty. "
-            f"Leave {examples % ranks} examples out, pass a larger max_tokens, or start a number of processes that "
-            f"divides {examples}."
+            f"{examples} examples fill {made} batches of max_tokens={job.max_tokens}, and of {wanted} (so many for "
+            f"each of {ranks} ranks) some would be empty. Ask for fewer batches, pass a larger max_tokens, leave "
+            f"{examples % ranks} examples out, or start a number of processes that divides {examples}."
         )
-    opened = made % ranks
-    inside = sum(map(len, batches[-opened:]))
-    while inside < opened + extra:  # ends at all of them at the latest, which the check above let through
-        inside += sum(map(len, batches[-opened - ranks : -opened]))
-        opened += ranks
-    last = batches[-opened:]
-    spread = _spread(job, list(chain.from_iterable(last)), opened + extra)
-    return batches[:-opened] + (spread or _halved(job, last, extra))
-
-
-def _spread(job: Job, examples: list[int], parts: int) -> list[Batch]:
-    """Longest processing time first onto the cheapest part with room; an empty list where an example finds none."""
-    found: list[Batch] = [[] for _ in range(parts)]
-    room = [job.max_tokens] * parts
-    heap = [(0.0, at) for at in range(parts)]  # sorted, so a heap
-    for i in sorted(examples, key=lambda i: -job.lengths[i]):
-        full = []
-        while heap and room[heap[0][1]] < job.lengths[i]:
-            full.append(heapq.heappop(heap))
-        if not heap:
-            return []
-        cost, at = heap[0]
-        heapq.heapreplace(heap, (cost + job.price(i), at))
-        found[at].append(i)
-        room[at] -= job.lengths[i]
-        for entry in full:
-            heapq.heappush(heap, entry)
-    return found
+    return batches if wanted == made else _halved(job, batches, wanted - made)
 
 
 def _halved(job: Job, batches: list[Batch], extra: int) -> list[Batch]:
@@ -201,9 +160,20 @@ def _halved(job: Job, batches: list[Batch], extra: int) -> list[Batch]:
             found.append(batch)
             continue
         extra -= 1
-        for half in _spread(job, batch, 2):
+        for half in _halves(job, batch):
             heapq.heappush(heap, (-job.total(half), next(numbers), half))
     return found + [batch for _, _, batch in heap]
+
+
+def _halves(job: Job, batch: Batch) -> list[Batch]:
+    """Longest processing time first: each example, from the longest on, goes to the half that costs less so far."""
+    halves: list[Batch] = [[], []]
+    costs = [0.0, 0.0]
+    for i in sorted(batch, key=lambda i: -job.lengths[i]):
+        at = int(costs[1] < costs[0])
+        halves[at].append(i)
+        costs[at] += job.price(i)
+    return halves
 
 
 def sums(job: Job, batches: list[Batch]) -> tuple[list[int], list[float]]:

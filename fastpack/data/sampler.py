@@ -22,8 +22,7 @@ from fastpack.data.token_budget import (
 from fastpack.errors import PackingError
 
 EVENED = 64
-"""Epochs that :meth:`TokenBudgetSampler.even_out` plans at most; a later one that needs more is shuffled otherwise."""
-_TRIES = 1000
+"""Epochs that :meth:`TokenBudgetSampler.even_out` plans at most; later ones are as the first ones were."""
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
@@ -83,7 +82,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         if grouped:  # before planning, which may raise on one rank alone, while the others would wait for it
             self._compare(self._settings())
         self._epoch = 0
-        self._micro_batches = 1
+        self._micro_batches, self._evened = 1, False
         self._plan = self._planned(0)
 
     @property
@@ -116,12 +115,13 @@ class TokenBudgetSampler(Sampler[list[int]]):
         """Give the first so many epochs as many micro-batches as the one of them that needs most.
 
         Trainers count on it. These epochs are planned for it, or the first :data:`EVENED` of them, since runs of many
-        epochs would wait for it: one behind those is shuffled until as many micro-batches hold it. Call it before the
-        first of them begins. One epoch is left as it is.
+        epochs would wait for it: those behind them go through the same orders again. Call it before the first of them
+        begins. One epoch is left as it is.
         """
         if epochs > 1:
             planned = range(min(epochs, EVENED))
             self._micro_batches = max(self._planned(epoch).micro_batches for epoch in planned)
+            self._evened = True
             self._plan = self._planned(self._epoch)
 
     def _settings(self) -> dict[str, Any]:
@@ -143,21 +143,11 @@ class TokenBudgetSampler(Sampler[list[int]]):
         compare_ranks(found)
 
     def _planned(self, epoch: int) -> BatchPlan:
-        plan = self._shuffled(epoch)
-        if self._micro_batches == 1 or epoch < EVENED:  # planned as it comes, or counted
-            return plan
-        for further in range(1, _TRIES):
-            if plan.micro_batches <= self._micro_batches:
-                break
-            plan = self._shuffled(epoch + (further << 32))
-        return plan
-
-    def _shuffled(self, epoch: int) -> BatchPlan:
         return plan_batches(
             self.lengths,
             self.max_tokens,
             seed=self.seed,
-            epoch=epoch,
+            epoch=epoch % EVENED if self._evened else epoch,
             ranks=self.ranks,
             look_ahead=self.look_ahead,
             too_long=self.too_long,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastpack.errors import FastpackError
-from fastpack.utils.console import as_text
+from fastpack.utils.console import as_text, headed
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -74,14 +74,9 @@ class Verification:
         return as_text(self)
 
     def __rich__(self) -> RenderableType:
-        from rich import box
-        from rich.table import Table
-
         verdict = _SHOWN[self.verdict]
         title = f"fastpack verify: {self.model}, {self.dtype} on {self.device}: {verdict}"
-        table = Table(title=title, title_justify="left", box=box.ROUNDED)
-        for name in ("check", "off by", "bound", ""):
-            table.add_column(name, justify="left" if name in ("check", "") else "right")
+        table = headed("check", "off by", "bound", "", title=title, right=("off by", "bound"))
         for check in self.checks:
             bound = f"{'>=' if check.at_least else '<='} {check.bound:.1e}"
             table.add_row(check.what, f"{check.error:.1e}", bound, "ok" if check.passed else "FAILED")

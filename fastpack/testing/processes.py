@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,27 +24,19 @@ IMPORTED = (
 IMPORTED_TO_TRAIN = ("fastpack.testing.train", "datasets", "peft", "trl.trainer.sft_trainer")
 
 
-def run(
-    families: Sequence[str], task: Task, *, jobs: int, timeout: float, done: Callable[[str], None] = lambda _: None
-) -> list[Row]:
-    """The rows of all families, in order.
+def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> Iterator[list[Row]]:
+    """Yield the rows of each family, in order.
 
     Args:
         jobs: processes at a time.
         timeout: seconds for each family.
-        done: called with the name of a family that is finished, from any thread.
     """
     context, stopped = _context(task), threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
-
-        def one(family: str) -> list[Row]:
-            found = _in_a_process(family, task, context, timeout, Path(folder), stopped)
-            done(family)
-            return found
-
+        one = functools.partial(_in_a_process, task, context, timeout, Path(folder), stopped)
         try:
-            return [row for rows in pool.map(one, families) for row in rows]
-        except KeyboardInterrupt:  # or all those that wait would have their turn first
+            yield from pool.map(one, families)
+        except (KeyboardInterrupt, GeneratorExit):  # or all those that wait would have their turn first
             pool.shutdown(wait=False, cancel_futures=True)
             stopped.set()
             for process in context.active_children():
@@ -64,7 +57,7 @@ def _context(task: Task) -> Any:
 
 
 def _in_a_process(
-    family: str, task: Task, context: Any, timeout: float, folder: Path, stopped: threading.Event
+    task: Task, context: Any, timeout: float, folder: Path, stopped: threading.Event, family: str
 ) -> list[Row]:
     sent, words = folder / f"{family}.rows", folder / family
     process = context.Process(target=work, args=(family, task, sent, words), daemon=True)

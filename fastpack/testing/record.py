@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fastpack.utils.versions import version_of
+from fastpack.utils.versions import versions_of
 
 PACKAGES = ("transformers", "torch", "trl", "peft")
 
@@ -77,9 +76,7 @@ class Record:
         """With today's date and what is installed."""
         import fastpack
 
-        found = {name: version_of(name) for name in PACKAGES}
-        versions = {name: version for name, version in found.items() if version is not None}
-        versions |= {"fastpack": fastpack.__version__, "python": platform.python_version()}
+        versions = {"fastpack": fastpack.__version__, **versions_of(*PACKAGES)}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,6 +27,16 @@ def as_text(shown: RenderableType) -> str:
 def counted(number: int, what: str, several: str = "s") -> str:
     """``1 step``, ``2 steps``; with ``es``, ``1 batch``, ``2 batches``."""
     return f"{number:,} {what}{'' if number == 1 else several}"
+
+
+def headed(*names: str, title: str | None = None, right: Collection[str] = ()) -> Table:
+    """Return a table with these columns, of which those named in ``right`` hold numbers; the last one does not wrap."""
+    from rich import box
+    from rich.table import Column, Table
+
+    columns = [Column(name, justify="right" if name in right else "left") for name in names]
+    columns[-1].no_wrap = True  # a verdict is read on a narrow terminal too
+    return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 
 def room_for(wanted: int) -> int:

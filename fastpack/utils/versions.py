@@ -7,6 +7,7 @@ The ranges are written in ``pyproject.toml`` alone: read from there in a checkou
 from __future__ import annotations
 
 import functools
+import platform
 import shlex
 import sys
 import warnings
@@ -76,6 +77,12 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def versions_of(*packages: str) -> dict[str, str]:
+    """Return the versions of those packages that are here, and Python's."""
+    found = {package: version for package in packages if (version := version_of(package)) is not None}
+    return {**found, "python": platform.python_version()}
 
 
 def is_too_old(package: str, version: str) -> bool:

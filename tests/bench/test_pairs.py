@@ -17,7 +17,7 @@ from fastpack.bench.lengths import make_pair_lengths, sequences
 from fastpack.bench.preference import dpo_step_flops, make_pairs
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import make_config
-from fastpack.cli.bench import choose, make_parser, make_settings
+from fastpack.cli.bench import PARSER, choose, make_settings
 from fastpack.errors import FastpackError
 
 PAIRS = [(5, 7, 11), (3, 2, 4)]
@@ -76,7 +76,7 @@ def test_the_floor_counts_policy_reference_and_completions(mode: str, checkpoint
 
 
 def flags(*given: str) -> argparse.Namespace:
-    return make_parser().parse_args(given)
+    return PARSER.parse_args(given)
 
 
 def test_flags() -> None:

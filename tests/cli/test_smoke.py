@@ -43,6 +43,10 @@ UNTRIED = {**NOT_BUILT, **REFUSED}
 trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
 
 
+def smoke_main(flags: list[str]) -> int:
+    return main(["smoke", *flags])
+
+
 ON_CPU = ["--device", "cpu", "--jobs", "1"]
 EXACT = Task(("exact",), "auto", Setting())
 
@@ -50,7 +54,7 @@ EXACT = Task(("exact",), "auto", Setting())
 @trains_on_cpu
 def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "run.json"
-    assert smoke.main(["mamba", "--json", str(found), *ON_CPU]) == 0
+    assert smoke_main(["mamba", "--json", str(found), *ON_CPU]) == 0
     record = Record.read(found)
     assert [row.mode for row in record.rows] == list(USUAL)
     assert record.versions.keys() >= {"transformers", "torch", "trl", "fastpack", "python"}
@@ -73,7 +77,7 @@ def test_verified_alone_in_half_precision(model_type: str, tmp_path: Path) -> No
     """Experts too, which the other modes prove in float32 where no row names what chooses."""
     found = tmp_path / "run.json"
     flags = [model_type, "--modes", "verify", "--backends", "auto", "--dtype", "bfloat16", "--json", str(found)]
-    assert smoke.main([*flags, *ON_CPU]) == 0
+    assert smoke_main([*flags, *ON_CPU]) == 0
     (row,) = Record.read(found).rows
     assert (row.mode, row.dtype, row.rung, row.verdict) == ("verify", "bfloat16", "fast", "exact")
     assert row.error is not None
@@ -102,8 +106,7 @@ def test_the_families_of_a_tier() -> None:
 
 def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(smoke, "run", None)
-    with pytest.raises(SystemExit):
-        smoke.main(["llama", "--json", "/nowhere/run.json", *ON_CPU])
+    assert smoke_main(["llama", "--json", "/nowhere/run.json", *ON_CPU]) == 2
     assert "--json /nowhere/run.json: there is no folder /nowhere" in capsys.readouterr().err
 
 
@@ -112,7 +115,7 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
         (["llama", "--all"], "--all is every family, and llama would be some: leave either out"),
-        (["--jobs", "0"], "--jobs 0: pass how many processes run at a time, 1 or more"),
+        (["--jobs", "0"], "argument --jobs: 0: pass 1 or more"),
         (["--timeout", "-1"], "--timeout -1: pass the seconds"),
         (["--timeout", "nan"], "--timeout nan: pass the seconds"),
         (["--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
@@ -128,9 +131,11 @@ def test_refused_before_anything_runs(
 ) -> None:
     monkeypatch.setattr(smoke, "run", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        smoke.main(flags)
-    assert ended.value.code == 2
+    try:
+        code: Any = smoke_main(flags)
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    assert code == 2
     assert said in capsys.readouterr().err
 
 
@@ -150,8 +155,8 @@ def test_what_trl_can_not_train_is_left_out(
     found = list(worker.rows("llama", Task(("plain", "lora"), "auto", Setting())))
     assert [row.verdict for row in found] == ["exact", "left out"]
     assert "AttributeError: no such thing" in (found[-1].left_out or "")
-    monkeypatch.setattr(smoke, "run", lambda *_, **__: found)
-    assert smoke.main(["llama", *ON_CPU]) == 0
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: [found])
+    assert smoke_main(["llama", *ON_CPU]) == 0
     assert "llama (lora): left out: the stock model can't be trained" in capsys.readouterr().out
     monkeypatch.setattr(
         train,
@@ -179,7 +184,7 @@ def test_every_backend_that_can_serve() -> None:
 
 
 def test_who_is_refused_is_a_row_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    assert smoke.main(["reformer", "gemma3n", "--modes", "exact", *ON_CPU]) == 0
+    assert smoke_main(["reformer", "gemma3n", "--modes", "exact", *ON_CPU]) == 0
     printed = capsys.readouterr().out
     assert "0 exact, 2 refused, 0 left out, 0 FAILED" in printed
     assert f"reformer: refused: {REFUSED['reformer']}" in printed
@@ -193,7 +198,7 @@ def test_who_is_in_the_list_of_those_refused_and_is_not_fails(monkeypatch: pytes
 
 
 def test_a_family_that_nobody_knows_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert smoke.main(["no_such_family", "--modes", "exact", *ON_CPU]) == 1
+    assert smoke_main(["no_such_family", "--modes", "exact", *ON_CPU]) == 1
     assert "no_such_family (exact, no backend): KeyError" in capsys.readouterr().err
 
 
@@ -214,21 +219,21 @@ def test_what_hangs_or_crashes_is_a_failed_row(
 ) -> None:
     """What it had sent before is kept, the rest of its modes failed, and the next family runs."""
     monkeypatch.setattr(processes, "work", stand_in)
-    task, finished = Task(("exact", "plain", "lora"), "auto", Setting()), []
-    found = processes.run(["one", "two"], task, jobs=2, timeout=timeout, done=finished.append)
-    assert sorted(finished) == ["one", "two"]
-    for family in finished:
-        *_, last = [row for row in found if row.family == family]
+    task = Task(("exact", "plain", "lora"), "auto", Setting())
+    found = list(processes.run(["one", "two"], task, jobs=2, timeout=timeout))
+    assert [rows[-1].family for rows in found] == ["one", "two"]
+    for rows in found:
+        last = rows[-1]
         assert last.mode == modes
         assert (last.problem or "").startswith(problem)
         sent = stand_in not in (smoke_stand_ins.die, smoke_stand_ins.leave_before_anything)
-        assert len([row for row in found if row.family == family]) == 1 + sent
+        assert len(rows) == 1 + sent
 
 
 def test_leaving_before_the_last_backend_is_a_failed_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though each mode has a row."""
     monkeypatch.setattr(processes, "work", smoke_stand_ins.leave)
-    sent, missed = processes.run(["one"], EXACT, jobs=1, timeout=60)
+    ((sent, missed),) = processes.run(["one"], EXACT, jobs=1, timeout=60)
     assert (sent.mode, missed.mode, missed.verdict) == ("exact", "exact", "FAILED")
 
 
@@ -243,10 +248,10 @@ def test_an_interrupt_stops_everything(
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     threading.Timer(after, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
-        assert smoke.main(["llama", "gpt2", "mamba", "--device", "cpu", "--jobs", "2"]) == 130
+        assert smoke_main(["llama", "gpt2", "mamba", "--device", "cpu", "--jobs", "2"]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "\nsmoke: interrupted\n"
+    assert capsys.readouterr().err == "\nfastpack smoke: interrupted\n"
     assert not multiprocessing.active_children()
 
 
@@ -255,8 +260,8 @@ def test_columns_without_a_figure_are_left_out(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     row = Row("llama", "exact", "fast", "segments", "float32", 1e-6, 1e-4)
-    monkeypatch.setattr(smoke, "run", lambda *_, **__: [row])
-    assert smoke.main(["llama", *ON_CPU]) == 0
+    monkeypatch.setattr(smoke, "run", lambda *_, **__: [[row]])
+    assert smoke_main(["llama", *ON_CPU]) == 0
     printed = capsys.readouterr().out
     assert "1 run of 1 family" in printed
     assert "off by" in printed
@@ -268,40 +273,40 @@ def test_columns_without_a_figure_are_left_out(
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_real_processes_have_a_time_limit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context(method))
-    (row,) = processes.run(["llama"], EXACT, jobs=1, timeout=0)
+    ((row,),) = processes.run(["llama"], EXACT, jobs=1, timeout=0)
     assert row.problem == "not done after 0 s"
 
 
 def test_a_new_process_gives_what_a_forked_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are not forked."""
-    forked = processes.run(["llama"], EXACT, jobs=1, timeout=200)
+    (forked,) = processes.run(["llama"], EXACT, jobs=1, timeout=200)
     monkeypatch.setattr(processes, "_context", lambda _: multiprocessing.get_context("spawn"))
-    assert processes.run(["llama"], EXACT, jobs=1, timeout=200) == forked
+    assert list(processes.run(["llama"], EXACT, jobs=1, timeout=200)) == [forked]
     assert [row.verdict for row in forked] == ["exact"]
 
 
 def test_a_row_that_fails_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def made_up(families: Any, *_: Any, **__: Any) -> list[Row]:
-        return [Row(f, "plain", "fast", "segments", problem="not exact" if f == "qwen2" else None) for f in families]
+    def made_up(families: Any, *_: Any, **__: Any) -> list[list[Row]]:
+        return [[Row(f, "plain", "fast", "segments", problem="not exact" if f == "qwen2" else None)] for f in families]
 
     monkeypatch.setattr(smoke, "run", made_up)
-    assert smoke.main(["llama", "mistral", *ON_CPU]) == 0
-    assert smoke.main(["llama", "qwen2", *ON_CPU]) == 1
+    assert smoke_main(["llama", "mistral", *ON_CPU]) == 0
+    assert smoke_main(["llama", "qwen2", *ON_CPU]) == 1
     assert "qwen2 (plain, segments): not exact" in capsys.readouterr().err
 
 
 def test_who_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(smoke, "run", lambda families, *_, **__: asked.append(list(families)) or [])
-    smoke.main(ON_CPU)
-    smoke.main(["--all", *ON_CPU])
+    smoke_main(ON_CPU)
+    smoke_main(["--all", *ON_CPU])
     most, everybody = asked
     assert 60 <= len(most) < len(everybody)
     assert set(most) <= set(MOST_USED)
     assert everybody == model_types()
     monkeypatch.setattr("fastpack.exactness.tiny.model_types", lambda: ["llama", "gpt2"])
     capsys.readouterr()
-    assert smoke.main(["llama", "mamba", "no_such_family", *ON_CPU]) == 0
+    assert smoke_main(["llama", "mamba", "no_such_family", *ON_CPU]) == 0
     assert asked[-1] == ["llama", "no_such_family"]
     assert "not in transformers" in (printed := capsys.readouterr().out)
     assert "mamba" in printed

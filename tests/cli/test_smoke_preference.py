@@ -1,4 +1,4 @@
-"""``python -m fastpack.testing.preference``: a table and an exit code that can be trusted."""
+"""``fastpack smoke-preference``: a table and an exit code that can be trusted."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import fastpack
 import fastpack.cli.smoke_preference as smoke
 from fastpack import cli as commands
 from fastpack.cli.demo.data import make_pairs, train_tokenizer
+from fastpack.cli.flags import make_parser
+from fastpack.cli.main import main
 from fastpack.testing.preference import cases
 from fastpack.testing.preference.cases import TRAINERS, Case, Work, all_cases, run
 from fastpack.testing.preference.judge import differences, problems
@@ -25,7 +27,7 @@ FEW = ["--pairs", "2", "--steps", "2", "--max-length", "96", "--learning-rate", 
 
 @pytest.fixture
 def work() -> Work:
-    return smoke.make_work(smoke._parser().parse_args(FEW))
+    return smoke.make_work(make_parser("smoke-preference", "", smoke.FLAGS).parse_args(FEW))
 
 
 BETA = 0.1
@@ -50,7 +52,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """A case of each trainer on made-up pairs, and what is written."""
     variants = ["sigmoid", "plain", "lora, reference precomputed"]
     found = tmp_path / "found.json"
-    assert smoke.main([*FEW, "--variants", *variants, "--noise", "--json", str(found)]) == 0
+    assert main(["smoke-preference", *FEW, "--variants", *variants, "--noise", "--json", str(found)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("equal") == 5
     records = json.loads(found.read_text())
@@ -84,7 +86,7 @@ def test_what_is_not_equal_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest
         return stock_patch(trainer)
 
     monkeypatch.setattr(cases.fastpack, "patch", patch)
-    assert smoke.main([*FEW, "--trainers", "dpo", "--variants", "sigmoid"]) == 1
+    assert main(["smoke-preference", *FEW, "--trainers", "dpo", "--variants", "sigmoid"]) == 1
     printed = capsys.readouterr()
     assert "FAILED" in printed.out
     assert "dpo, sigmoid: loss off by" in printed.err
@@ -147,14 +149,14 @@ def test_runs_of_other_steps_are_not_compared() -> None:
 
 
 def test_nothing_compared_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert smoke.main([*FEW, "--trainers", "dpo", "kto", "--variants", "sigmod", "plain"]) == 2
+    assert main(["smoke-preference", *FEW, "--trainers", "dpo", "kto", "--variants", "sigmod", "plain"]) == 2
     assert "--variants 'sigmod': dpo, kto with these losses have none of this name" in capsys.readouterr().err
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("too new a release")
 
     monkeypatch.setattr(smoke, "run", broken)
-    assert smoke.main([*FEW, "--trainers", "dpo", "--variants", "sigmoid"]) == 2
+    assert main(["smoke-preference", *FEW, "--trainers", "dpo", "--variants", "sigmoid"]) == 2
     printed = capsys.readouterr()
     assert "left out: the stock model can't be trained so: RuntimeError: too new a release" in printed.out
     assert "nothing was compared" in printed.err
@@ -165,26 +167,27 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     train_tokenizer(make_pairs(20)).save_pretrained(tmp_path)
     for name, lines, said in (
         ("few.jsonl", rows, "holds 3 rows, the steps take 4"),
-        ("odd.jsonl", [{"text": "a"}] * 4, "line 1: it has no prompt and no chosen and no rejected"),
+        ("odd.jsonl", [{"text": "a"}] * 4, "line 1 has no chosen, prompt, rejected"),
     ):
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)))
-        assert smoke.main([*FEW, "--data", str(tmp_path / name), "--tokenizer", str(tmp_path)]) == 2
+        assert main(["smoke-preference", *FEW, "--data", str(tmp_path / name), "--tokenizer", str(tmp_path)]) == 2
         assert said in capsys.readouterr().err
-    assert smoke.main([*FEW, "--data", str(tmp_path / "few.jsonl")]) == 2
+    assert main(["smoke-preference", *FEW, "--data", str(tmp_path / "few.jsonl")]) == 2
     assert "--data needs --tokenizer" in capsys.readouterr().err
     (tmp_path / "bad.jsonl").write_text("{\n")
     good = ["--data", str(tmp_path / "four.jsonl"), "--tokenizer", str(tmp_path)]
     (tmp_path / "four.jsonl").write_text("\n".join(map(json.dumps, make_pairs(4))))
     for flags, said in (
-        (["--data", str(tmp_path / "nowhere.jsonl")], "nowhere.jsonl: No such file"),
-        (["--data", str(tmp_path)], "Is a directory; pass a file of JSON lines"),
+        (["--data", str(tmp_path / "nowhere.jsonl")], "nowhere.jsonl: no such file"),
+        (["--data", str(tmp_path)], "no such file; pass a file of JSON lines"),
         (["--data", str(tmp_path / "bad.jsonl")], "bad.jsonl, line 1 is no JSON"),
         (["--tokenizer", str(tmp_path / "nothing")], "nothing: nothing that can be loaded"),
         (["--config", str(tmp_path / "nothing")], "nothing: nothing that can be loaded"),
-        (["--pairs", "0"], "--pairs 0: pass 1 or more"),
-        (["--steps", "0"], "--steps 0: pass 1 or more"),
-        (["--max-length", "0"], "--max-length 0: pass 1 or more"),
     ):
-        assert smoke.main([*FEW, *good, *flags]) == 2, flags
+        assert main(["smoke-preference", *FEW, *good, *flags]) == 2, flags
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
+    for flag in ("--pairs", "--steps", "--max-length"):
+        with pytest.raises(SystemExit):
+            main(["smoke-preference", *FEW, flag, "0"])
+        assert f"argument {flag}: 0: pass 1 or more" in capsys.readouterr().err

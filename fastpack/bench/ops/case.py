@@ -89,7 +89,6 @@ class Case:
         work: what forward and backward can't do without, for T tokens: bytes read and written, or operations.
         bound: which of the machine's rates bounds that.
         liger: makes Liger's run for such inputs; called where it is installed and can run.
-        reference: computes the same from the inputs in a wider dtype; None for the plain one.
         packed: whether its tokens are those of sequences, as long as :class:`Maker` says.
     """
 
@@ -100,5 +99,4 @@ class Case:
     work: Callable[[Maker], int]
     bound: Literal["bandwidth", "flops"] = "bandwidth"
     liger: Callable[[Inputs], Run] | None = None
-    reference: Run | None = None
     packed: bool = False

@@ -1,13 +1,12 @@
-"""Projections with LoRA, over dense and over 4-bit weights, bound by matrix products; and 4-bit weights made dense,
-bound by the memory that is read and written. Plain is PEFT's formula over bitsandbytes' own, on a GPU where it is
-installed."""
+"""Projections with LoRA, over dense weights, and over 4-bit ones where bitsandbytes is installed, bound by matrix
+products; and 4-bit weights made dense, bound by the memory that is read and written. Plain is PEFT's formula, on a GPU
+over bitsandbytes' own."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,60 +20,23 @@ from fastpack.ops.linear.parts import Lora, Projection
 from fastpack.ops.linear.projections import project
 
 LORA_SCALE = 2.0
-NF4 = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
-"""Dettmers et al., "QLoRA", arXiv:2305.14314, appendix E."""
-BLOCK, OUTER_BLOCK = 64, 256
-"""Weights that share a scale, and scales that share one."""
+BLOCK = 64
+"""Weights that share a scale."""
 
 
 def _four_bit_weight(make: Maker, *sizes: int) -> tuple[Tensor, Any]:
-    """Random bytes, and a state as bitsandbytes keeps it, for a weight of these sizes; absmax is quantised too."""
-    shape, device = torch.Size(sizes), make.generator.device
-    blocks = -(-shape.numel() // BLOCK)
-    outer = SimpleNamespace(
-        absmax=torch.full((-(-blocks // OUTER_BLOCK),), 0.01, device=device),
-        code=torch.linspace(-1, 1, 256, device=device),
-        blocksize=OUTER_BLOCK,
-        dtype=torch.float32,
-        nested=False,
-    )
-    state = SimpleNamespace(
-        shape=shape,
-        dtype=make.dtype,
-        quant_type="nf4",
-        blocksize=BLOCK,
-        code=torch.tensor(NF4, device=device),
-        absmax=make.integers(256, blocks, dtype=torch.uint8),
-        nested=True,
-        state2=outer,
-        offset=torch.tensor(0.05, device=device),
-    )
-    return make.integers(256, shape.numel() // 2, 1, dtype=torch.uint8), state
+    """Return a random weight of these sizes as bitsandbytes holds it, and its state; its scales are quantised too."""
+    from bitsandbytes.functional import quantize_4bit
 
-
-def _has_bitsandbytes() -> bool:
-    return importlib.util.find_spec("bitsandbytes") is not None
-
-
-def _where_made_dense(inputs: Inputs, runs: dict[str, Run]) -> dict[str, Run]:
-    """Ours too where 4-bit weights are made dense by a kernel, or by bitsandbytes."""
-    return runs if inputs[0].is_cuda or _has_bitsandbytes() else {PLAIN: runs[PLAIN]}
+    dense = make.tensor(*sizes, scale=sizes[-1] ** -0.5, grad=False)
+    packed, state = quantize_4bit(dense, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
+    return packed, state
 
 
 def _dequantize_runs(inputs: Inputs) -> dict[str, Run]:
-    dtype = inputs[1].dtype
-    theirs = inputs[0].is_cuda and _has_bitsandbytes()
-    plain = functools.partial(dequantize, dtype=dtype, implementation="torch") if theirs else definition
-    return _where_made_dense(inputs, {PLAIN: plain, OURS: functools.partial(dequantize, dtype=dtype)})
-
-
-def _unrounded(weight: Tensor, state: Any) -> Tensor:
-    return definition(weight, SimpleNamespace(**{**vars(state), "dtype": torch.float32}))
+    weight, state = inputs
+    plain = functools.partial(dequantize, dtype=state.dtype, implementation="torch") if weight.is_cuda else definition
+    return {PLAIN: plain, OURS: functools.partial(dequantize, dtype=state.dtype)}
 
 
 def _dequantize_bytes(make: Maker) -> int:
@@ -103,7 +65,7 @@ def _by_projection(flat: Sequence[Any]) -> list[tuple[Tensor, Any, Tensor, Tenso
 def _base_product(x: Tensor, weight: Tensor, state: Any) -> Tensor:
     if state is None:
         return F.linear(x, weight)
-    if x.is_cuda and x.dtype == state.dtype and _has_bitsandbytes():
+    if x.is_cuda and x.dtype == state.dtype:
         from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 
         product: Tensor = matmul_4bit(x, weight, quant_state=state)
@@ -176,23 +138,25 @@ def _case(name: str, what: str, *, mlp: bool, four_bit: bool) -> Case:
         name,
         what,
         lambda make: _lora_inputs(make, shapes(make), four_bit=four_bit),
-        lambda inputs: _where_made_dense(inputs, runs) if four_bit else runs,
+        lambda _: runs,
         lambda make: _lora_flops(make, shapes(make)),
         "flops",
     )
 
 
 CASES = [
-    Case(
-        "dequantize",
-        "an NF4 weight of T rows made dense, its scales quantised too",
-        lambda make: [*_four_bit_weight(make, make.tokens, make.sizes.hidden)],
-        _dequantize_runs,
-        _dequantize_bytes,
-        reference=_unrounded,
-    ),
     _case("lora_qkv", "q, k and v projections with LoRA, A and B in float32", mlp=False, four_bit=False),
     _case("lora_mlp", "a gated MLP with LoRA, A and B in float32", mlp=True, four_bit=False),
-    _case("lora_qkv_4bit", "q, k and v projections with LoRA over NF4", mlp=False, four_bit=True),
-    _case("lora_mlp_4bit", "a gated MLP with LoRA over NF4", mlp=True, four_bit=True),
 ]
+if importlib.util.find_spec("bitsandbytes") is not None:
+    CASES += [
+        Case(
+            "dequantize",
+            "an NF4 weight of T rows made dense, its scales quantised too",
+            lambda make: [*_four_bit_weight(make, make.tokens, make.sizes.hidden)],
+            _dequantize_runs,
+            _dequantize_bytes,
+        ),
+        _case("lora_qkv_4bit", "q, k and v projections with LoRA over NF4", mlp=False, four_bit=True),
+        _case("lora_mlp_4bit", "a gated MLP with LoRA over NF4", mlp=True, four_bit=True),
+    ]

@@ -104,7 +104,6 @@ CASES = [
         _attention_runs,
         _attention_flops,
         "flops",
-        reference=functools.partial(_attend, backend="reference"),
         packed=True,
     ),
 ]

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fastpack.bench.ceiling import Ceiling
-from fastpack.bench.ops.case import LIGER, PLAIN
 
 
 @dataclass
@@ -18,7 +17,6 @@ class OpFigures:
             None where memory did not suffice, which ``error`` then says.
         share: of the machine's limit, for what both can't do without.
         peak_memory: bytes beyond inputs and gradients, for forward and backward; None on a CPU.
-        deviation: the error, as a share of what is allowed; None where it was not looked at.
     """
 
     op: str
@@ -28,13 +26,7 @@ class OpFigures:
     both: float | None = None
     share: float | None = None
     peak_memory: int | None = None
-    deviation: float | None = None
     error: str | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Unless it was found otherwise."""
-        return self.deviation is None or self.deviation <= 1
 
 
 @dataclass
@@ -44,16 +36,6 @@ class OpsOutcome:
     ceiling: Ceiling
     machine: dict[str, Any]
     figures: list[OpFigures] = field(default_factory=list)
-
-    @property
-    def compared(self) -> bool:
-        """Whether any result was."""
-        return any(row.deviation is not None for row in self.figures)
-
-    @property
-    def inexact(self) -> list[OpFigures]:
-        """Ours that are further off than allowed."""
-        return [row for row in self.figures if row.implementation not in (PLAIN, LIGER) and not row.exact]
 
     def to_dict(self) -> dict[str, Any]:
         """For a JSON file."""

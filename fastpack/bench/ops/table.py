@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from fastpack.bench.ops.case import PLAIN, Case
 from fastpack.bench.ops.results import OpFigures, OpsOutcome
-from fastpack.utils.console import room_for, without_empty
+from fastpack.utils.console import headed, room_for, without_empty
 
 WIDTH = 110
-COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB", "error")
+COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB")
 
 
 def print_op(case: Case, rows: list[OpFigures]) -> None:
     """Print the table of one op."""
-    table = Table(title=f"{case.name}: {case.what}", box=box.HORIZONTALS)
-    for name in COLUMNS:
-        table.add_column(name, justify="left" if not name else "right")
+    table = headed(*COLUMNS, title=f"{case.name}: {case.what}", right=[name for name in COLUMNS if name])
     for tokens in dict.fromkeys(row.tokens for row in rows):
         group = [row for row in rows if row.tokens == tokens]
         plain = next((row.both for row in group if row.implementation == PLAIN), None)
@@ -31,37 +27,22 @@ def print_op(case: Case, rows: list[OpFigures]) -> None:
                 _shown(row.share, "{:.0%}"),
                 f"{plain / row.both:.2f}" if plain and row.both else row.error or "",
                 _shown(row.peak_memory, "{:,.0f}", 2**-20),
-                _shown(row.deviation, "{:.2f}"),
-                style=None if row.exact else "red",
                 end_section=row is group[-1],
             )
     Console(width=room_for(WIDTH)).print(without_empty(table))
 
 
 def print_end(outcome: OpsOutcome) -> None:
-    """Print what the columns mean, which results are not exact enough, and the machine."""
+    """Print what the columns mean, and the machine."""
     console, ceiling = Console(width=room_for(WIDTH), highlight=False), outcome.ceiling
     told = (
         "both: forward and backward on the device, inputs not in the cache",
         f"share: of the measured copy bandwidth, {ceiling.bandwidth / 1e12:.3g} TB/s, or of "
         f"{ceiling.flops / 1e12:,.3g} TFLOP/s of matrix products ({ceiling.product}), for what both can't do without",
         "MiB: peak of both beyond inputs and gradients",
-        "error: of results and gradients, as a share of what is allowed (1.5 times torch's own, in float32 1e-5 where "
-        "that is more)",
     )
     console.print("; ".join(told), style="dim")
-    for row in outcome.inexact:
-        what = f"{_named(row)}: {row.deviation:.2f} of what is allowed"
-        console.print(f"NOT EXACT: {what}", style="bold red")
-    if outcome.compared and not outcome.inexact:
-        console.print("every result of ours that was compared is exact enough", style="green")
-    if blind := [_named(row) for row in outcome.figures if row.deviation is None]:
-        console.print(f"not compared, for want of memory: {'; '.join(blind)}", style="yellow")
     console.print(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim")
-
-
-def _named(row: OpFigures) -> str:
-    return f"{row.op}, {row.implementation}, T = {row.tokens - 1}"
 
 
 def _shown(value: float | None, form: str, scale: float = 1.0) -> str:

@@ -6,7 +6,6 @@ and batches, float32. The losses must agree; the speed may not.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
@@ -15,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import fastpack
 from fastpack.cli import PICTURES, UsageError, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
+from fastpack.cli.flags import at_least, make_parser
+from fastpack.utils.versions import versions_of
 
 TOLERANCE = 1e-4
 """How far apart the losses of a step may be, relative to the stock one."""
@@ -51,41 +51,37 @@ ENVIRONMENT = {
 """Threads wait for each other many times a step; with one, whatever else the machine does costs its share, no more."""
 
 
+WHAT = "Train a tiny Llama on made-up instruction data, padded and stock, then patched, and compare."
+PICTURE = "fastpack-demo.png"
+FLAGS: dict[str, dict[str, Any]] = {
+    "--steps": {"type": at_least(WARM_UP + 1), "default": 24, "help": "optimizer steps of each run (default: 24)"},
+    "--rows": {"type": at_least(BATCH_SIZE), "default": 384, "help": "rows of the data set (default: 384)"},
+    "--seed": {"type": int, "default": 0, "help": "of data, weights and order (default: 0)"},
+    "--plot": {
+        "type": Path,
+        "default": Path(PICTURE),
+        "help": f"where the picture goes ({', '.join(PICTURES)}; default: {PICTURE})",
+    },
+    "--json": {"type": Path, "help": "where the same figures go, for programs"},
+}
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; the exit code is 1 where the losses disagree."""
-    given = _parse(arguments)
+    given = make_parser("demo", WHAT, FLAGS).parse_args(arguments)
+    require_picture("--plot", given.plot)
+    require_file("--json", given.json)
     require_one_process("demo")
     require_trl_on_cpu("demo")
     from fastpack.cli.demo.shown import print_figures, save_plot  # matplotlib; the data are made without
 
     figures = compare(rows=given.rows, steps=given.steps, seed=given.seed)
-    save_plot(figures, Path(given.plot))
+    save_plot(figures, given.plot)
     if given.json is not None:
-        Path(given.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print_figures(figures)
     print(f"plot: {given.plot}" + (f"   figures: {given.json}" if given.json else ""))
     return 0 if figures["losses_agree"] else 1
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="fastpack demo",
-        description="Train a tiny Llama on made-up instruction data, padded and stock, then patched, and compare.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--steps", type=int, default=24, help="optimizer steps of each run")
-    parser.add_argument("--rows", type=int, default=384, help="rows of the data set")
-    parser.add_argument("--seed", type=int, default=0, help="of data, weights and order")
-    parser.add_argument("--plot", default="fastpack-demo.png", help=f"where the picture goes ({', '.join(PICTURES)})")
-    parser.add_argument("--json", help="where the same figures go, for programs")
-    given = parser.parse_args(arguments)
-    if given.steps <= WARM_UP:
-        raise UsageError(f"--steps must be more than {WARM_UP}, which warm up; got {given.steps}")
-    if given.rows < BATCH_SIZE:
-        raise UsageError(f"--rows must be at least {BATCH_SIZE}, a batch; got {given.rows}")
-    require_picture("--plot", given.plot)
-    require_file("--json", given.json)
-    return given
 
 
 def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
@@ -161,6 +157,5 @@ def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
 
 
 def _machine() -> dict[str, str]:
-    packages = {"fastpack": fastpack.__version__} | {name: version(name) for name in ("torch", "transformers", "trl")}
     system = f"{platform.system()} {platform.machine()}, CPU, 1 thread"
-    return {"system": system, "python": platform.python_version(), **packages}
+    return {"system": system, "fastpack": fastpack.__version__, **versions_of("torch", "transformers", "trl")}

@@ -1,4 +1,4 @@
-"""The demo's figures: tables for the terminal, and a picture of both loss curves and both speeds."""
+"""The demo's figures: a table for the terminal, and a picture of both loss curves and both speeds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-ROWS = 10
-"""How many steps the table shows, spread evenly; ``--json`` holds them all."""
+from fastpack.utils.console import headed
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """Print both loss curves side by side, then what they cost."""
+    """Print what both runs cost, and how far apart their losses are."""
     console = Console(highlight=False)
-    console.print(_losses(figures["steps"]), _costs(figures))
+    console.print(_costs(figures))
     agree = figures["losses_agree"]
     console.print(
         f"The losses {'agree' if agree else 'DISAGREE'}: at most {figures['max_relative_difference']:.1e} apart, "
@@ -32,33 +30,11 @@ def print_figures(figures: dict[str, Any]) -> None:
     )
 
 
-def _table(title: str, *headings: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.ROUNDED)
-    for heading in headings:
-        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
-    return table
-
-
-def _losses(steps: list[dict[str, Any]]) -> Table:
-    table = _table("Loss, step by step", "step", "stock, padded", "patched", "difference", "real tokens", "padding")
-    last = len(steps) - 1
-    for at in sorted({round(n * last / (ROWS - 1)) for n in range(ROWS)}):
-        row = steps[at]
-        table.add_row(
-            str(row["step"]),
-            f"{row['stock_loss']:.6f}",
-            f"{row['patched_loss']:.6f}",
-            f"{row['relative_difference']:.1e}",
-            f"{row['real_tokens']:,}",
-            f"{1 - row['real_tokens'] / row['slots']:.0%}",
-        )
-    return table
-
-
 def _costs(figures: dict[str, Any]) -> Table:
     real, slots = figures["real_tokens"], figures["slots"]
     speeds, memory = figures["tokens_per_second"], figures["peak_memory_bytes"]
-    table = _table("The same training", "", "stock, padded", "patched", "ratio")
+    ways = ("stock, padded", "patched", "ratio")
+    table = headed("", *ways, title="The same training", right=ways)
     speed = [f"{speeds[name]:,.0f}" for name in ("stock", "patched")]
     table.add_row("real tokens/s (median step)", *speed, f"{figures['speed_ratio']:.2f}x")
     table.add_row("tokens through the layers", f"{slots:,}", f"{real:,}", f"{real / slots:.2f}x")

@@ -1,4 +1,1 @@
-"""``python -m fastpack.testing.preference``: TRL's preference trainers, patched and stock, on the same pairs.
-
-``cases`` says what is trained, ``judge`` when two runs are equal.
-"""
+"""TRL's preference trainers, patched and stock, on the same pairs: what is trained, and when two runs are equal."""

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import fastpack
-from fastpack.cli.meter import read_records, summarize
+from fastpack.cli.meter import read_steps, summarize
 from fastpack.errors import FastpackWarning, PatchError
 from fastpack.trainers.metrics import PREFIX, MetricsCallback, attach
 from fastpack.trainers.metrics.flops import read_flops
@@ -323,16 +323,16 @@ def test_what_the_command_line_reads(quiet: bool, tmp_path: Path) -> None:
     assert [not step for step in found] == [quiet, quiet]
     lengths = [[length for length, _ in batch] for batch in batches[:5]]
     real, slots = [sum(one) for one in lengths], [len(one) * max(one) for one in lengths]
-    records = read_records(callback)
-    assert [each.step for each in records] == [2, 4, 5]
-    assert [each.real_tokens for each in records] == [sum(real[:2]) / 2, sum(real[2:4]) / 2, real[4]]
-    assert [each.slots for each in records] == [sum(slots[:2]) / 2, sum(slots[2:4]) / 2, slots[4]]
+    steps = read_steps(callback)
+    assert [each["step"] for each in steps] == [2, 4, 5]
+    assert [each["real_tokens"] for each in steps] == [sum(real[:2]) / 2, sum(real[2:4]) / 2, real[4]]
+    assert [each["slots"] for each in steps] == [sum(slots[:2]) / 2, sum(slots[2:4]) / 2, slots[4]]
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert [each.loss for each in records] == [*losses, None]
+    assert [each["loss"] for each in steps] == [*losses, None]
     summary = summarize(trainer, callback)
     assert (summary.real_tokens, summary.slots, summary.steps) == (sum(real), sum(slots), 5)
     assert (summary.first_loss, summary.last_loss) == (losses[0], losses[-1])
-    seconds = 2 * records[1].seconds + records[2].seconds
+    seconds = 2 * steps[1]["seconds"] + steps[2]["seconds"]
     assert summary.tokens_per_second == pytest.approx(sum(real[2:]) / seconds)
 
 

@@ -1,0 +1,43 @@
+"""A command's flags, declared as a table: each flag's name, and what ``argparse`` takes for it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Flags = Mapping[str, Mapping[str, Any]]
+
+
+def make_parser(
+    command: str, what: str, flags: Flags, groups: Mapping[str, Flags] | None = None
+) -> argparse.ArgumentParser:
+    """Return the parser of a command.
+
+    Args:
+        command: its name.
+        what: what it does, for people; what stands behind an empty line is shown behind the flags.
+        flags: of the command; groups: further ones, by the title that they stand under.
+    """
+    description, _, epilog = what.partition("\n\n")
+    parser = argparse.ArgumentParser(prog=f"fastpack {command}", description=description, epilog=epilog)
+    for title, group in {"": flags, **(groups or {})}.items():
+        target = parser.add_argument_group(title) if title else parser
+        for name, how in group.items():
+            target.add_argument(name, **how)
+    return parser
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return the type of a flag that takes whole numbers from ``least`` on."""
+
+    def number(text: str) -> int:
+        found = int(text)
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text}: pass {least} or more")
+        return found
+
+    return number
+
+
+POSITIVE = at_least(1)
