@@ -66,6 +66,7 @@ FOREIGN = (
 """What code that nobody has proved may raise where it is built or run, or where ours reads it by a wrong spec."""
 _ORDER = (NormSpec, MlpSpec, *AnyAttentionSpec.__args__, DecoderSpec)
 """Which specs are tried first: attention may hold norms, a layer runs all of them."""
+_NO_SETTINGS = ("layer_idx", "training")
 
 
 def match_layers(backbone: nn.Module, family: Family, candidates: Mapping[str, Spec]) -> dict[str, str]:
@@ -97,7 +98,7 @@ def _lacks(twin: nn.Module, backbone: nn.Module, family: Family, name: str) -> s
 def _settings(module: nn.Module) -> set[tuple[str, bool]]:
     """Which settings of a module are something, and which nothing: windows, flags."""
     plain = {n: value for n, value in vars(module).items() if value is None or isinstance(value, (bool, int, float))}
-    return {(n, bool(value)) for n, value in plain.items() if "drop" not in n and n not in ("layer_idx", "training")}
+    return {(n, bool(value)) for n, value in plain.items() if n[0] != "_" and "drop" not in n and n not in _NO_SETTINGS}
 
 
 def _held(module: nn.Module) -> set[tuple[str, bool]]:
