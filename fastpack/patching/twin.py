@@ -6,7 +6,7 @@ A spec matches a class where the twin, patched by it, passes three checks:
   :mod:`fastpack.exactness.rule`: the outputs, and the gradients of all parameters and of the inputs;
 - with every dropout on, it drops what the stock layers drop, attending through our interface;
 - in bfloat16, for the same inputs as the class's own forward, norms and gated MLPs, with their projections, give the
-  very bits, and attention is as near to float32 as the rule asks for: what rounds otherwise float32 would hide.
+  very bits, and attention and layers are as near to float32 as the rule asks for: float32 hides how a class rounds.
 
 Nothing of the user's model is run, changed or copied but its config.
 """

@@ -32,6 +32,7 @@ from fastpack.families import lock
 from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.model.unwrap import find_parts
+from fastpack.patching import plan
 from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.twin_checks import patched as patched_by
@@ -165,21 +166,40 @@ def test_a_layer_whose_attention_does_not_match_stays() -> None:
     assert "keeps the stock forward" in found["LlamaDecoderLayer"]
 
 
-class OtherMLP(modeling_llama.LlamaMLP):
-    """A hand-edited class: as upstream's, but for the order of gate and up."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
-        return out
+def swapped_mlp(self: Any, x: torch.Tensor) -> Any:
+    return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
 
-class RenamedMLP(modeling_llama.LlamaMLP):
-    """A hand-edited class that computes the same."""
+def rewritten_mlp(self: Any, x: torch.Tensor) -> Any:
+    gate, up = self.gate_proj(x), self.up_proj(x)
+    return self.down_proj(up * self.act_fn(gate))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate = self.gate_proj(x)
-        out: torch.Tensor = self.down_proj(self.act_fn(gate) * self.up_proj(x))
-        return out
+
+def norm_with_eps_behind_the_root(self: Any, hidden_states: torch.Tensor) -> Any:
+    x = hidden_states.float()
+    x = x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+    return self.weight * x.to(hidden_states.dtype)
+
+
+def norm_rounded_behind_its_weight(self: Any, hidden_states: torch.Tensor) -> Any:
+    x = hidden_states.float()
+    x = x * (x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+    return (self.weight * x).to(hidden_states.dtype)
+
+
+def rewritten_norm(self: Any, hidden_states: torch.Tensor) -> Any:
+    x = nn.functional.rms_norm(hidden_states.float(), hidden_states.shape[-1:], None, self.variance_epsilon)
+    return self.weight * x.to(hidden_states.dtype)
+
+
+def parallel_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    return hidden_states + attended + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def rewritten_layer(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 def as_in_its_file(forward: Any) -> Any:
@@ -187,12 +207,44 @@ def as_in_its_file(forward: Any) -> Any:
     return type(forward)(forward.__code__, vars(modeling_llama), "forward")
 
 
-@pytest.mark.parametrize(("cls", "matches"), [(OtherMLP, False), (RenamedMLP, True)])
-def test_a_hand_edited_class(cls: Any, matches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", as_in_its_file(cls.forward))
+EDITED: tuple[tuple[str, Any, str], ...] = (
+    ("LlamaMLP", swapped_mlp, "in float32"),
+    ("LlamaMLP", rewritten_mlp, ""),
+    ("LlamaRMSNorm", norm_with_eps_behind_the_root, "in float32"),
+    ("LlamaRMSNorm", norm_rounded_behind_its_weight, "in bfloat16"),
+    ("LlamaRMSNorm", rewritten_norm, ""),
+    ("LlamaDecoderLayer", parallel_layer, "in float32"),
+    ("LlamaDecoderLayer", rewritten_layer, ""),
+)
+"""Of classes edited by hand, forwards that compute the same, and others with the check that sees them."""
+
+
+@pytest.mark.parametrize(("name", "forward", "seen_by"), EDITED)
+def test_a_hand_edited_class(name: str, forward: Any, seen_by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(getattr(modeling_llama, name), "forward", as_in_its_file(forward))
+    backbone, family, _ = llama()
+    found = match_by_twin(backbone, family, {name: family.fast[name]})[name]
+    assert (found == "") is (seen_by == "")
+    assert seen_by in found
+
+
+@pytest.mark.parametrize(
+    ("name", "function"), [("LlamaAttention", "attention_forward"), ("LlamaDecoderLayer", "decoder_forward")]
+)
+def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of ours with five bits, where there should be eight: the control of what is held to the rule."""
+    ours = getattr(plan, function)
+
+    def coarse(*args: Any, **kwargs: Any) -> Any:
+        found = ours(*args, **kwargs)
+        out = found[0] if isinstance(found, tuple) else found
+        if out.dtype == torch.bfloat16:
+            out = (out + 16 * out) - 16 * out
+        return (out, None) if isinstance(found, tuple) else out
+
+    monkeypatch.setattr(plan, function, coarse)
     backbone, family, specs = llama()
-    found = match_by_twin(backbone, family, {"LlamaMLP": specs["LlamaMLP"]})
-    assert (found["LlamaMLP"] == "") is matches
+    assert "in bfloat16" in match_by_twin(backbone, family, {name: specs[name]})[name]
 
 
 @pytest.fixture
@@ -215,7 +267,7 @@ def test_a_release_that_nobody_has_proved_is_matched_whole() -> None:
 
 @pytest.mark.usefixtures("nothing_proved")
 def test_one_of_its_classes_that_computes_otherwise_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", as_in_its_file(OtherMLP.forward))
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", as_in_its_file(swapped_mlp))
     model = build_tiny("llama").train()
     alone = run_alone(model, make_sequences())
     with pytest.warns(FastpackWarning, match="LlamaMLP of transformers .* does not match: off by"):
@@ -415,11 +467,23 @@ def test_nothing_is_fetched_or_written(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_adapters_do_not_matter() -> None:
+def test_adapters_and_checkpointing_do_not_matter() -> None:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(build_tiny("llama"), LoraConfig(target_modules="all-linear"))
+    model.gradient_checkpointing_enable()
     assert unmatched(match_by_twin(*rows(model))) == {}
+
+
+def test_what_its_twin_does_not_have_is_not_matched() -> None:
+    """A layer that was changed by hand, of which no config tells."""
+    backbone, family, specs = llama()
+    backbone.layers[1].self_attn.is_causal = False  # type: ignore[index, union-attr]
+    backbone.layers[0].mlp.up_proj = None  # type: ignore[index, union-attr]
+    found = unmatched(match_by_twin(backbone, family, specs))
+    assert found["LlamaAttention"] == "its twin has no LlamaAttention with such is_causal"
+    assert found["LlamaMLP"] == "its twin has no LlamaMLP with such up_proj"
+    assert {*found} == {"LlamaAttention", "LlamaDecoderLayer", "LlamaMLP"}
 
 
 def test_it_takes_no_time() -> None:
