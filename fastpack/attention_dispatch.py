@@ -92,7 +92,7 @@ def _attend_shared(call: AttentionCall, attention: str) -> Tensor:
     # nobody reads the results of other copies, so the gradients of their queries are zero
     q = spread(call.q, copies, only_first=True)
     k, v = spread(call.k, copies), spread(call.v, copies)
-    return first_copies(attend(replace(call, q=q, k=k, v=v, packed=shared.full), attention), copies)
+    return first_copies(attend(replace(call, q=q, k=k, v=v, packed=call.packed.whole), attention), copies)
 
 
 def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.loss import IGNORE_INDEX
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 1, 4, 4, 2)
@@ -56,17 +57,11 @@ def trl(lengths: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def filled_up(batch: dict[str, Any], tokens: int, *, in_a_bucket: bool = True) -> dict[str, Any]:
-    """The packed batch in a row of so many tokens, whose last ones count for nothing, as somebody's collator makes it.
-
-    Without a bucket they are one more sequence, where there are any.
-    """
+def filled_up(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The packed batch in a row of so many tokens, the last ones bucket padding, as a collator makes it."""
     known: PackedSeqLens = batch["packed_seq_lens"]
-    lengths, rest = known.lengths, tokens - known.total_tokens
-    if in_a_bucket:
-        packed = PackedSeqLens.from_lengths(lengths).bucketed(Bucket(tokens, len(lengths) + 1, tokens))
-    else:
-        packed = replace(PackedSeqLens.from_lengths([*lengths, rest] if rest else lengths), filler=rest)
+    rest, bucket = tokens - known.total_tokens, Bucket(tokens, known.num_sequences + 1, tokens)
+    packed = PackedSeqLens.from_lengths(known.lengths).bucketed(bucket)
     packed = replace(packed.flattened(), prefixes=known.prefixes)
     ids, labels = batch["input_ids"], batch["labels"]
     return {
@@ -75,7 +70,3 @@ def filled_up(batch: dict[str, Any], tokens: int, *, in_a_bucket: bool = True) -
         "position_ids": packed.position_ids,
         "packed_seq_lens": packed,
     }
-
-
-def next_multiple(tokens: int, of: int) -> int:
-    return -(-tokens // of) * of

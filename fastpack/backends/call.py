@@ -135,9 +135,9 @@ class AttentionCall:
         Split at once: the backward of a split is one concatenation, that of a slice a zero-filled copy of the whole.
         """
         runs = self.packed.runs
-        sizes = [count * length for _, count, length in runs]
+        sizes = [count * length for count, length in runs]
         pieces = zip(*(t.split(sizes) if len(sizes) > 1 else (t,) for t in (self.q, self.k, self.v)), strict=True)
-        for (q, k, v), (_, count, length) in zip(pieces, runs, strict=True):
+        for (q, k, v), (count, length) in zip(pieces, runs, strict=True):
             yield q.unflatten(0, (count, length)), k.unflatten(0, (count, length)), v.unflatten(0, (count, length))
 
     def expanded_kv(self) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fastpack.backends.call import AttentionCall
 from fastpack.backends.registry import BACKENDS
 from fastpack.errors import BackendUnavailableError
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 READ_LENGTHS = ("segments", "reference")
 """Backends that take lengths as Python ints, also on a GPU."""
@@ -111,9 +111,7 @@ def _attend(
 ) -> Tensor:
     reads = q.device.type == "cpu" or backend in READ_LENGTHS
     lengths = tuple(length for length in cu_seqlens.diff().tolist() if length) if reads else ()
-    # a bucket's offsets may end in repeated ones, and max_seqlen may be a bound: as they are in any bucket
-    bucket = Bucket(q.shape[0], cu_seqlens.numel() - 1, max_seqlen)
-    packed = PackedSeqLens(lengths, cu_seqlens, position_ids, bucket=bucket)
+    packed = PackedSeqLens(lengths, cu_seqlens, position_ids, max_seqlen)
     with torch.autocast(q.device.type, enabled=False):  # whoever made q, k and v has seen to their dtype
         call = AttentionCall(q, k, v, packed, scale, window=window, softcap=softcap, sinks=sinks)
         return BACKENDS[backend].run(call).contiguous()

@@ -1,7 +1,7 @@
 """Replaying a decoder stack's forward and backward from CUDA graphs, where a step waits for launches.
 
 ``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is a few
-launches forward and as many backward, recorded once for each :class:`~fastpack.packing.seqlens.Bucket` of sizes
+launches forward and as many backward, recorded once for each :class:`~fastpack.packing.buckets.Bucket` of sizes
 (:mod:`~.runner` decides whether to replay, :mod:`~.recordings` which,
 :mod:`~.step` does it, :mod:`~.pieces` cuts it in pieces, :mod:`~.stack`
 looks for what has changed, :mod:`~.recorder` talks to the device).

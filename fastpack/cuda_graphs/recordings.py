@@ -9,7 +9,7 @@ import torch
 
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, NoMemoryError, Recorder, SpoiltError
 from fastpack.cuda_graphs.step import Buffers, RecordedStep, Request
-from fastpack.packing.seqlens import Bucket
+from fastpack.packing.buckets import Bucket
 
 NO_ROOM = "there are as many recordings as are kept"
 TOO_LARGE = "there was not enough memory to record as many tokens"
@@ -29,14 +29,14 @@ class GraphSettings:
         record_after: while recordings of larger sizes serve, how many tokens one of a batch's own sizes would have
             saved since the last was made, over all batches that it would have held, before it is made too; in multiples
             of its tokens. Without a recording that serves, one is made at first sight. Recording takes the time of
-            three steps of an 8B model, and of ten of a 0.5B model, whose passes wait for the host; tokens of a tail
-            take about half of that of others, a tenth where products leave them out.
+            three steps of an 8B model, and of ten of a 0.5B model, whose passes wait for the host; tokens of
+            bucket padding take about half of that of others, a tenth where products leave them out.
         first_steps: how many values between two powers of two there are for the tokens of a recording that is made at
             first sight, which others will come to use; those of a batch's own sizes are 16.
         max_recordings: how many are kept; once there are so many, sizes have to come twice as often as the one used
             least was, to take its place.
         roomy: how many times the tokens of its own sizes a batch may be replayed with.
-        roomy_left_out: the same by a recording that leaves tails out of its products.
+        roomy_left_out: the same by a recording that leaves bucket padding out of its products.
         max_work: floating-point operations in a layer, forward and backward, above which launching is no longer what
             a step waits for. A layer of 60 to 100 launches keeps a host busy for 2 to 7 ms, forward and backward
             (measured), in which an H200 does 1.4e12 to 5e12.
@@ -54,7 +54,7 @@ class GraphSettings:
 
     def roomy_for(self, step: RecordedStep) -> float:
         """How much roomier than a batch this one may be."""
-        return self.roomy_left_out if step.leaves_out_tails else self.roomy
+        return self.roomy_left_out if step.leaves_out_bucket_padding else self.roomy
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,9 @@ from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, Rec
 from fastpack.cuda_graphs.recordings import Circumstances, GraphSettings, Recordings
 from fastpack.cuda_graphs.stack import Stack
 from fastpack.cuda_graphs.step import RecordedStep, Request, Ticket
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.mask import mask_stand_in
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.hooks import has_hooks
 from fastpack.utils.replacement import Forward

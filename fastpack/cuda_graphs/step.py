@@ -20,10 +20,11 @@ from fastpack.cuda_graphs.stack import Stack
 from fastpack.errors import PatchError
 from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.row_count import RowCount
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.packing.buckets import Bucket
+from fastpack.packing.seqlens import Found, PackedSeqLens
 
 MOST_WORK = 0.5
-"""The share of a token's work, as weights tell it, that has to be left out for a tail to be called so."""
+"""The share of a token's work, as weights tell it, that has to be left out for bucket padding to be called so."""
 
 
 class HostLengthsError(Exception):
@@ -42,7 +43,7 @@ class _Unknown(tuple[int, ...]):
 class StaticSeqLens(PackedSeqLens):
     """The lengths of whatever batch is being replayed: offsets and positions on the device, and the bucket's sizes."""
 
-    def memo(self, key: Any, build: Any) -> Any:
+    def memo(self, key: Any, build: Callable[[], Found]) -> Found:
         """Only for the stand-in mask: anything else would be made of one batch, and kept for the others."""
         if not (isinstance(key, tuple) and key[0] == "mask"):
             raise HostLengthsError("its attention prepares each batch on the host")
@@ -103,7 +104,7 @@ class RecordedStep:
     """A decoder stack's forward and backward for one bucket, recorded.
 
     Attributes:
-        leaves_out_tails: True where most products don't compute what comes behind the last real token.
+        leaves_out_bucket_padding: True where most products don't compute what comes behind the last real token.
 
     Args:
         like_this: a recording of the same stack in the same state, which knows already what has a gradient.
@@ -124,7 +125,7 @@ class RecordedStep:
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
         request.packed.write_bucketed(bucket, self._cu_seqlens, self._position_ids)
-        self._tail_of_zeros, self._passes = True, 0
+        self._pads_with_zeros, self._passes = True, 0
         rows = torch.full((1,), bucket.tokens // 2, dtype=torch.int32, device=device)
         self._row_count = RowCount(rows, bucket.tokens)
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
@@ -137,8 +138,8 @@ class RecordedStep:
                 _Unknown(),
                 self._cu_seqlens,
                 self._position_ids,
-                bucket=bucket,
-                row_count=self._row_count if self._tail_of_zeros else None,
+                bucket.max_seqlen,
+                row_count=self._row_count if self._pads_with_zeros else None,
             )
             self._passes += 1
             pieces = cut_between(stack.layers, recorder.cut) if request.in_pieces else nullcontext()
@@ -153,17 +154,17 @@ class RecordedStep:
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             if like_this is None:
-                # as tails will be, if all is finite then, those that products leave out and those that they don't
+                # as bucket padding will be, if all is finite then, whether products leave it out or not
                 self._embeddings.zero_()
                 with stack.recordable(stand_ins):
-                    found, hidden, self._tail_of_zeros = _find_reached(
+                    found, hidden, self._pads_with_zeros = _find_reached(
                         forward, leaf, stand_ins, may_draw=not stack.checkpoints
                     )
                 self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
                 self._has_input_gradient = found[leaf]
             else:
                 self.parameters, self._has_input_gradient = like_this.parameters, like_this._has_input_gradient
-                self._tail_of_zeros = like_this._tail_of_zeros
+                self._pads_with_zeros = like_this._pads_with_zeros
                 hidden = like_this._tape.output
             self._write_inputs(like, request.packed)
             self._grad: Tensor = buffers.take(hidden, bucket.tokens)
@@ -172,17 +173,17 @@ class RecordedStep:
             inputs += [stand_ins[p] for p in self.parameters]
             self._tape: Tape = recorder.record(device, forward, backward)
         self._groups = _by_dtype(self._tape.gradients)
-        left_out = self._row_count.work / self._passes if self._tail_of_zeros else 0.0
-        self.leaves_out_tails = left_out > MOST_WORK * stack.total_work()
+        left_out = self._row_count.work / self._passes if self._pads_with_zeros else 0.0
+        self.leaves_out_bucket_padding = left_out > MOST_WORK * stack.total_work()
 
     def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
         tokens = packed.total_tokens
         self._embeddings[:, :tokens].copy_(embeddings)
-        tail = self._embeddings[:, tokens:]
-        if self._tail_of_zeros:
-            tail.zero_()  # most families keep these at zero: products leave them out, or take less power
+        bucket_padding = self._embeddings[:, tokens:]
+        if self._pads_with_zeros:
+            bucket_padding.zero_()  # most families keep these at zero: products leave them out, or take less power
         else:
-            tail.copy_(embeddings[:, :1])  # as PackedSeqLens.bucketed makes one: a norm may divide by zero
+            bucket_padding.copy_(embeddings[:, :1])  # as un-padding makes it: a norm may divide by zero
         self._row_count.rows.fill_(tokens)
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
 

@@ -170,4 +170,4 @@ def adds_noise(backbone: Any, packed: PackedSeqLens) -> bool:
     # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
-    return noisy and ((packed.batch_shape is not None and packed.batch_shape[0] > 1) or packed.indices is not None)
+    return noisy and not packed.padding.is_packed_row

@@ -187,7 +187,7 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
             counted anew; or a sequence that goes on above the one before it, where frequencies depend on each
             sequence's length, which is read where positions fall.
     """
-    if arguments.get("position_ids") is None or packed.is_empty or torch.compiler.is_compiling():
+    if arguments.get("position_ids") is None or packed.padding.is_empty or torch.compiler.is_compiling():
         return
     by_length = any(map(is_served, backbone.children()))
     recounted = family.repadded or any("position_ids" in spec.left_out for spec in family.mixers.values())
@@ -255,7 +255,7 @@ def refuse_pooled_padding(head: Any, arguments: Mapping[str, Any], packed: Packe
     Raises:
         PackingError: that slot is padding, of which stock makes what the model says of padding.
     """
-    mask = packed.padding_mask()
+    mask = packed.padding.mask()
     if mask is None or torch.compiler.is_compiling() or not mentions(head, "pad_token_id"):
         return
     ids, pad = arguments.get("input_ids"), head.config.get_text_config().pad_token_id

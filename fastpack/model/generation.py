@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from fastpack.errors import PackingError
 from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import pack_inputs
@@ -33,7 +35,7 @@ def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any
         shape, device = shape_of(given), source_of(given).device
         mask = given.get("attention_mask")
         packed = pack_inputs(shape, device, attention_mask=mask, packing={"packed_seq_lens": lengths})
-        if _share_rows(packed):
+        if _share_rows(packed, shape):
             raise PackingError(
                 f"packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s) came to generate, which "
                 "continues rows, and would take those that share one for one. Pass a padded batch, padded on the left."
@@ -41,9 +43,8 @@ def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any
     return patched.stock(*args, **kwargs)
 
 
-def _share_rows(packed: PackedSeqLens) -> bool:
-    """Return whether several sequences stand in one row of the batch; it may wait for the device."""
-    assert packed.batch_shape is not None
+def _share_rows(packed: PackedSeqLens, shape: tuple[int, int]) -> bool:
+    """Return whether several sequences stand in one row of a batch of shape ``(B, S)``; it may wait for the device."""
     starts = packed.cu_seqlens[: packed.num_sequences].long()
-    slots = starts if packed.indices is None else packed.indices[starts]
-    return not bool((slots // packed.batch_shape[1]).diff().all())
+    rows_BS = torch.arange(shape[0], device=starts.device)[:, None].expand(shape)
+    return not bool(packed.unpad(rows_BS)[0, starts].diff().all())

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fastpack.errors import PackingError
 from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
@@ -116,9 +116,8 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
         if kwargs.get("num_items_in_batch") is not None:
             flat["num_items_in_batch"] = without_padding(head, kwargs, targets)
         row = packed.flattened()
-        kwargs = {**kwargs, **flat, "attention_mask": None, "position_ids": None, "packed_seq_lens": row}
-        if _balances(head):
-            kwargs["attention_mask"] = row.without_filler()
+        mask = row.padding.mask() if _balances(head) else None
+        kwargs = {**kwargs, **flat, "attention_mask": mask, "position_ids": None, "packed_seq_lens": row}
     outputs = run(**kwargs, return_dict=True)
     if flatten:
         outputs = put_back(outputs, packed)
@@ -143,9 +142,9 @@ _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
 def _loss_on_real_tokens(head: Any, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
     """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them, to
     which it hands on what each token predicts."""
-    if arguments.get("labels") is None or packed.batch_shape is None or packed.is_empty:
+    if arguments.get("labels") is None or packed.padding.batch_shape is None or packed.padding.is_empty:
         return False
-    if packed.indices is None or arguments.get("shift_labels") is not None or keeps_some_logits(arguments):
+    if packed.padding.indices is None or arguments.get("shift_labels") is not None or keeps_some_logits(arguments):
         return False
     cls = stock_class(head)
     own_head = cls.__module__.startswith("transformers.models.") and is_upstreams(cls.forward)
@@ -222,7 +221,8 @@ def prepare_head(
         arguments, take_packing(arguments), prefixes=runtime.sharing is not None
     )
     if _balances(head):
-        arguments["attention_mask"] = _balanced_by(arguments.get("attention_mask"), packed)
+        # tokens weigh the same, whatever their segment's number, and padding nothing
+        arguments["attention_mask"] = packed.padding.mask()
     rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
@@ -248,17 +248,6 @@ def reads_packing(
 def _balances(head: Any) -> bool:
     """True where a head weighs the balance of its experts by the mask."""
     return mentions(head, "load_balancing_loss_func")
-
-
-def _balanced_by(mask_BS: Tensor | None, packed: PackedSeqLens) -> Tensor | None:
-    """A mask by which tokens weigh the same, whatever their segment's number, and filler nothing."""
-    real_1S = packed.without_filler()
-    if mask_BS is not None and mask_BS.ndim == 4:
-        mask_BS = packed.padding_mask()
-    if mask_BS is None:
-        return real_1S
-    mask = (mask_BS > 0).to(mask_BS.dtype)
-    return mask if real_1S is None else mask * real_1S.to(mask.dtype)
 
 
 def _has_labels(head: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -57,15 +57,15 @@ def without_first_labels(head: Any, arguments: dict[str, Any]) -> dict[str, Any]
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
-    if keeps_some_logits(arguments) and labels.shape != packed.batch_shape:
+    if keeps_some_logits(arguments) and labels.shape != packed.padding.batch_shape:
         return arguments  # those of the logits that are kept, which nobody but the caller knows
     ignore_index = ignore_index_of(head, arguments)
-    if packed.starts_rows:
+    if packed.padding.starts_rows:
         packed.check_slots(labels)
         return arguments
     masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
-    as_it_is = arguments.get("shift_labels") is not None or packed.is_empty
+    as_it_is = arguments.get("shift_labels") is not None or packed.padding.is_empty
     if num_items is None or as_it_is or _column_0_counts(head):
         return {**arguments, "labels": masked}
     counted, kept = (_trained(each[..., 1:], ignore_index) for each in (labels, masked))
@@ -91,10 +91,8 @@ def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> T
     the last token of the text learns it all the same. Tokens that stand for none predict nothing.
     """
     targets = packed.unpad(functional.pad(labels_BS, (0, 1), value=ignore_index)[:, 1:])
-    throw_away = packed.total_tokens if packed.is_empty else sum(packed.tail)
-    if not throw_away:
-        return targets
-    return functional.pad(targets[:, : packed.total_tokens - throw_away], (0, throw_away), value=ignore_index)
+    total, real = packed.total_tokens, 0 if packed.padding.is_empty else packed.real_tokens
+    return targets if real == total else functional.pad(targets[:, :real], (0, total - real), value=ignore_index)
 
 
 def ignore_index_of(head: Any, arguments: Mapping[str, Any]) -> int:

@@ -13,16 +13,17 @@ from torch import Tensor
 
 from fastpack.ops.autograd import as_row
 from fastpack.ops.shared_rows import spread
-from fastpack.packing.seqlens import PackedSeqLens, SharedTokens
+from fastpack.packing.prefixes import SharedTokens
+from fastpack.packing.seqlens import PackedSeqLens
 
 Change = Callable[[Tensor], Tensor]
 
 
 def put_back(outputs: Any, packed: PackedSeqLens) -> Any:
     """Everything per token into its slot of the padded batch; the rest as it is."""
-    if packed.indices is None and (packed.batch_shape is None or packed.batch_shape[0] == 1):
+    if packed.padding.is_packed_row:
         return outputs
-    return _change(outputs, packed.total_tokens, packed.repad, packed.repad_flat)
+    return _change(outputs, packed.total_tokens, packed.repad, packed.padding.repad_flat)
 
 
 def spread_out(outputs: Any, shared: SharedTokens) -> Any:

@@ -12,7 +12,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fastpack.families.spec import Family
 from fastpack.layers.rope_tables import LENGTH_DEPENDENT
-from fastpack.packing.prefixes import prefixes_of, share
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.signatures import shape_of
@@ -86,22 +85,22 @@ class PrefixSharing:
         reason = self._why_not(backbone, arguments, packed)
         found = packed
         if reason is None:
-            prefixes = prefixes_of(packed, packed.unpad(arguments["input_ids"]))
+            prefixes = packed.prefixes_in(packed.unpad(arguments["input_ids"]))
             if prefixes.saved < max(1, self.least_saved * packed.real_tokens):
                 reason = f"less than {100 * self.least_saved:.3g}% of the tokens are in prefixes that come twice"
             else:
-                found = share(packed, prefixes)
+                found = packed.share(prefixes)
                 self.stats.shared += 1
                 self.stats.saved += prefixes.saved
         if reason is not None:
             self.stats.whole[reason] += 1
         self.stats.batches += 1
-        self.stats.tokens += 0 if packed.is_empty else packed.real_tokens
+        self.stats.tokens += 0 if packed.padding.is_empty else packed.real_tokens
         return found
 
     def _why_not(self, backbone: Any, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
         """Why this batch can't share anything, or None."""
-        if packed.num_sequences - len(packed.tail) < 2:
+        if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():

@@ -38,14 +38,6 @@ class Copies:
     first: Tensor
     several: tuple[tuple[Tensor, Tensor], ...]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Copies:
-        """The same with its tensors on ``device``."""
-        several = (
-            (a.to(device, non_blocking=non_blocking), b.to(device, non_blocking=non_blocking)) for a, b in self.several
-        )
-        source, first = (x.to(device, non_blocking=non_blocking) for x in (self.source, self.first))
-        return Copies(source, first, tuple(several))
-
 
 def spread(x: Tensor, copies: Copies, *, only_first: bool = False) -> Tensor:
     """``[U, ...]`` to ``[T, ...]``, in the same dtype.

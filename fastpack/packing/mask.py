@@ -18,8 +18,7 @@ def mask_stand_in(packed: PackedSeqLens) -> Tensor:
     it raises wherever it is used as a mask after all: a loud error, not a leak.
     """
     device = packed.cu_seqlens.device
-    mask: Tensor = packed.memo(("mask", device), lambda: torch.empty(1, 1, 1, 0, device=device))
-    return mask
+    return packed.memo(("mask", device), lambda: torch.empty(1, 1, 1, 0, device=device))
 
 
 def is_stand_in(mask: Any) -> bool:

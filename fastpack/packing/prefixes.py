@@ -11,14 +11,90 @@ Shape suffixes: T tokens of all sequences, N sequences, U tokens that are kept.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from fastpack.errors import PackingError
 from fastpack.ops.shared_rows import Copies
-from fastpack.packing.seqlens import PackedSeqLens, Prefixes, SharedTokens, sent
+from fastpack.utils.tensors import map_tensors, send
+
+_OTHER_IDS = (
+    "input_ids are not those that the prefixes in packed_seq_lens were found in: sequences begin differently that are "
+    "said to begin alike. Leave input_ids as the collator made them, or make packed_seq_lens anew from lengths."
+)
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What sequences have in common at their beginnings, as the host knows it.
+
+    Attributes:
+        order: numbers of the sequences, sorted so that those that begin alike are neighbours.
+        shared: how many tokens each, in this order, begins with that the one before it begins with; the first 0.
+    """
+
+    order: tuple[int, ...]
+    shared: tuple[int, ...]
+
+    @property
+    def saved(self) -> int:
+        """T - U: tokens that need not be computed."""
+        return sum(self.shared)
+
+    def copies(self, lengths: Sequence[int], device: torch.device) -> Copies:
+        """Make the copies that the tokens of sequences of these lengths are, on the host, and send them."""
+        starts = list(accumulate(lengths, initial=0))
+        own = torch.arange(starts[-1])
+        kept = own.clone()  # [T]: the token that is kept of each
+        for (before, here), count in zip(pairwise(self.order), self.shared[1:], strict=True):
+            if count:
+                kept[starts[here] : starts[here] + count] = kept[starts[before] : starts[before] + count]
+        is_first = kept == own
+        first = is_first.nonzero()[:, 0]
+        source = (is_first.cumsum(0) - 1)[kept]
+        times = source.bincount(minlength=len(first))
+        members = source.argsort(stable=True)
+        begins = times.cumsum(0) - times
+        by_count = [(times == count).nonzero()[:, 0] for count in times.unique().tolist() if count > 1]
+        several = [(rows, members[begins[rows][:, None] + torch.arange(int(times[rows[0]]))]) for rows in by_count]
+        return map_tensors(Copies(source, first, tuple(several)), lambda x: send(x, device))
+
+
+@dataclass(frozen=True, eq=False)
+class SharedTokens:
+    """A batch of which each token of a trie is kept once.
+
+    Attributes:
+        copies: which of its T tokens are copies of which of the U that are kept.
+        position_ids: int64 ``[1, U]``.
+    """
+
+    copies: Copies
+    position_ids: Tensor
+
+    @property
+    def total_tokens(self) -> int:
+        """U."""
+        return self.position_ids.shape[1]
+
+    def keep_ids(self, ids_1T: Tensor) -> Tensor:
+        """``[1, T]`` ids to ``[1, U]``, after a check that copies are copies.
+
+        It waits for the device nowhere on CUDA, where a failed check raises with the kernels that follow it.
+
+        Raises:
+            PackingError: these are not the ids that the prefixes were found in.
+        """
+        ids_1U = ids_1T.index_select(1, self.copies.first)
+        same = (ids_1U.index_select(1, self.copies.source) == ids_1T).all()
+        if same.device.type == "cuda":
+            torch._assert_async(same, _OTHER_IDS)
+        elif not bool(same):
+            raise PackingError(_OTHER_IDS)
+        return ids_1U
 
 
 def find_prefixes(lengths: Sequence[int], ids_T: Tensor, positions_T: Tensor | None = None) -> Prefixes:
@@ -53,58 +129,3 @@ def _common(one: bytes, other: bytes, size: int) -> int:
         else:
             most = middle - 1
     return least
-
-
-def prefixes_of(packed: PackedSeqLens, ids_1T: Tensor) -> Prefixes:
-    """Those that were found where the batch was read; else found now, in ids and positions.
-
-    Then it waits for the device, once, if the ids are on one.
-
-    Args:
-        ids_1T: int64 ``[1, T]``, un-padded.
-    """
-    if packed.prefixes is not None:
-        return packed.prefixes
-    # of what counts on, with the tail of a bucket
-    found = torch.cat([ids_1T, packed.position_ids]).to(torch.int32).cpu()
-    return find_prefixes(packed.lengths, found[0], found[1])
-
-
-def share(packed: PackedSeqLens, prefixes: Prefixes) -> PackedSeqLens:
-    """The same batch with each token of its prefixes kept once: for modules between a backbone's door and its exit.
-
-    Attention takes and gives ``[U, heads, dim]`` with it. What follows from lengths is that of all T tokens.
-    """
-
-    def build() -> PackedSeqLens:
-        copies = _copies(packed.lengths, prefixes, packed.cu_seqlens.device)
-        positions = packed.position_ids.index_select(1, copies.first)
-        full = replace(packed, _memo={})  # another object: the one that keeps this must not be kept by it
-        return replace(packed, shared=SharedTokens(full, copies, positions), _memo={})
-
-    # a policy and its reference may be given one and the same object
-    made: PackedSeqLens = packed.memo(("shared", prefixes), build)
-    return made
-
-
-def _copies(lengths: Sequence[int], prefixes: Prefixes, device: torch.device) -> Copies:
-    """Made on the host, and sent."""
-    starts = list(accumulate(lengths, initial=0))
-    own = torch.arange(starts[-1])
-    kept = own.clone()  # [T]: the token that is kept of each
-    for (before, here), count in zip(pairwise(prefixes.order), prefixes.shared[1:], strict=True):
-        if count:
-            kept[starts[here] : starts[here] + count] = kept[starts[before] : starts[before] + count]
-    is_first = kept == own
-    first = is_first.nonzero()[:, 0]
-    source = (is_first.cumsum(0) - 1)[kept]
-    times = source.bincount(minlength=len(first))
-    members = source.argsort(stable=True)
-    begins = times.cumsum(0) - times
-    several = []
-    for count in times.unique().tolist():
-        if count > 1:
-            rows = (times == count).nonzero()[:, 0]
-            some = members[begins[rows][:, None] + torch.arange(count)]
-            several.append((sent(rows, device), sent(some, device)))
-    return Copies(sent(source, device), sent(first, device), tuple(several))

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from fastpack.errors import PackingError
 from fastpack.packing.block_masks import check_blocks, read_blocks
+from fastpack.packing.padding import Padding
 from fastpack.packing.prefixes import find_prefixes
 from fastpack.packing.seqlens import PackedSeqLens, build_lengths, check_lengths, check_vector
+from fastpack.utils.tensors import send
 
 
 def read_inputs(
@@ -63,7 +65,8 @@ def read_inputs(
                 "mask that hides nothing? Pass it as integers or bools, 1 for a real token."
             )
         _explicit_boundary(given, host, index, row=index, found=index.bool(), slots=slots)
-        return _empty(shape, device)
+        padding = Padding(batch_shape=shape, indices=send(torch.zeros(1, dtype=torch.long), device), is_empty=True)
+        return replace(build_lengths([1], device), padding=padding)
     row = index // columns
     gap = index.diff() != 1
     new_row = row.diff() != 0
@@ -110,16 +113,14 @@ def read_inputs(
     starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
     _check_max_length(given, host, max(lengths))
-    packed = build_lengths(
-        lengths,
-        device,
-        positions=real_positions,
-        indices=None if index.numel() == slots else index,
+    padding = Padding(
         batch_shape=shape,
+        indices=None if index.numel() == slots else send(index, device),
+        starts_rows=not bool((index[starts] % columns).any()),
     )
     prefixes = None if ids is None else find_prefixes(lengths, host["input_ids"][index], real_positions)
-    starts_rows = not bool((index[starts] % columns).any())
-    return replace(packed, prefixes=prefixes, starts_rows=starts_rows, is_unwindowed=blocks)
+    packed = build_lengths(lengths, device, real_positions)
+    return replace(packed, padding=padding, prefixes=prefixes, is_unwindowed=blocks)
 
 
 def numbers_segments(mask_BS: Tensor) -> bool:
@@ -138,17 +139,15 @@ def already_read(
     compiling = torch.compiler.is_compiling()
     if compiling and ours.cu_seqlens.device != device:
         return None
-    if ours.batch_shape == shape:
+    if ours.padding.batch_shape == shape:
         return ours.to(device)  # already read from this very batch, and checked, by the head or a collator
-    if ours.batch_shape is None and alone and len(given) == 1 and shape == (1, ours.real_tokens):
+    if ours.padding.batch_shape is None and alone and len(given) == 1 and shape == (1, ours.real_tokens):
         if compiling:  # it would read every length to make another one, and the shape says nothing new
             return ours
-        return replace(ours.to(device), batch_shape=shape, starts_rows=ours.num_sequences == 1)
+        ours = ours.to(device)
+        padding = replace(ours.padding, batch_shape=shape, starts_rows=ours.num_sequences == 1)
+        return replace(ours, padding=padding)  # what follows from the lengths is kept with those that were given
     return None
-
-
-def _empty(shape: tuple[int, int], device: torch.device) -> PackedSeqLens:
-    return build_lengths([1], device, indices=torch.zeros(1, dtype=torch.long), batch_shape=shape, is_empty=True)
 
 
 def _to_host(

@@ -280,7 +280,7 @@ def _sequences(inputs: Inputs) -> list[list[int]]:
     """Lengths of the sequences in each row, from ``packed_seq_lens``. Waits for the device, once."""
     packed = inputs["packed_seq_lens"]
     ours = isinstance(packed, PackedSeqLens)
-    given = (() if packed.is_empty else packed.lengths) if ours else check_lengths(packed)
+    given = (() if packed.padding.is_empty else packed.lengths) if ours else check_lengths(packed)
     ends = list(accumulate(_row_tokens(inputs).tolist()))
     found: list[list[int]] = [[] for _ in ends]
     for start, length in zip(accumulate(given, initial=0), given, strict=False):

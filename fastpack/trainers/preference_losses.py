@@ -197,7 +197,7 @@ def pair_log_probs(
             :class:`fastpack.data.packed_collators.PackedPreferenceCollator`.
         weight: the head's, ``[V, H]``, or what returns it.
         labels: that batch's, ``[1, T]``.
-        packed_seq_lens: that batch's: P chosen sequences, P rejected ones, and a tail or none.
+        packed_seq_lens: that batch's: P chosen sequences, P rejected ones, and bucket padding or none.
         ld_alpha: from 0 to 1, the factor of LD-DPO on tokens beyond the shorter completion's length.
         wpo: also make WPO's weights, for which the product with the head is computed once more, without gradient.
 
@@ -273,7 +273,7 @@ class _Pairs:
 def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: float | None) -> _Pairs:
     if ld_alpha is not None and not 0 <= ld_alpha <= 1:
         raise ValueError(f"ld_alpha={ld_alpha}; pass a factor from 0 to 1, or None.")
-    if packed.indices is not None or x.shape[:-1].numel() != packed.total_tokens:
+    if packed.padding.indices is not None or x.shape[:-1].numel() != packed.total_tokens:
         raise PackingError(
             f"hidden states or logits of shape {tuple(x.shape)} are not those of a packed batch [1, T] with "
             f"{packed.total_tokens} tokens. Pass what a model made of a batch of PackedPreferenceCollator, and its "
@@ -281,7 +281,7 @@ def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: floa
         )
     # what a sequence's last token "predicts" is the next one's first label, which is ignored
     targets = packed.mask_first_labels(labels).to(x.device).reshape(-1).roll(-1)
-    count = packed.num_sequences // 2  # a tail is one more, or not there
+    count = (packed.num_sequences - len(packed.bucket_padding)) // 2
     offsets = packed.cu_seqlens[: 2 * count + 1].to(x.device, torch.int64)
     counted = F.pad((targets != IGNORE_INDEX).cumsum(0), (1, 0))
     before = counted[offsets]

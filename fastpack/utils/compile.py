@@ -5,7 +5,7 @@ Compile the whole model, after patching it, and feed it batches whose lengths we
     packed = PackedSeqLens.from_lengths(lengths).bucketed()
     batch = {
         "input_ids": packed.unpad(input_ids),  # [1, T] to the bucket's T
-        "labels": packed.unpad(packed.mask_first_labels(labels)),  # those of the tail are ignored
+        "labels": packed.unpad(packed.mask_first_labels(labels)),  # those of bucket padding are ignored
         "packed_seq_lens": packed.flattened(),
     }
     model = torch.compile(fastpack.patch(model), fullgraph=True)

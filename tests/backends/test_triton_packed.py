@@ -33,7 +33,7 @@ from fastpack.backends import reference, triton_packed
 from fastpack.backends.call import AttentionCall
 from fastpack.ops.kernels import attention, attention_backward, launch
 from fastpack.ops.kernels.attention import Scores, Tile
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 
 # Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled
 CASES = pairwise({**FACTORS, "lengths": ("mixed", "ones", "alone"), "head_dim": (8, 64), "groups": (1, 4, 7)})
@@ -187,7 +187,7 @@ def test_lengths_are_read_on_the_device_alone() -> None:
     """As in a recorded launch: the offsets change beneath a call that knows no lengths."""
     call = make([7, 1, 19])
     cu_seqlens = call.packed.cu_seqlens.clone()
-    unknown = PackedSeqLens((), cu_seqlens, call.packed.position_ids, bucket=Bucket(27, 3, 512))
+    unknown = PackedSeqLens((), cu_seqlens, call.packed.position_ids, max_seqlen=512)
     blind = replace(call, packed=unknown)
     assert torch.equal(triton_packed.run(blind), triton_packed.run(call))
     cu_seqlens.copy_(offsets(0, 12, 27, 27))
@@ -308,7 +308,7 @@ def test_a_recorded_launch_serves_other_lengths() -> None:
     ends = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in batches]
     call = on_gpu(batches[0], 8, 2, 64)
     cu_seqlens = ends[0].cuda()
-    packed = PackedSeqLens((), cu_seqlens, call.packed.position_ids, bucket=Bucket(256, 4, 256))
+    packed = PackedSeqLens((), cu_seqlens, call.packed.position_ids, max_seqlen=256)
     blind = replace(call, packed=packed)
 
     def step() -> list[Tensor]:

@@ -91,7 +91,7 @@ def record_arrivals(monkeypatch: pytest.MonkeyPatch) -> list[Tensor | None]:
 def test_shared_walks_are_what_one_program_makes(
     heads: int, kv_heads: int, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for the order of sums in float32, with a tail that does not count; any order of arrival, the same bits."""
+    """But for the order of sums in float32, with padding behind; any order of arrival, the same bits."""
     lengths = [441, 33, 370, 60, 112, 1, 122, 85]
     call = on_gpu(lengths, heads, kv_heads, size)
     rows = torch.tensor([sum(lengths[:-1])], dtype=torch.int32, device="cuda")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.cuda_graphs.recordings import GraphSettings
-from fastpack.packing.seqlens import TOKEN_STEPS
+from fastpack.packing.buckets import TOKEN_STEPS
 
 LARGE = (300, 41, 290, 2, 440)
 

@@ -26,8 +26,8 @@ from fastpack.cuda_graphs.runner import WAITING
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families import VARLEN_FAMILIES
 from fastpack.model.runtime import runtime_of
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

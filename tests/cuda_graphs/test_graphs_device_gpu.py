@@ -21,8 +21,8 @@ import fastpack
 from fastpack.cuda_graphs import recorder as recorder_module
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
 from fastpack.cuda_graphs.recordings import TOO_LARGE
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.gpu
 

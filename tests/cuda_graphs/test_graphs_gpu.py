@@ -19,8 +19,8 @@ from torch import nn
 import fastpack
 from fastpack.cuda_graphs.runner import WAITING
 from fastpack.exactness.rule import compare_norms
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import Bucket
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 def test_dropout_is_drawn_anew_in_each_replay() -> None:
     """From the same random state a replay draws what an eager pass draws, from another one something else."""
     lengths = (30, 34)
-    assert Bucket.of(lengths).tokens == sum(lengths)  # no tail, for which random numbers would be drawn too
+    assert Bucket.of(lengths).tokens == sum(lengths)  # no padding, for which random numbers would be drawn too
     eager, model = both(wrap=lambda m: with_lora(m, lora_dropout=0.3))
 
     def seeded(m: Any, seed: int) -> Result:

@@ -1,4 +1,4 @@
-"""Recordings where memory is short, what holds them, and what stands in their tails."""
+"""Recordings where memory is short, what holds them, and what stands in their bucket padding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastpack.cuda_graphs import recordings as recordings_module
 from fastpack.cuda_graphs import step as step_module
 from fastpack.cuda_graphs.recorder import NoMemoryError, SpoiltError, Tape
 from fastpack.cuda_graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
-from fastpack.packing.seqlens import Bucket
+from fastpack.packing.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

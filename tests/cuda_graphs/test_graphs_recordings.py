@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 import fastpack
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, SpoiltError
 from fastpack.cuda_graphs.recordings import NO_ROOM, GraphSettings
-from fastpack.packing.seqlens import Bucket
+from fastpack.packing.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 

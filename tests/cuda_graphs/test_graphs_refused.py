@@ -23,7 +23,7 @@ from fastpack.cuda_graphs.recorder import CaptureRefusedError, capture_problem
 from fastpack.cuda_graphs.recordings import GraphSettings
 from fastpack.cuda_graphs.runner import ENOUGH_WORK
 from fastpack.cuda_graphs.stack import Stack
-from fastpack.packing.seqlens import Bucket
+from fastpack.packing.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
 
@@ -148,7 +148,7 @@ def test_gradients_stay_clean_and_random_states_too() -> None:
 def test_dropout_is_drawn_anew_in_each_replay() -> None:
     """The same random state gives what the eager model gives, another one something else; recording draws nothing."""
     lengths = (30, 34)
-    assert Bucket.of(lengths).tokens == sum(lengths)  # no tail, for which random numbers would be drawn too
+    assert Bucket.of(lengths).tokens == sum(lengths)  # no padding, for which random numbers would be drawn too
     models = [fastpack.patch(with_lora(tiny_model("llama"), lora_dropout=0.3)) for _ in range(2)]
     graphed(models[1])
 

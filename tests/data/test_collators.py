@@ -18,7 +18,7 @@ from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.cuda_graphs.recorder import no_synchronisation
-from fastpack.packing import inputs as packing_inputs
+from fastpack.packing import reading
 from fastpack.packing.inputs import pack_inputs
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(*_: Any) -> Any:
         raise AssertionError("the batch was read again")
 
-    monkeypatch.setattr(packing_inputs, "_to_host", read)
+    monkeypatch.setattr(reading, "_to_host", read)
     run(model, batch)
     with pytest.raises(AssertionError, match="read again"):
         run_batch(model, make_sequences(VOCAB), "TRL's keywords")
@@ -99,7 +99,7 @@ def test_workers_can_be_handed_it() -> None:
     collator = pickle.loads(pickle.dumps(fastpack.with_packed_seq_lens(torch.utils.data.default_collate)))
     batch = collator([{"input_ids": torch.arange(3)}, {"input_ids": torch.arange(3)}])
     assert batch["packed_seq_lens"].lengths == (3, 3)
-    assert batch["packed_seq_lens"].batch_shape == (2, 3)
+    assert batch["packed_seq_lens"].padding.batch_shape == (2, 3)
 
 
 @pytest.mark.gpu
@@ -134,4 +134,4 @@ def test_pinned_and_moved() -> None:
     pinned = packed.pin_memory()
     assert pinned.cu_seqlens.is_pinned()
     assert pinned.lengths == packed.lengths
-    assert pinned.to("cuda", non_blocking=True).indices.tolist() == [0, 1, 3]
+    assert pinned.to("cuda", non_blocking=True).padding.indices.tolist() == [0, 1, 3]

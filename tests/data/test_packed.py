@@ -19,7 +19,7 @@ import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.data.packed_collators import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.ops.loss import IGNORE_INDEX
-from fastpack.packing import inputs as packing_inputs
+from fastpack.packing import reading
 
 Example = dict[str, Any]
 
@@ -53,7 +53,7 @@ def check(batch: Example, wanted: list[tuple[list[int], list[int]]]) -> None:
     packed = batch["packed_seq_lens"]
     ids, labels, positions = (batch[key] for key in ("input_ids", "labels", "position_ids"))
     assert isinstance(packed, PackedSeqLens)
-    assert ids.shape == labels.shape == positions.shape == packed.batch_shape == (1, packed.total_tokens)
+    assert ids.shape == labels.shape == positions.shape == packed.padding.batch_shape == (1, packed.total_tokens)
     assert all(x.dtype == torch.int64 for x in (ids, labels, positions))
     assert packed.total_tokens == sum(len(x) for x, _ in wanted)
     assert packed.lengths == tuple(len(x) for x, _ in wanted)
@@ -221,7 +221,7 @@ def test_the_loss_is_that_of_the_padded_batch(monkeypatch: pytest.MonkeyPatch) -
     def read(*_: Any) -> Any:
         raise AssertionError("the batch was read again")
 
-    monkeypatch.setattr(packing_inputs, "_to_host", read)
+    monkeypatch.setattr(reading, "_to_host", read)
     found = run(model, model, batch)
     assert compare(Result(found.logits, found.loss, found.grads), Result(found.logits, loss, grads)).worst <= (
         FLOAT32_BOUND

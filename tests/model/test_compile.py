@@ -57,7 +57,7 @@ def alone(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Result:
 
 
 def against(found: Result, stock: Result) -> float:
-    """How far loss and gradients of a step are from those of sequences alone; its logits have a bucket's tail."""
+    """How far loss and gradients of a step are from those of sequences alone; its logits have bucket padding."""
     return error(Result([found.loss], found.loss, found.grads), Result([stock.loss], stock.loss, stock.grads))
 
 
@@ -89,7 +89,7 @@ def test_one_graph_with_the_results_of_eager(family: str) -> None:
     assert error(step(compiled, wrong, model), eager[0]) > 1e3 * FLOAT32_BOUND
 
 
-def test_experts_are_balanced_however_much_is_filler() -> None:
+def test_experts_are_balanced_however_much_is_bucket_padding() -> None:
     """Over real tokens alone, and nothing is compiled anew (transformers breaks it where it collects routers)."""
     traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "batched_mm"}
     model = fastpack.patch(tiny_model("mixtral", num_hidden_layers=1, **traits))
@@ -248,10 +248,10 @@ def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:
     batch = collate(LENGTHS, bucketed=False)
     loss = model(**batch).loss
     packed = batch["packed_seq_lens"].bucketed()
-    assert packed.tail
+    assert packed.bucket_padding
     assert relative(model(**batch | {"packed_seq_lens": packed}).loss, loss) <= FLOAT32_BOUND
     plain = batch | {"packed_seq_lens": batch["packed_seq_lens"].flattened()}
-    assert plain["packed_seq_lens"].batch_shape == tuple(batch["input_ids"].shape)
+    assert plain["packed_seq_lens"].padding.batch_shape == tuple(batch["input_ids"].shape)
     assert relative(model(**plain).loss, loss) <= FLOAT32_BOUND
     unmasked = F.cross_entropy(model(**plain).logits[0, :-1], batch["labels"][0, 1:])
     assert relative(unmasked, loss) > 10 * FLOAT32_BOUND

@@ -61,7 +61,7 @@ def test_an_end_that_is_padding_too_is_learned(model_type: str, loss: Any, num_i
     assert off_by(model, batch, stock) <= FLOAT32_BOUND
     read = pack_inputs(tuple(batch["input_ids"].shape), torch.device("cpu"), attention_mask=batch["attention_mask"])
     rounded = read.bucketed()
-    assert rounded.tail
+    assert rounded.bucket_padding
     for packed in (read, rounded):
         assert off_by(model, {**batch, "packed_seq_lens": packed}, stock) <= FLOAT32_BOUND
 

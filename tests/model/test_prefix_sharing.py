@@ -29,7 +29,7 @@ from oracle import (
     run_alone,
     run_batch,
 )
-from packing_cases import filled_up, next_multiple
+from packing_cases import filled_up
 from prefix_cases import PROMPTS, SAVED, grouped, nodes, pairs, sharing, words
 from tiny import tiny_model
 from torch import Tensor, nn
@@ -141,7 +141,7 @@ def test_negative_control(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "other": Prefixes((0, 5), (0, 4)),
     }[kind]
     monkeypatch.setattr("fastpack.packing.reading.find_prefixes", lambda *_: wrong)
-    monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *_: wrong)
+    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *_: wrong)
     patched(model)
     sharing(model).least_saved = 0.0
     with pytest.raises(PackingError, match="said to begin alike"):
@@ -262,21 +262,19 @@ def examples() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("size", ["its own", "rounded up", "filled up"])
+@pytest.mark.parametrize("size", ["its own", "filled up"])
 def test_the_collator_of_pairs(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefixes are found with the batch: the model looks for none, and reads no ids."""
     model = tiny_model("llama", max_position_embeddings=256)
     sequences = pairs()
     alone = run_alone(model, sequences)
     batch = PackedPreferenceCollator()(examples())
-    total = batch["packed_seq_lens"].total_tokens
-    if size != "its own":
-        tokens = 200 if size == "filled up" else next_multiple(total, 16)
-        assert tokens > total
-        batch = filled_up(batch, tokens, in_a_bucket=size == "filled up")
+    if size == "filled up":
+        assert batch["packed_seq_lens"].total_tokens < 200
+        batch = filled_up(batch, 200)
     assert batch["packed_seq_lens"].prefixes.saved == SAVED
     patched(model)
-    monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *_: pytest.fail("they were found before"))
+    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *_: pytest.fail("they were found before"))
     batch["labels"] = batch["packed_seq_lens"].mask_first_labels(batch["input_ids"])
     batch["labels"][:, sum(map(len, sequences)) :] = -100
     model.zero_grad(set_to_none=True)
@@ -311,7 +309,7 @@ def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -
     model = patched(tiny_model("llama"))
     looked: list[int] = []
     found = fastpack.packing.prefixes.find_prefixes
-    monkeypatch.setattr("fastpack.packing.prefixes.find_prefixes", lambda *a: looked.append(1) or found(*a))
+    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *a: looked.append(1) or found(*a))
     run_batch(model, pairs(), kind)
     assert not looked
     lengths = fastpack.PackedSeqLens.from_lengths([len(s) for s in pairs()])

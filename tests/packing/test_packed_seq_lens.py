@@ -40,16 +40,16 @@ def test_round_trip_and_its_gradient(mask: list[list[int]]) -> None:
     assert torch.equal(out, x.detach().square().where(real[..., None], torch.zeros(())))
     weight = torch.randn_like(out)
     (out * weight).sum().backward()
-    if not packed.is_empty:
+    if not packed.padding.is_empty:
         assert torch.equal(x.grad, (2 * x.detach() * weight).where(real[..., None], torch.zeros(())))
-    assert torch.equal(packed.repad_flat(tokens[0].detach()), packed.repad(tokens.detach()).flatten(0, 1))
+    assert torch.equal(packed.padding.repad_flat(tokens[0].detach()), packed.repad(tokens.detach()).flatten(0, 1))
 
 
 def test_a_batch_without_a_token_gives_zeros_and_zero_gradients() -> None:
     """One throw-away token runs, so that every rank has a graph; not even its NaN comes back."""
     packed = read((2, 3), torch.zeros(2, 3, dtype=torch.long))
     check(packed, (1,))
-    assert packed.is_empty
+    assert packed.padding.is_empty
     weight = torch.ones(5, requires_grad=True)
     out = packed.repad(packed.unpad(torch.ones(2, 3, 5)) * weight * float("inf") - float("inf"))
     assert torch.equal(out, torch.zeros(2, 3, 5))
@@ -64,7 +64,7 @@ def test_repad_without_a_batch_leaves_tokens_packed() -> None:
     packed = PackedSeqLens.from_lengths([2, 3])
     x = torch.randn(1, 5, 4)
     assert packed.repad(x) is x
-    assert packed.repad_flat(x[0]).shape == (5, 4)
+    assert packed.padding.repad_flat(x[0]).shape == (5, 4)
     assert torch.equal(packed.unpad(x), x)
 
 
@@ -102,10 +102,12 @@ def test_to_another_device() -> None:
     assert packed.to("cpu") is packed
     assert packed.to(None) is packed, "as a tensor is"
     moved = packed.to("meta", non_blocking=True)
-    assert {t.device.type for t in (moved.cu_seqlens, moved.position_ids, moved.indices, moved.seq_idx)} == {"meta"}
-    assert (moved.lengths, moved.batch_shape, moved.is_empty) == (packed.lengths, packed.batch_shape, False)
-    assert PackedSeqLens.from_lengths([2]).to("meta").indices is None
-    assert read((1, 2), torch.zeros(1, 2, dtype=torch.long)).to("meta").is_empty
+    assert {t.device.type for t in (moved.cu_seqlens, moved.position_ids, moved.padding.indices, moved.seq_idx)} == {
+        "meta"
+    }
+    assert (moved.lengths, moved.padding.batch_shape) == (packed.lengths, packed.padding.batch_shape)
+    assert PackedSeqLens.from_lengths([2]).to("meta").padding.indices is None
+    assert read((1, 2), torch.zeros(1, 2, dtype=torch.long)).to("meta").padding.is_empty
 
 
 def test_accelerate_moves_it_with_the_batch() -> None:
@@ -124,8 +126,8 @@ def test_copies_and_pickles(duplicate: Any) -> None:
     assert packed.seq_idx.shape == (1, 5)
     twin = duplicate(packed)
     check(twin, (2, 3))
-    assert torch.equal(twin.indices, packed.indices)
-    assert twin.batch_shape == (2, 3)
+    assert torch.equal(twin.padding.indices, packed.padding.indices)
+    assert twin.padding.batch_shape == (2, 3)
     assert twin.memo("mask", lambda: "rebuilt") == "rebuilt"
     assert packed.memo("mask", lambda: "rebuilt") != "rebuilt", "the original lost what it kept"
 

@@ -32,9 +32,9 @@ def lay_out(lengths: Sequence[int], starts: Sequence[int], width: int) -> Tensor
 def test_from_lengths(make: Any) -> None:
     packed = PackedSeqLens.from_lengths(make(LENGTHS))
     check(packed, LENGTHS)
-    assert packed.indices is None
-    assert packed.batch_shape is None
-    assert packed.runs == ((0, 1, 3), (3, 2, 1), (5, 2, 4), (13, 1, 2))
+    assert packed.padding.indices is None
+    assert packed.padding.batch_shape is None
+    assert packed.runs == ((1, 3), (2, 1), (2, 4), (1, 2))
 
 
 @pytest.mark.parametrize("side", ["right", "left", "both"])
@@ -45,16 +45,16 @@ def test_padding_on_any_side(side: str, dtype: torch.dtype) -> None:
     mask = lay_out(LENGTHS, starts, width)
     packed = read((len(LENGTHS), width), mask.to(dtype))
     check(packed, LENGTHS)
-    assert packed.batch_shape == (len(LENGTHS), width)
-    assert packed.indices is not None
-    assert packed.indices.tolist() == mask.reshape(-1).nonzero()[:, 0].tolist()
+    assert packed.padding.batch_shape == (len(LENGTHS), width)
+    assert packed.padding.indices is not None
+    assert packed.padding.indices.tolist() == mask.reshape(-1).nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize("mask", [None, torch.ones(3, 4, dtype=torch.long)])
 def test_each_row_is_a_sequence_where_nothing_says_otherwise(mask: Tensor | None) -> None:
     packed = read((3, 4), mask)
     check(packed, (4, 4, 4))
-    assert packed.indices is None, "no slot is padding, so nothing is to be gathered"
+    assert packed.padding.indices is None, "no slot is padding, so nothing is to be gathered"
 
 
 def test_rows_without_a_token_are_left_out() -> None:
@@ -90,8 +90,8 @@ def test_restarting_positions(mask: Tensor | None) -> None:
     for positions in (where, where[0]):
         packed = read((1, total), mask, positions)
         check(packed, LENGTHS)
-        assert packed.batch_shape == (1, total)
-        assert packed.indices is None
+        assert packed.padding.batch_shape == (1, total)
+        assert packed.padding.indices is None
 
 
 def test_several_packed_rows() -> None:
@@ -167,7 +167,7 @@ def test_packed_seq_lens_in_any_form() -> None:
     for lengths in ([2, 3], (2, 3), torch.tensor([2, 3]), PackedSeqLens.from_lengths([2, 3])):
         packed = read((1, 5), packed_seq_lens=lengths)
         check(packed, (2, 3))
-        assert packed.batch_shape == (1, 5)
+        assert packed.padding.batch_shape == (1, 5)
 
 
 def test_what_was_read_from_this_batch_is_not_read_again() -> None:

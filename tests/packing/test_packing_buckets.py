@@ -1,4 +1,4 @@
-"""Batches rounded up to buckets: sizes repeat, and the tail changes nothing."""
+"""Batches rounded up to buckets: sizes repeat, and bucket padding changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import FLOAT32_BOUND, make_sequences, relative
-from packing_cases import filled_up, next_multiple
+from packing_cases import filled_up
 from tiny import VOCAB, tiny_model
 
 import fastpack
@@ -19,8 +19,8 @@ from fastpack import PackedSeqLens, PackingError
 from fastpack.attention_dispatch import BACKENDS, attend
 from fastpack.backends.call import AttentionCall
 from fastpack.data.packed_collators import PackedSFTCollator
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import Bucket
 
 lists_of_lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
 
@@ -29,26 +29,26 @@ lists_of_lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
 @settings(deadline=None)
 def test_a_bucket_holds_its_batch(lengths: list[int]) -> None:
     bucket, total = Bucket.of(lengths), sum(lengths)
-    tail = bucket.tail(lengths)
-    assert total + sum(tail) == bucket.tokens
+    padding = bucket.padding(lengths)
+    assert total + sum(padding) == bucket.tokens
     assert bucket.tokens % 64 == 0
     assert max(lengths) <= bucket.max_seqlen
-    assert all(1 <= n <= bucket.max_seqlen for n in tail)
-    assert len(lengths) + len(tail) <= bucket.sequences
+    assert all(1 <= n <= bucket.max_seqlen for n in padding)
+    assert len(lengths) + len(padding) <= bucket.sequences
     assert bucket.tokens - total < 64 or bucket.tokens <= 1.0625 * total
     assert bucket.max_seqlen in (2 ** (bucket.max_seqlen.bit_length() - 1), bucket.tokens)
-    assert bucket.sequences <= max(16, 1.25 * (len(lengths) + max(len(tail), 1)))
+    assert bucket.sequences <= max(16, 1.25 * (len(lengths) + max(len(padding), 1)))
     assert bucket.max_seqlen <= bucket.tokens, "kernels refuse a length beyond the batch"
 
 
 @given(lists_of_lengths)
 @settings(deadline=None)
 def test_a_bucket_holds_what_it_was_made_for_when_less_comes(lengths: list[int]) -> None:
-    """The bucket is that of every batch which rounds up to the same sizes, whether it needs a tail or not."""
+    """The bucket is that of every batch which rounds up to the same sizes, whether it needs padding or not."""
     bucket = Bucket.of(lengths)
-    filled = [*lengths, *bucket.tail(lengths)]
+    filled = [*lengths, *bucket.padding(lengths)]
     assert Bucket.of(filled).tokens == bucket.tokens
-    assert bucket.tail(filled) == ()
+    assert bucket.padding(filled) == ()
 
 
 def test_waste_and_number_of_buckets() -> None:
@@ -76,7 +76,7 @@ def test_attributes_agree(lengths: list[int]) -> None:
     bucketed = packed.bucketed()
     bucket = bucketed.bucket
     assert bucket == Bucket.of(lengths)
-    assert bucketed.lengths == (*lengths, *bucketed.tail)
+    assert bucketed.lengths == (*lengths, *bucketed.bucket_padding)
     assert sum(bucketed.lengths) == bucket.tokens
     assert bucketed.total_tokens == bucket.tokens
     assert bucketed.real_tokens == packed.total_tokens
@@ -91,7 +91,7 @@ def test_attributes_agree(lengths: list[int]) -> None:
     assert torch.equal(bucketed.position_ids[:, : packed.total_tokens], packed.position_ids)
     assert torch.equal(bucketed.seq_idx[:, : packed.total_tokens], packed.seq_idx)
     assert bucketed.seq_idx.shape == (1, bucket.tokens)
-    assert sum(count * length for _, count, length in bucketed.runs) == bucket.tokens
+    assert sum(count * length for count, length in bucketed.runs) == bucket.tokens
 
 
 @st.composite
@@ -107,7 +107,7 @@ def masks(draw: Any) -> torch.Tensor:
 
 @given(masks())
 @settings(deadline=None)
-def test_the_tail_comes_and_goes(mask: torch.Tensor) -> None:
+def test_bucket_padding_comes_and_goes(mask: torch.Tensor) -> None:
     """``unpad`` makes it of the first token, ``repad`` drops it; labels and gradients never see it."""
     packed = pack_inputs(tuple(mask.shape), mask.device, attention_mask=mask)
     bucketed = packed.bucketed()
@@ -115,11 +115,11 @@ def test_the_tail_comes_and_goes(mask: torch.Tensor) -> None:
     flat, plain = bucketed.unpad(x), packed.unpad(x)
     assert flat.shape == (1, bucketed.total_tokens, 3)
     assert torch.equal(flat[:, : packed.total_tokens], plain)
-    assert torch.equal(flat[:, packed.total_tokens :], plain[:, :1].expand(-1, sum(bucketed.tail), -1))
+    assert torch.equal(flat[:, packed.total_tokens :], plain[:, :1].expand(-1, sum(bucketed.bucket_padding), -1))
     y = torch.randn_like(flat)
     y[:, packed.total_tokens :] = float("nan")
     assert torch.equal(bucketed.repad(y), packed.repad(y[:, : packed.total_tokens]))
-    assert torch.equal(bucketed.repad_flat(y[0]), packed.repad_flat(y[0, : packed.total_tokens]))
+    assert torch.equal(bucketed.padding.repad_flat(y[0]), packed.padding.repad_flat(y[0, : packed.total_tokens]))
     weights = torch.randn_like(x)
     (ours,) = torch.autograd.grad((bucketed.repad(flat * flat) * weights).sum(), x)
     (want,) = torch.autograd.grad((packed.repad(plain * plain) * weights).sum(), x)
@@ -131,18 +131,18 @@ def test_the_tail_comes_and_goes(mask: torch.Tensor) -> None:
 def test_lengths_alone_and_several_pieces() -> None:
     packed = PackedSeqLens.from_lengths([200, 57])
     bucketed = packed.bucketed(Bucket(tokens=1024, sequences=16, max_seqlen=256))
-    assert bucketed.tail == (256, 256, 255)
+    assert bucketed.bucket_padding == (256, 256, 255)
     x = torch.randn(1, 257, 2)
     assert bucketed.unpad(x).shape == (1, 1024, 2)
     assert torch.equal(bucketed.repad(bucketed.unpad(x)), x)
     row = bucketed.flattened()
-    assert row.batch_shape == (1, 1024)
+    assert row.padding.batch_shape == (1, 1024)
     assert row.real_tokens == 1024
     assert row.unpad(x := torch.randn(1, 1024)) is not None
     assert torch.equal(row.repad(x), x)
     moved = copy.deepcopy(bucketed).to("cpu")
     assert moved.bucket == bucketed.bucket
-    assert moved.tail == bucketed.tail
+    assert moved.bucket_padding == bucketed.bucket_padding
     assert moved.real_tokens == 257
 
 
@@ -153,7 +153,7 @@ def test_lengths_alone_and_several_pieces() -> None:
         ([200, 57], Bucket(320, 16, 128)),
         ([200, 57], Bucket(320, 2, 256)),
     ],
-    ids=["too many tokens", "too long", "no room for the tail"],
+    ids=["too many tokens", "too long", "no room for padding"],
 )
 def test_what_does_not_fit_raises(lengths: list[int], bucket: Bucket) -> None:
     with pytest.raises(PackingError, match="don't fit"):
@@ -165,10 +165,10 @@ def test_what_does_not_fit_raises(lengths: list[int], bucket: Bucket) -> None:
 @pytest.mark.parametrize("attention", ["segments", "reference"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_attention_of_a_bucket(attention: str, window: int | None) -> None:
-    """Real tokens get what they get without a tail, forward and backward."""
+    """Real tokens get what they get without bucket padding, forward and backward."""
     packed = PackedSeqLens.from_lengths([7, 1, 19, 19, 33])
     bucketed = packed.bucketed()
-    assert bucketed.tail
+    assert bucketed.bucket_padding
     q, k, v = (torch.randn(1, packed.total_tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     results = []
     for lens in (packed, bucketed):
@@ -208,10 +208,10 @@ def test_a_model_runs_a_bucket_that_it_is_given(model_type: str, monkeypatch: py
 def longer(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
     """The same sequences as a batch with tokens behind them, put there by a collator or on the way into the model."""
     total = sum(map(len, sequences))
-    sizes = {"filled up": total + 9, "filled up, full": total, "rounded up": next_multiple(total, 32)}
+    sizes = {"filled up": total + 9, "filled up, full": total}
     if kind in sizes:
         batch = PackedSFTCollator()([{"input_ids": ids} for ids in sequences])
-        return filled_up(batch, sizes[kind], in_a_bucket=kind != "rounded up")
+        return filled_up(batch, sizes[kind])
     ids = torch.cat(sequences)[None]
     packed = PackedSeqLens.from_lengths([len(sequence) for sequence in sequences]).bucketed()
     if kind == "a bucket":
@@ -228,9 +228,7 @@ def longer(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("loss", [None, "fused"])
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize(
-    "kind", ["filled up", "filled up, full", "rounded up", "a bucket", "a bucket's row", "padded, in a bucket"]
-)
+@pytest.mark.parametrize("kind", ["filled up", "filled up, full", "a bucket", "a bucket's row", "padded, in a bucket"])
 def test_experts_are_not_balanced_over_what_fills_up(kind: str, model_type: str, loss: Any) -> None:
     """Loss and gradients are those of the stock model on a padded batch, whose mask says what counts."""
     traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -251,18 +249,16 @@ def test_experts_are_not_balanced_over_what_fills_up(kind: str, model_type: str,
         assert float((ours - want).abs().max()) <= FLOAT32_BOUND * max(floor, float(want.abs().max()))
 
 
-def test_filler_is_kept_with_the_lengths() -> None:
+def test_a_row_keeps_where_its_bucket_padding_begins() -> None:
     row = PackedSeqLens.from_lengths([200, 57]).bucketed(Bucket(tokens=1024, sequences=16, max_seqlen=256)).flattened()
-    sequences = [torch.ones(n, dtype=torch.long) for n in (200, 57)]
-    rounded = longer("rounded up", sequences)["packed_seq_lens"]
-    for packed in (row, copy.deepcopy(row), rounded, rounded.bucketed(), rounded.bucketed().flattened()):
-        mask = packed.without_filler()
-        assert mask.shape == packed.batch_shape
+    for packed in (row, copy.deepcopy(row), row.flattened()):
+        mask = packed.padding.mask()
+        assert mask.shape == packed.padding.batch_shape
         assert int(mask.sum()) == 257
         assert bool(mask[0, :257].all())
-    assert row.filler == 1024 - 257
-    assert row.to("meta").without_filler().device.type == "meta"
+    assert row.bucket_padding == (256, 256, 255)
+    assert row.to("meta").padding.mask().device.type == "meta"
     full = PackedSeqLens.from_lengths([64]).bucketed().flattened()
-    assert full.filler == 0
-    assert bool(full.without_filler().all()), "whether a bucket has filler must not decide what is there"
-    assert PackedSeqLens.from_lengths([64]).flattened().without_filler() is None
+    assert full.bucket_padding == ()
+    assert bool(full.padding.mask().all()), "whether a bucket needs padding must not decide what is there"
+    assert PackedSeqLens.from_lengths([64]).flattened().padding.mask() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from prefix_cases import SAVED, nodes, pairs, words
 from torch import Tensor
 
 from fastpack import PackedSeqLens, PackingError
-from fastpack.packing.prefixes import Prefixes, find_prefixes, prefixes_of, share
+from fastpack.packing.prefixes import Prefixes, find_prefixes
 
 few_words = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(torch.tensor)
 
@@ -29,7 +30,7 @@ def test_a_trie(sequences: list[Tensor]) -> None:
     prefixes = find_prefixes(packed.lengths, ids)
     assert sorted(prefixes.order) == list(range(len(sequences)))
     assert len(ids) - prefixes.saved == nodes(sequences)
-    shared = share(packed, prefixes).shared
+    shared = packed.share(prefixes).shared
     assert shared is not None
     assert shared.total_tokens == nodes(sequences)
     copies = shared.copies
@@ -67,22 +68,22 @@ def test_positions_count() -> None:
 
 
 def test_at_the_door() -> None:
-    """Found now, or as they were found before; the tail of a bucket is one more sequence."""
+    """Found now, or as they were found before; bucket padding is one more sequence."""
     sequences = pairs()
     packed, ids = packed_of(sequences), torch.cat(sequences)[None]
-    assert prefixes_of(packed, ids).saved == SAVED
+    assert packed.prefixes_in(ids).saved == SAVED
     bucketed = packed.bucketed()
-    assert prefixes_of(bucketed, bucketed.unpad(ids)).saved >= SAVED
+    assert bucketed.prefixes_in(bucketed.unpad(ids)).saved >= SAVED
     said = Prefixes((0, 1), (0, 3))
-    assert prefixes_of(PackedSeqLens((4, 4), packed.cu_seqlens, packed.position_ids, prefixes=said), ids) is said
+    assert replace(packed, prefixes=said).prefixes_in(ids) is said
 
 
-def test_known_to_be_shared_before_the_tail() -> None:
-    """Prefixes that a collator found before its tail was added."""
+def test_known_to_be_shared_before_bucket_padding() -> None:
+    """Prefixes that a collator found before the batch was rounded up."""
     sequences = pairs()
     packed, ids = packed_of(sequences), torch.cat(sequences)
     bucketed = packed.bucketed()
-    run = share(bucketed, find_prefixes(packed.lengths, ids)).shared
+    run = bucketed.share(find_prefixes(packed.lengths, ids)).shared
     assert run is not None
     assert run.total_tokens == bucketed.total_tokens - SAVED
     assert torch.equal(run.keep_ids(bucketed.unpad(ids[None])), bucketed.unpad(ids[None])[:, run.copies.first])
@@ -91,7 +92,7 @@ def test_known_to_be_shared_before_the_tail() -> None:
 def test_other_ids_are_refused() -> None:
     sequences = pairs()
     packed = packed_of(sequences)
-    run = share(packed, find_prefixes(packed.lengths, torch.cat(sequences))).shared
+    run = packed.share(find_prefixes(packed.lengths, torch.cat(sequences))).shared
     assert run is not None
     sequences[0][3] += 1
     with pytest.raises(PackingError, match="begin differently that are said to begin alike"):
@@ -101,18 +102,20 @@ def test_other_ids_are_refused() -> None:
 def test_made_once_and_carried() -> None:
     packed = packed_of([words(5, 0), words(5, 0)])
     prefixes = Prefixes((0, 1), (0, 5))
-    run = share(packed, prefixes)
-    assert share(packed, Prefixes((0, 1), (0, 5))) is run
+    run = packed.share(prefixes)
+    assert packed.share(Prefixes((0, 1), (0, 5))) is run
     assert run.total_tokens == 10, "what follows from lengths is that of the whole batch"
     assert run.shared is not None
-    assert run.shared.full.lengths == packed.lengths
-    assert run.shared.full.shared is None
-    assert run.shared.full is not packed, "or each would keep the other alive"
-    elsewhere = run.to("meta").shared
+    assert run.whole.lengths == packed.lengths
+    assert run.whole.shared is None
+    assert run.whole is run.whole, "or what is kept with it would be made anew in each layer"
+    assert run.whole is not packed, "or each would keep the other alive"
+    moved = run.to("meta")
+    elsewhere = moved.shared
     assert elsewhere is not None
-    places = [elsewhere.position_ids, elsewhere.full.cu_seqlens, elsewhere.copies.source, elsewhere.copies.first]
+    places = [elsewhere.position_ids, moved.whole.cu_seqlens, elsewhere.copies.source, elsewhere.copies.first]
     assert {x.device.type for x in (*places, *elsewhere.copies.several[0])} == {"meta"}
     assert packed.shared is None
-    known = PackedSeqLens(packed.lengths, packed.cu_seqlens, packed.position_ids, prefixes=prefixes)
+    known = replace(packed, prefixes=prefixes)
     for same in (pickle.loads(pickle.dumps(known)), known.flattened(), known.bucketed()):
         assert same.prefixes == prefixes

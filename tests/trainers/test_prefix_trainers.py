@@ -64,10 +64,10 @@ def test_the_reference_shares_too(tmp_path: Path) -> None:
 
 def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many, of one pair, and the comparison fails."""
-    from fastpack.packing import inputs as packing_inputs
-    from fastpack.packing.seqlens import Prefixes, SharedTokens
+    from fastpack.packing import reading
+    from fastpack.packing.prefixes import Prefixes, SharedTokens
 
-    find = packing_inputs.find_prefixes
+    find = reading.find_prefixes
 
     def too_many(lengths: Any, *further: Any) -> Prefixes:
         found = find(lengths, *further)
@@ -77,7 +77,7 @@ def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return Prefixes(found.order, tuple(longer))
 
     stock = logged(dpo(tmp_path, patch=None))
-    monkeypatch.setattr(packing_inputs, "find_prefixes", too_many)
+    monkeypatch.setattr(reading, "find_prefixes", too_many)
     monkeypatch.setattr(SharedTokens, "keep_ids", lambda self, ids: ids.index_select(1, self.copies.first))
     ours = logged(fastpack.patch(dpo(tmp_path, patch=None), share_prefixes="auto"))
     with pytest.raises(AssertionError):

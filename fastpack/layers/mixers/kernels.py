@@ -30,8 +30,9 @@ from torch import Tensor
 
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.errors import PatchError
-from fastpack.packing.seqlens import PackedSeqLens, sent
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.compile import known_once
+from fastpack.utils.tensors import send
 
 Op = Literal["conv", "gated_delta", "kda", "ssd"]
 Function = Callable[..., Any]
@@ -249,7 +250,7 @@ def _slots(packed: PackedSeqLens, taps: int, device: torch.device) -> Tensor:
     """int64 ``[T]``: where each token stands when there are W - 1 zeros in front of each sequence."""
     lengths = torch.tensor(packed.lengths)
     gaps = (torch.arange(len(lengths)) + 1) * (taps - 1)
-    return sent(torch.arange(int(lengths.sum())) + gaps.repeat_interleave(lengths), device)
+    return send(torch.arange(int(lengths.sum())) + gaps.repeat_interleave(lengths), device)
 
 
 def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) -> dict[str, Tensor]:
@@ -257,10 +258,10 @@ def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) ->
 
     The same tensors for all layers of a batch: flash-linear-attention keeps what it makes of them by their identity.
     """
-    on_host: Tensor = packed.memo(
+    on_host = packed.memo(
         "offsets on the host", lambda: torch.tensor(list(accumulate(packed.lengths, initial=0)), dtype=torch.long)
     )
-    made = {"cu_seqlens": packed.memo(("int64 offsets", device), lambda: sent(on_host, device))}
+    made = {"cu_seqlens": packed.memo(("int64 offsets", device), lambda: send(on_host, device))}
     if _takes(function, "cu_seqlens_cpu"):
         made["cu_seqlens_cpu"] = on_host
     return made

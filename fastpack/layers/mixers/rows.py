@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
-from fastpack.packing.seqlens import PackedSeqLens, sent
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.tensors import send
 
 RATIO = 0.75
 """A row is at least so long, as a share of the longest of its group, where rows may be padded."""
@@ -81,7 +82,7 @@ def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.Proce
         among: processes that must come to the same number of groups, since each exchanges weights: those with fewer run
             a row of theirs again, and drop what becomes of it.
     """
-    groups: RowGroups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
+    groups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
     if among:
         groups = packed.memo(("rows", equal, "agreed"), lambda: _as_many(groups, among))
     return groups
@@ -110,11 +111,11 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
         tokens = first[:, None] + torch.minimum(at, lengths[:, None] - 1)
         real = at < lengths[:, None]
         slots = None if bool(real.all()) else real.flatten().nonzero()[:, 0]
-        groups.append(Rows(sent(tokens, device), None if slots is None else sent(slots, device)))
+        groups.append(Rows(send(tokens, device), None if slots is None else send(slots, device)))
         placed.append(tokens[real])
     where = torch.cat(placed)
     in_order = torch.equal(where, torch.arange(len(where)))
-    return RowGroups(tuple(groups), None if in_order else sent(where.argsort(), device))
+    return RowGroups(tuple(groups), None if in_order else send(where.argsort(), device))
 
 
 def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[int]]:

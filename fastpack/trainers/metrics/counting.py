@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.block_masks import may_be_blocks, read_blocks
-from fastpack.packing.seqlens import PackedSeqLens, sent
+from fastpack.packing.seqlens import PackedSeqLens
+from fastpack.utils.tensors import send
 
 Count = Tensor | int
 """A whole number: a 0-dimensional int64 tensor on the batch's device, or one that the host knows."""
@@ -108,11 +109,12 @@ def _with_numbers(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(packed, PackedSeqLens):
         return batch
     batch = {name: value for name, value in batch.items() if name != "packed_seq_lens"}
-    if packed.indices is None and packed.filler_start is None and _positions(batch) is not None:
-        return batch  # which say the same, and of TRL's filler more
     packed = packed.to(_source(batch).device, non_blocking=True)
-    numbers, filled = packed.repad(packed.seq_idx + 1).reshape(shape), packed.without_filler()
-    return {**batch, "attention_mask": numbers if filled is None else numbers * filled}
+    real = packed.padding.mask()
+    if real is None and _positions(batch) is not None:
+        return batch  # which say the same, and more of the tokens with which TRL rounds up
+    numbers = packed.repad(packed.seq_idx + 1).reshape(shape)
+    return {**batch, "attention_mask": numbers if real is None else numbers * real}
 
 
 def _real(batch: Mapping[str, Any]) -> Tensor | None:
@@ -171,7 +173,7 @@ def _offsets(batch: Mapping[str, Any], device: torch.device) -> Tensor | None:
     lengths, offsets = batch.get("packed_seq_lens"), batch.get("cu_seq_lens_q")
     if lengths is None:
         return offsets.to(device, non_blocking=True) if isinstance(offsets, Tensor) else None
-    return (lengths if isinstance(lengths, Tensor) else sent(torch.tensor(lengths), device)).to(device).cumsum(0)
+    return (lengths if isinstance(lengths, Tensor) else send(torch.tensor(lengths), device)).to(device).cumsum(0)
 
 
 def _trained(batch: Mapping[str, Any], starts_BS: Tensor) -> Tensor | None:

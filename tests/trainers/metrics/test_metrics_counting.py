@@ -9,8 +9,9 @@ import torch
 from tiny import tiny_model
 
 import fastpack
+from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import Bucket, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.trainers.metrics.counting import count_batch
 from fastpack.trainers.metrics.peaks import PEAKS, peak_of
 
@@ -39,7 +40,7 @@ BATCHES: dict[str, tuple[dict[str, Any], list[int], int]] = {
     "lengths": ({"packed_seq_lens": [3, 2, 3]}, [3, 2, 3], 8),
     "read": ({"packed_seq_lens": PackedSeqLens.from_lengths([3, 2, 3])}, [3, 2, 3], 8),
     "read, in a bucket": ({"packed_seq_lens": PackedSeqLens.from_lengths([3, 5]).bucketed()}, [3, 5], 8),
-    "read, with filler": ({"packed_seq_lens": FILLED_UP, "position_ids": FILLED_UP.position_ids}, [3, 2], 8),
+    "read, with bucket padding": ({"packed_seq_lens": FILLED_UP, "position_ids": FILLED_UP.position_ids}, [3, 2], 8),
     "filled up, read": (
         {
             "packed_seq_lens": PackedSeqLens.from_lengths([3, 2, 1, 1, 1]),
@@ -63,7 +64,7 @@ def test_batches_by_hand(kind: str) -> None:
     assert counts.trained is None
     labels = ids.masked_fill(batch["attention_mask"] == 0, -100) if "attention_mask" in batch else ids
     if not kind.startswith("filled up"):
-        labels = labels if kind != "read, with filler" else ids.index_fill(1, torch.arange(5, 8), -100)
+        labels = labels if kind != "read, with bucket padding" else ids.index_fill(1, torch.arange(5, 8), -100)
         trained = count_batch({"input_ids": ids, "labels": labels, **batch}).trained
         assert trained is not None
         assert int(trained) == sum(lengths) - len(lengths)

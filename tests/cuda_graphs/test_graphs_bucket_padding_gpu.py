@@ -1,4 +1,4 @@
-"""On a GPU in bf16: recordings whose products leave tails out, as near to float32 as plain torch's half precision."""
+"""On a GPU in bf16: recordings whose products leave bucket padding out, as near to float32 as plain torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_families_in_bf16(model_type: str) -> None:
     found = recorded(model)[0]
     assert found.bucket.tokens - sum(LENGTHS) > 128
     assert found._row_count.products
-    assert found.leaves_out_tails == (model_type not in IN_PART)
+    assert found.leaves_out_bucket_padding == (model_type not in IN_PART)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_lora(model_type: str, attention: str) -> None:
         theirs = compare_norms(run_batch(plain, sequences, "padded right"), want)
         check(compare_norms(run_batch(model, sequences, "padded right"), want), theirs)
     assert runner(model).stats.replays == 3
-    assert all(step.leaves_out_tails for step in recorded(model))
+    assert all(step.leaves_out_bucket_padding for step in recorded(model))
 
 
 def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,14 @@ from tiny import tiny_model
 import fastpack
 from fastpack.cuda_graphs import step as step_module
 from fastpack.cuda_graphs.step import RecordedStep
-from fastpack.packing.seqlens import Bucket
+from fastpack.packing.buckets import Bucket
 
 pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.usefixtures("varlen", "unwritten_memory_is_not_finite"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter; test_graphs_tails_gpu.py is native"),
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="Triton's interpreter; test_graphs_bucket_padding_gpu.py is native"
+    ),
 ]
 
 
@@ -42,7 +44,7 @@ def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
     stats = runner(model).stats
     assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {})
     (found,) = recorded(model)
-    assert found.leaves_out_tails
+    assert found.leaves_out_bucket_padding
     assert whole_tiles(found, SMALL) == 1
 
 
@@ -59,7 +61,7 @@ def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
     for lengths in (LARGE, SMALL):
         check(step(model, lengths), step(plain, lengths))
     (found,) = recorded(model)
-    assert found.leaves_out_tails
+    assert found.leaves_out_bucket_padding
     assert whole_tiles(found, SMALL) == 1
 
 
@@ -75,7 +77,7 @@ def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> 
     assert compare(step(model, LARGE), step(plain, LARGE)).worst > 100 * FLOAT32_BOUND
 
 
-def test_tails_stay_finite() -> None:
+def test_bucket_padding_stays_finite() -> None:
     """Sums over all rows, of the gradients of weights, meet zeros and finite numbers there."""
     model = graphed(tiny_model("qwen2"), kernels="triton", first_steps=1, record_after=4.0)
     hidden(model, lengths=LARGE).sum().backward()
@@ -90,22 +92,22 @@ def test_nothing_is_left_out_where_zeros_do_harm() -> None:
     models = [without_epsilon(tiny_model("llama")) for _ in range(2)]
     plain, model = fastpack.patch(models[0]), graphed(models[1], kernels="triton")
     check(step(model, LARGE), step(plain, LARGE))
-    assert [s.leaves_out_tails for s in recorded(model)] == [False]
+    assert [s.leaves_out_bucket_padding for s in recorded(model)] == [False]
 
 
-def test_experts_run_on_tails() -> None:
-    """Leaving tails out of attention's projections alone is not called so."""
+def test_experts_run_on_bucket_padding() -> None:
+    """Leaving it out of attention's projections alone is not called so."""
     model = graphed(tiny_model("mixtral"), kernels="triton")
     step(model)
     (found,) = recorded(model)
     assert found._row_count.products
-    assert not found.leaves_out_tails
+    assert not found.leaves_out_bucket_padding
 
 
 def test_plain_torch_leaves_nothing_out() -> None:
     model = graphed(tiny_model("llama"))
     step(model)
-    assert [s.leaves_out_tails for s in recorded(model)] == [False]
+    assert [s.leaves_out_bucket_padding for s in recorded(model)] == [False]
 
 
 @pytest.mark.parametrize(("left_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
