@@ -14,17 +14,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.registry import BACKENDS, TRACED, in_order
+from fastpack.backends.call import AttentionCall, AttentionShape, Visibility
+from fastpack.backends.registry import BACKENDS, TRACED, in_order, why_not
 from fastpack.errors import BackendUnavailableError
 from fastpack.ops.shared_rows import first_copies, spread
+from fastpack.packing.prefixes import SharedTokens
 
-__all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "attend", "choose", "explain"]
+__all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "Visibility", "attend", "choose", "explain"]
 
 
 def explain(shape: AttentionShape) -> dict[str, str | None]:
     """For each backend, in order of preference, why it can't serve this shape, or None if it can."""
-    return {name: BACKENDS[name].rejects(shape) for name in in_order(shape)}
+    return {name: why_not(name, shape) for name in in_order(shape)}
 
 
 def check_name(attention: str) -> None:
@@ -47,7 +48,7 @@ def choose(shape: AttentionShape, attention: str = "auto") -> str:
     """
     check_name(attention)
     if attention != "auto":
-        reason = BACKENDS[attention].rejects(shape)
+        reason = why_not(attention, shape)
         if reason is None:
             return attention
         others = [name for name, why in explain(shape).items() if why is None]
@@ -56,7 +57,7 @@ def choose(shape: AttentionShape, attention: str = "auto") -> str:
             f"Here these can: {', '.join(others) or 'none'}; or pass attention='auto'."
         )
     for name in in_order(shape):
-        if BACKENDS[name].rejects(shape) is None:
+        if why_not(name, shape) is None:
             return name
     reasons = "; ".join(f"{name}: {why}" for name, why in explain(shape).items())
     raise BackendUnavailableError(f"no attention backend can serve {shape.describe()}: {reasons}")
@@ -78,16 +79,14 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
     """
     call = _under_autocast(call)
     if call.packed.shared is not None:
-        return _attend_shared(call, attention)
+        return _attend_whole(call, call.packed.shared, attention)
     if torch.compiler.is_compiling():
         return _attend_compiled(call, attention)
     return BACKENDS[choose(call.shape, attention)].run(call)
 
 
-def _attend_shared(call: AttentionCall, attention: str) -> Tensor:
-    """Every sequence whole for the kernel, and of its results each token's once."""
-    shared = call.packed.shared
-    assert shared is not None
+def _attend_whole(call: AttentionCall, shared: SharedTokens, attention: str) -> Tensor:
+    """Make every sequence whole, since no backend serves segments, and keep each token's result once."""
     copies = shared.copies
     # nobody reads the results of other copies, so the gradients of their queries are zero
     q = spread(call.q, copies, only_first=True)
@@ -98,7 +97,7 @@ def _attend_shared(call: AttentionCall, attention: str) -> Tensor:
 def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:
     shape = call.shape
     for name in TRACED:
-        if attention in ("auto", name) and BACKENDS[name].rejects(shape) is None:
+        if attention in ("auto", name) and why_not(name, shape) is None:
             return BACKENDS[name].run(call)
     from fastpack.backends import custom_op  # it registers the operator
 

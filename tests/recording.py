@@ -29,6 +29,8 @@ SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)
 class Varlen:
     """What a varlen kernel computes: attention that reads nothing but offsets on the device and the bucket's sizes."""
 
+    SERVES = ("window",)
+
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
@@ -44,8 +46,8 @@ class Varlen:
         at, sequence = torch.arange(len(call.q)), call.packed.seq_idx[0]
         distance = at[:, None] - at
         hidden = (distance < 0) | (sequence[:, None] != sequence)
-        if call.effective_window is not None:
-            hidden |= distance >= call.effective_window
+        if call.visibility.window is not None:
+            hidden |= distance >= call.visibility.window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), v).contiguous()
 
 

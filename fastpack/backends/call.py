@@ -1,14 +1,49 @@
-"""What a backend is given (:class:`AttentionCall`) and what it is asked beforehand (:class:`AttentionShape`)."""
+"""A call of attention (:class:`AttentionCall`), and the facts of it that a backend is asked about beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from fastpack.packing.seqlens import PackedSeqLens
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """The keys that a query sees: a range of its own sequence, and earlier segments that other sequences see too.
+
+    The query at position p sees ``[start, p + 1)`` of its sequence: from the first token on, or at most ``window``
+    tokens. A backend names the attributes that it serves (``SERVES``), so that whatever is added here (a range that
+    ends behind the query, as in blocks of an image, or begins on another rank) is refused by those that don't know it.
+
+    Attributes:
+        window: how many tokens a query sees, itself included; None for all before it.
+        segments: True where tokens that sequences have in common at their beginnings stand once, in segments before
+            those that differ (:class:`fastpack.packing.prefixes.SharedTokens`).
+    """
+
+    window: int | None = None
+    segments: bool = False
+
+    def rejects(self, serves: Collection[str]) -> str | None:
+        """Say why a backend that serves these attributes alone can't compute it, or return None."""
+        asked = [part.name for part in fields(self) if getattr(self, part.name) != part.default]
+        return next((f"serves no {name}" for name in asked if name not in serves), None)
+
+    def block(self, at: int, end: int, device: torch.device) -> tuple[int, Tensor]:
+        """Find the keys of a block of queries, those at positions ``[at, end)`` of a sequence.
+
+        Returns:
+            The position of the first key that one of them sees; and bool ``[queries, keys]``, which see which, of the
+            keys from there to ``end``.
+        """
+        first = 0 if self.window is None else max(0, at - self.window + 1)
+        distance = torch.arange(at, end, device=device)[:, None] - torch.arange(first, end, device=device)
+        seen = distance >= 0
+        return first, seen if self.window is None else seen & (distance < self.window)
 
 
 @dataclass(frozen=True)
@@ -20,7 +55,7 @@ class AttentionShape:
         dtype: of q, k and v.
         num_heads, num_kv_heads: H and K; H is a multiple of K.
         head_dim: size of a query and of a key; ``value_dim``: of a value.
-        window: how many tokens a query sees, itself included; None for all before it.
+        visibility: the keys that a query sees.
         softcap: c in ``c * tanh(score / c)``; None for none.
         sinks: True where each head has a learned score that takes part in the softmax and carries no value.
         dropout: probability that an attention weight is dropped.
@@ -34,7 +69,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    window: int | None = None
+    visibility: Visibility = Visibility()
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0
@@ -49,8 +84,10 @@ class AttentionShape:
             f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}",
             f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}",
         ]
-        if self.window is not None:
-            parts.append(f"window {self.window}")
+        if self.visibility.window is not None:
+            parts.append(f"window {self.visibility.window}")
+        if self.visibility.segments:
+            parts.append("earlier segments")
         if self.softcap is not None:
             parts.append(f"softcap {self.softcap:g}")
         if self.sinks:
@@ -64,15 +101,14 @@ class AttentionShape:
 class AttentionCall:
     """One layer's packed causal attention.
 
-    ``softmax(softcap(scale * q k^T) | sinks) v``, over the tokens of the same sequence at or before the query, and
-    at most ``window`` of them.
+    ``softmax(softcap(scale * q k^T) | sinks) v``, over the keys that :attr:`visibility` says.
 
     Attributes:
         q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; contiguous in the last dimension.
         packed: where sequences begin and end; where it says that tokens are shared, q, k and v have each of them once.
         scale: multiplies the scores.
         sinks: ``[H]`` or None.
-        window, softcap, dropout: as in :class:`AttentionShape`.
+        window: as in :class:`Visibility`; softcap, dropout: as in :class:`AttentionShape`.
     """
 
     q: Tensor
@@ -104,7 +140,7 @@ class AttentionCall:
             num_kv_heads=self.k.shape[1],
             head_dim=self.q.shape[2],
             value_dim=self.v.shape[2],
-            window=self.effective_window,
+            visibility=self.visibility,
             softcap=self.softcap,
             sinks=self.sinks is not None,
             dropout=self.dropout,
@@ -116,9 +152,10 @@ class AttentionCall:
         )
 
     @property
-    def effective_window(self) -> int | None:
-        """The window, or None where no sequence of this batch is longer than it."""
-        return None if self.window is None or self.window >= self.packed.max_seqlen else self.window
+    def visibility(self) -> Visibility:
+        """The keys that a query of this batch sees; without a window where no sequence is longer than it."""
+        window = None if self.window is None or self.window >= self.packed.max_seqlen else self.window
+        return Visibility(window, segments=self.packed.shared is not None)
 
     @property
     def groups(self) -> int:

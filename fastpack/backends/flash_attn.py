@@ -25,6 +25,8 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda, wrong_dtype
 from fastpack.utils.compile import known_once
 
+SERVES = ("window",)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -96,7 +98,7 @@ def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``; grouped key/value heads are read as they are."""
     generation = serving(call.shape)
     assert generation is not None
-    window = call.effective_window
+    window = call.visibility.window
     keywords: dict[str, Any] = {
         "cu_seqlens_q": call.packed.cu_seqlens,
         "cu_seqlens_k": call.packed.cu_seqlens,

@@ -18,6 +18,8 @@ from fastpack.backends.limits import FLOAT_DTYPES, lacks, needs_cuda, wrong_dtyp
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.compile import compile_often
 
+SERVES = ("window",)
+
 BLOCK = 128
 
 
@@ -33,7 +35,7 @@ def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``; grouped key/value heads are read as they are."""
     from torch.nn.attention.flex_attention import AuxRequest
 
-    window = call.effective_window
+    window = call.visibility.window
     q, k, v = (t.transpose(0, 1)[None] for t in (call.q, call.k, call.v))
     keywords: dict[str, Any] = {
         "score_mod": None if call.softcap is None else _softcap(call, call.softcap),

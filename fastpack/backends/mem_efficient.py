@@ -10,6 +10,8 @@ from torch import Tensor
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import FLOAT_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
 
+SERVES = ("window",)
+
 CAUSAL_FROM_TOP_LEFT = 1
 
 
@@ -49,10 +51,10 @@ class _MemEfficient(torch.autograd.Function):
             CAUSAL_FROM_TOP_LEFT,
             True,
             scale=call.scale,
-            window_size=call.effective_window,
+            window_size=call.visibility.window,
         )
         ctx.save_for_backward(q, k, v, out, packed.cu_seqlens, logsumexp, seed, offset)
-        ctx.settings = (packed.max_seqlen, call.dropout, call.scale, call.effective_window)
+        ctx.settings = (packed.max_seqlen, call.dropout, call.scale, call.visibility.window)
         return out[0]
 
     @staticmethod

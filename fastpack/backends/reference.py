@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 
+SERVES = ("window",)
+
 QUERY_BLOCK = 512
 
 
@@ -42,14 +44,12 @@ def run(call: AttentionCall) -> Tensor:
 def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
     """Queries ``[n, K, G, block, D]`` that begin at position ``at``, over the keys that they may see."""
     end = at + q.shape[-2]
-    begin = 0 if call.window is None else max(0, at - call.window + 1)
-    k, v = k[:, :, None, begin:end], v[:, :, None, begin:end]
+    first, seen = call.visibility.block(at, end, q.device)
+    k, v = k[:, :, None, first:end], v[:, :, None, first:end]
     scores = q @ k.transpose(-1, -2) * call.scale
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
-    distance = torch.arange(at, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
-    hidden = distance < 0 if call.window is None else (distance < 0) | (distance >= call.window)
-    scores = scores.masked_fill(hidden, float("-inf"))
+    scores = scores.masked_fill(~seen, float("-inf"))
     if call.sinks is not None:
         sinks = call.sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]

@@ -1,10 +1,12 @@
 """The table of attention backends.
 
-A backend is a module with ``run(call)`` and ``rejects(shape)``; adding one is a file in this folder and a row here.
+A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``; adding one is a file in this folder and a
+row here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from torch import Tensor
@@ -27,11 +29,15 @@ class Backend(Protocol):
 
     __doc__: str | None
 
+    @property
+    def SERVES(self) -> Collection[str]:
+        """Attributes of :class:`fastpack.backends.call.Visibility` that it follows."""
+
     def run(self, call: AttentionCall, /) -> Tensor:
-        """``[T, H, V]``: attention of each token over its own sequence, itself and before."""
+        """``[T, H, V]``: attention of each token over the keys that ``call.visibility`` says."""
 
     def rejects(self, shape: AttentionShape, /) -> str | None:
-        """Why this backend can't serve, or None if it can."""
+        """Why this backend can't serve, visibility aside, or None if it can."""
 
 
 # In order of preference: `auto` takes the first that does not reject.
@@ -48,6 +54,11 @@ BACKENDS: dict[str, Backend] = {
 
 TRACED = ("torch_varlen",)
 """Backends that are operators of torch's own, which ``torch.compile`` knows: there ``auto`` prefers them."""
+
+
+def why_not(name: str, shape: AttentionShape) -> str | None:
+    """Say why a backend can't serve a shape, or return None if it can."""
+    return shape.visibility.rejects(BACKENDS[name].SERVES) or BACKENDS[name].rejects(shape)
 
 
 def in_order(shape: AttentionShape) -> list[str]:

@@ -17,6 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import HALF_DTYPES, lacks
 
+SERVES = ("window",)
+
 QUERY_BLOCK = 512
 
 
@@ -32,11 +34,11 @@ def run(call: AttentionCall) -> Tensor:
         for q, k, v in call.runs():
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))
             length = q.shape[2]
-            window = length if call.window is None else min(call.window, length)
-            if window == length and (length <= QUERY_BLOCK or _has_fused_kernel(call)):
+            whole = call.window is None or call.window >= length
+            if whole and (length <= QUERY_BLOCK or _has_fused_kernel(call)):
                 block = _sdpa(call, q, k, v, None)
             else:
-                block = torch.cat([_banded(call, q, k, v, at, window) for at in range(0, length, QUERY_BLOCK)], 2)
+                block = torch.cat([_banded(call, q, k, v, at) for at in range(0, length, QUERY_BLOCK)], 2)
             out.append(block.transpose(1, 2).flatten(0, 1))
     return torch.cat(out) if len(out) > 1 else out[0]
 
@@ -48,12 +50,10 @@ def _has_fused_kernel(call: AttentionCall) -> bool:
     return call.q.device.type != "cuda" or call.groups == 1 or call.q.dtype in HALF_DTYPES
 
 
-def _banded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int, window: int) -> Tensor:
+def _banded(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
     end = min(at + QUERY_BLOCK, q.shape[2])
-    begin = max(0, at - window + 1)
-    distance = torch.arange(at, end, device=q.device)[:, None] - torch.arange(begin, end, device=q.device)
-    seen = (distance >= 0) & (distance < window)
-    return _sdpa(call, q[:, :, at:end], k[:, :, begin:end], v[:, :, begin:end], seen)
+    first, seen = call.visibility.block(at, end, q.device)
+    return _sdpa(call, q[:, :, at:end], k[:, :, first:end], v[:, :, first:end], seen)
 
 
 def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

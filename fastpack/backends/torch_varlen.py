@@ -11,6 +11,8 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import flash2_rejects, lacks
 from fastpack.utils.compile import known_once
 
+SERVES = ("window",)
+
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why torch's varlen kernel can't compute this, or None."""
@@ -22,7 +24,7 @@ def run(call: AttentionCall) -> Tensor:
     """``[T, H, V]``; grouped key/value heads are read as they are."""
     from torch.nn.attention.varlen import varlen_attn
 
-    window = call.effective_window
+    window = call.visibility.window
     out = varlen_attn(
         call.q,
         call.k,

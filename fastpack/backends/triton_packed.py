@@ -25,6 +25,8 @@ from fastpack.utils.compile import known_once
 if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores
 
+SERVES = ("window",)
+
 
 def rejects(shape: AttentionShape) -> str | None:
     """Why these kernels can't compute this, or None."""
@@ -57,7 +59,7 @@ def run(call: AttentionCall) -> Tensor:
     scale = call.scale
     if scale <= 0:  # the kernel looks for the largest score before it scales
         q, scale = q * (-1 if scale else 0), abs(scale) or 1.0
-    scores = Scores(scale, call.effective_window, call.softcap)
+    scores = Scores(scale, call.visibility.window, call.softcap)
     rows = rows_of(call.packed.row_count)
     out: Tensor = _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, rows, scores)
     return out

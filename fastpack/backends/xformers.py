@@ -15,6 +15,8 @@ from fastpack.backends.limits import HALF_DTYPES, lacks, needs_cuda, wrong_dtype
 from fastpack.utils.compile import known_once
 from fastpack.utils.versions import install_command
 
+SERVES = ("window",)
+
 RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
 """The library that xformers' wheel is linked with, and the package that brings it: torch for CUDA 13 has another."""
 
@@ -39,7 +41,7 @@ def run(call: AttentionCall) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
     k, v = call.expanded_kv()
-    window = call.effective_window
+    window = call.visibility.window
     out: Tensor = memory_efficient_attention(
         call.q[None],
         k[None],

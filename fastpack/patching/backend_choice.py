@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fastpack.attention_dispatch import AttentionShape, choose, explain
+from fastpack.attention_dispatch import AttentionShape, Visibility, choose, explain
 from fastpack.backends.flash_attn import LONG
 from fastpack.families import AttentionSpec, Spec
 from fastpack.layers.windows import window_of
@@ -31,7 +31,7 @@ def attention_shape(backbone: Any, module: Any, spec: Spec | None) -> AttentionS
         num_kv_heads=heads // max(1, getattr(module, "num_key_value_groups", 1)) or heads,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
-        window=window_of(module, spec),
+        visibility=Visibility(window_of(module, spec)),
         softcap=softcap,
         sinks=getattr(module, "sinks", None) is not None,
         dropout=float(dropout) if isinstance(dropout, (int, float)) else 0.0,

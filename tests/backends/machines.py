@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastpack.backends.call import AttentionShape
+from fastpack.backends.call import AttentionShape, Visibility
 
 Machine = Callable[[int, int], None]
 
@@ -15,8 +15,8 @@ T4, V100, A100, RTX4090, H100, B200 = (7, 5), (7, 0), (8, 0), (8, 9), (9, 0), (1
 HALF, BF16, FLOAT, DOUBLE = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
-def shape(device: str = "cuda", dtype: torch.dtype = BF16, **changes: Any) -> AttentionShape:
+def shape(device: str = "cuda", dtype: torch.dtype = BF16, window: int | None = None, **changes: Any) -> AttentionShape:
     """Llama's attention, and what is changed of it."""
     facts: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "value_dim": 128}
-    facts |= {"total_tokens": 4096, "num_sequences": 8, "max_seqlen": 900}
+    facts |= {"total_tokens": 4096, "num_sequences": 8, "max_seqlen": 900, "visibility": Visibility(window)}
     return AttentionShape(torch.device(device), dtype, **{**facts, **changes})

@@ -13,7 +13,7 @@ from attention_cases import Case
 from machines import A100, B200, BF16, DOUBLE, FLOAT, H100, HALF, RTX4090, T4, V100, Machine, shape
 
 from fastpack import BackendUnavailableError
-from fastpack.attention_dispatch import BACKENDS, attend, check_name, choose, explain
+from fastpack.attention_dispatch import BACKENDS, AttentionCall, Visibility, attend, check_name, choose, explain
 from fastpack.backends import (
     flash_attn,
     flex,
@@ -25,6 +25,7 @@ from fastpack.backends import (
     xformers,
 )
 from fastpack.backends.call import AttentionShape
+from fastpack.packing.seqlens import PackedSeqLens
 
 # Nothing but torch is installed.
 CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
@@ -221,6 +222,32 @@ def test_old_gpus(
     assert said in str(backend.rejects(shape(dtype=dtype)))
     machine(*(int(n) for n in wanted.split(".")))
     assert backend.rejects(shape(dtype=dtype)) is None
+
+
+def test_no_backend_sees_earlier_segments() -> None:
+    """``attend`` makes sequences whole first; whoever asks for segments themselves is told that nobody serves them."""
+    asked = shape("cpu", visibility=Visibility(segments=True))
+    assert set(explain(asked).values()) == {"serves no segments"}
+    with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: serves no segments; "):
+        choose(asked)
+    assert None in explain(shape("cpu")).values(), "nothing else is wrong with it"
+
+
+def test_a_backend_without_windows_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not name is another's to serve; by its name it is refused aloud."""
+    assert choose(shape("cpu", window=7)) == "segments"
+    monkeypatch.setattr(segments, "SERVES", ())
+    assert choose(shape("cpu", window=7)) == "reference"
+    with pytest.raises(BackendUnavailableError, match=r"'segments' can't serve .* window 7: serves no window"):
+        choose(shape("cpu", window=7), "segments")
+    assert choose(shape("cpu"), "segments") == "segments"
+    call = AttentionCall(*torch.randn(3, 9, 2, 8), PackedSeqLens.from_lengths([5, 4]), 0.3, window=3)
+    ran = []
+    monkeypatch.setattr(segments, "run", lambda call: ran.append(call) or call.q)
+    attend(call)
+    assert not ran
+    attend(replace(call, window=5))  # no sequence is longer
+    assert len(ran) == 1
 
 
 def test_the_last_resort_never_rejects() -> None:

@@ -123,7 +123,8 @@ def test_no_more_compilations_than_buckets(
 ) -> None:
     """Of either pass, with the gradients of sequences alone; and each of two mistakes costs more."""
     leaks = broken == "lengths are read"
-    backend = SimpleNamespace(run=read_lengths if leaks else torch_varlen.run, rejects=lambda shape: None)
+    run = read_lengths if leaks else torch_varlen.run
+    backend = SimpleNamespace(run=run, rejects=lambda shape: None, SERVES=torch_varlen.SERVES)
     monkeypatch.setitem(BACKENDS, "torch_varlen", backend)  # type: ignore[arg-type]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen_attn)
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TRAINED", 64)  # several to a batch

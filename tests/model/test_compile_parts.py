@@ -15,8 +15,9 @@ import fastpack
 from fastpack import PackedSeqLens
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends import custom_op as opaque
-from fastpack.backends import limits, segments, torch_varlen
-from fastpack.backends.call import AttentionCall, AttentionShape
+from fastpack.backends import limits, segments
+from fastpack.backends.call import AttentionCall, AttentionShape, Visibility
+from fastpack.backends.registry import why_not
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.ops.norm import rms_norm
 from fastpack.utils.compile import _with_limit, compile_often, known_once
@@ -89,8 +90,9 @@ def test_what_a_gpu_is_asked_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(limits, "cuda_capability", lambda shape: limits._capability(shape.device))
 
     def choose(x: Tensor) -> Tensor:
-        shape = AttentionShape(torch.device("cuda", 0), torch.bfloat16, 4, 2, 16, 16, total_tokens=x.shape[0])
-        return x + (1 if torch_varlen.rejects(shape) is None else 2)
+        seen, tokens = Visibility(), x.shape[0]
+        shape = AttentionShape(torch.device("cuda", 0), torch.bfloat16, 4, 2, 16, 16, seen, total_tokens=tokens)
+        return x + (1 if why_not("torch_varlen", shape) is None else 2)
 
     compiled = torch.compile(choose, fullgraph=True, backend="eager", dynamic=True)
     assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
