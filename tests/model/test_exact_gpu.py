@@ -64,9 +64,10 @@ def test_varlen_families(model_type: str) -> None:
     def build_tiny(dtype: torch.dtype) -> nn.Module:
         return tiny_model(model_type).to("cuda", dtype)
 
-    model = fastpack.patch(build_tiny(torch.bfloat16))
+    oracle = Oracle.of(build_tiny, torch.bfloat16)
+    model = fastpack.patch(build_tiny(oracle.dtype))
     assert fastpack.report(model).rung == "varlen"
-    assert Oracle.of(build_tiny, torch.bfloat16).prove(model).problem is None
+    assert oracle.prove(model).problem is None
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "not reentrant"])

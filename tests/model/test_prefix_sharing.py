@@ -40,7 +40,7 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.data.packed_collators import PackedPreferenceCollator, PackedSFTCollator
 from fastpack.exactness.rule import compare_norms
-from fastpack.packing.prefixes import Prefixes
+from fastpack.packing.prefixes import Prefixes, find_prefixes
 
 NAIVE_BOUND = 1e-2
 FAMILIES = ("llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3", "mixtral", "gpt2", "gpt_neox", "opt")
@@ -133,7 +133,7 @@ def test_negative_control(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many is shared, or the wrong sequences: the comparison sees it, and so do the ids."""
     model, sequences = tiny_model("llama"), pairs()
     alone = run_alone(model, sequences)
-    true = fastpack.packing.prefixes.find_prefixes([len(s) for s in sequences], torch.cat(sequences))
+    true = find_prefixes([len(s) for s in sequences], torch.cat(sequences))
     longer = tuple(n + (n == max(true.shared)) for n in true.shared)
     wrong = {
         "first": Prefixes((0, 1), (0, 1)),  # two prompts' first tokens
@@ -308,7 +308,7 @@ def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -
     """In one copy: the door looks for prefixes once more only where lengths were made without ids."""
     model = patched(tiny_model("llama"))
     looked: list[int] = []
-    found = fastpack.packing.prefixes.find_prefixes
+    found = find_prefixes
     monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *a: looked.append(1) or found(*a))
     run_batch(model, pairs(), kind)
     assert not looked

@@ -11,7 +11,7 @@ from op_checks import DEVICES, KERNEL_DTYPES, assert_no_worse, relative
 from torch import Tensor
 
 from fastpack.cuda_graphs.recorder import no_synchronisation
-from fastpack.ops.linear import row_limited_mm as products
+from fastpack.ops import row_count
 from fastpack.ops.linear.row_limited_mm import go_together, sum_of_products, sums_of_products
 from fastpack.ops.row_count import RowCount, Sum
 from fastpack.ops.tile_plan import plan
@@ -55,7 +55,7 @@ def take_plan(programs: int, above: int, tiles: int, members: int, monkeypatch: 
     """
     monkeypatch.setattr(kernels, "processors", lambda _: programs)
     most = lambda rows: -(-rows // kernels.BLOCK_BELOW) // 3  # noqa: E731
-    monkeypatch.setattr(products, "plan", lambda rows, *_: (min(above, most(rows)), tiles, members))
+    monkeypatch.setattr(row_count, "plan", lambda rows, *_: (min(above, most(rows)), tiles, members))
 
 
 def plan_taken(count: RowCount, rows: int) -> list[int]:
@@ -301,7 +301,7 @@ def test_a_recorded_launch_serves_other_counts(monkeypatch: pytest.MonkeyPatch) 
 
 def test_kinds_of_launches_have_plans_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there is room for; those behind that make neither tall tiles nor teams."""
-    monkeypatch.setattr(products, "MOST_KINDS", 3)
+    monkeypatch.setattr(row_count, "MOST_KINDS", 3)
     count = counted(T, "cpu")
     first, second = table_of(16, 64, 8, False), table_of(16, 64, 8, True)
     assert first != second, "the check can fail"
