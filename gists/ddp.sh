@@ -41,7 +41,7 @@ example() {
 import sys
 from pathlib import Path
 
-from fastpack.commands.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
+from fastpack.cli.demo.data import make_rows, tiny_llama, train_tokenizer, write_rows
 
 folder, rows = Path(sys.argv[1]), make_rows(64)
 tokenizer = train_tokenizer(rows)

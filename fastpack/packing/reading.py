@@ -144,9 +144,9 @@ def already_read(
     if ours.padding.batch_shape is None and alone and len(given) == 1 and shape == (1, ours.real_tokens):
         if compiling:  # it would read every length to make another one, and the shape says nothing new
             return ours
+        ours = ours.to(device)
         padding = replace(ours.padding, batch_shape=shape, starts_rows=ours.num_sequences == 1)
-        # kept: a policy and its reference, given the same lengths, share what follows from them
-        return ours.memo(("read", device), lambda: replace(ours, padding=padding).to(device))
+        return replace(ours, padding=padding)  # what follows from the lengths is kept with those that were given
     return None
 
 

@@ -70,7 +70,7 @@ class PackedSeqLens:
     prefixes: Prefixes | None = None
     shared: SharedTokens | None = None
     row_count: RowCount | None = None
-    _memo: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _memo: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int] | Tensor, *, device: torch.device | str = "cpu") -> PackedSeqLens:
@@ -132,11 +132,11 @@ class PackedSeqLens:
         """Return the same lengths with their tensors on ``device``; None, which accelerate may pass, leaves them."""
         if device is None or torch.device(device) == self.cu_seqlens.device:
             return self
-        return map_tensors(self, lambda x: x.to(device, non_blocking=non_blocking))
+        return replace(map_tensors(self, lambda x: x.to(device, non_blocking=non_blocking)), _memo={})
 
     def pin_memory(self) -> PackedSeqLens:
         """Return the same lengths in pinned memory, for torch's data loader, so that moving them waits for nobody."""
-        return map_tensors(self, Tensor.pin_memory)
+        return replace(map_tensors(self, Tensor.pin_memory), _memo={})
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy or a pickle leaves out what is only kept for speed: a block mask holds closures, which don't pickle.
@@ -185,6 +185,7 @@ class PackedSeqLens:
             padding=padding,
             bucket=bucket,
             bucket_padding=bucket_padding,
+            _memo={},
         )
 
     def write_bucketed(self, bucket: Bucket, cu_seqlens: Tensor, position_ids: Tensor) -> None:
@@ -202,7 +203,7 @@ class PackedSeqLens:
         row = Padding((1, self.total_tokens))
         if self.bucket is not None:  # whether a bucket needs padding must not decide what is there
             row = replace(row, bucket_start=self.cu_seqlens.new_full((), self.total_tokens - sum(self.bucket_padding)))
-        return replace(self, padding=row)
+        return replace(self, padding=row, _memo={})
 
     def prefixes_in(self, ids_1T: Tensor) -> Prefixes:
         """Return the prefixes found where the batch was read, else find them now, in ids and positions.
@@ -226,7 +227,8 @@ class PackedSeqLens:
         def build() -> PackedSeqLens:
             copies = prefixes.copies(self.lengths, self.cu_seqlens.device)
             positions = self.position_ids.index_select(1, copies.first)
-            return replace(self, shared=SharedTokens(copies, positions))
+            # another memo: what is kept in one must not keep it
+            return replace(self, shared=SharedTokens(copies, positions), _memo={})
 
         return self.memo(("shared", prefixes), build)
 
