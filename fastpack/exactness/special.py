@@ -24,8 +24,6 @@ INDEX_HEADS = 32
 kept is up to the sort."""
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-EARLIER = {FULL: "attention", LINEAR: "mamba"}
-"""What the configs of Granite's and Nemotron's hybrids call them before transformers 5.13."""
 
 
 def layers(*kinds: str, name: str = "layer_types", **more: Any) -> dict[str, Any]:

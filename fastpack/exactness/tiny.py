@@ -24,7 +24,6 @@ import torch
 from fastpack.exactness.special import (
     ACTIVE,
     BEYOND,
-    EARLIER,
     EXPERTS,
     FFN,
     HEAD_DIM,
@@ -42,6 +41,7 @@ from fastpack.exactness.special import (
     VOCAB,
     WINDOW,
 )
+from fastpack.layers.windows import EARLIER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -278,8 +278,10 @@ def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool
 
 def _in_the_words_of(own: Any, given: Any) -> Any:
     """Return kinds of layers as the config's own list names them; any other value as it is."""
-    earlier = isinstance(own, list) and isinstance(given, list) and "mamba" in own
-    return [EARLIER.get(kind, kind) for kind in given] if earlier else given
+    if not isinstance(own, list) or not isinstance(given, list) or not any(kind in own for kind in EARLIER):
+        return given
+    words = {now: earlier for earlier, now in EARLIER.items()}
+    return [words.get(kind, kind) for kind in given]
 
 
 def _with_traits(config: Any, values: Mapping[str, Any], settings: Mapping[str, Any], factor: float) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 ``proved.json`` is data, written by ``fastpack families --from RUN.json --lock``: a class's name, the hashes of its
 sources, and the releases that have each. A class is proved with the form that its family's row gives it; a form of
 ``earlier`` releases has an entry of its own. Classes without a form are those that mix tokens in their stock forward.
+A mixer whose forward runs packed over kernels has a second entry, ``(packed)``: no run shows that it mixes tokens
+nowhere else, so that a new hash is entered there by hand, once it was read and
+``tests/layers/mixers/test_packed_mixer.py`` passes.
 """
 
 from __future__ import annotations
@@ -47,6 +50,11 @@ def forms_of(family: Family) -> Iterator[tuple[str, str, Spec]]:
     """Return each form of a family: its name in the lock file, its class's name, and the form."""
     yield from ((name, name, form) for name, form in family.fast.items())
     yield from ((f"{name} (earlier)", name, form) for name, form in family.earlier.items())
+
+
+def packed_name(name: str) -> str:
+    """Return the name in the lock file of a mixer's forward that may run packed."""
+    return f"{name} (packed)"
 
 
 def stock_mixing(family: Family) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ Form = Any
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _RECURRENT = ("linear_attention", "conv")
 """The types of layers whose mask says what is padding, and hides no later tokens."""
-_EARLIER = {"mamba": "linear_attention", "attention": FULL}
-"""What some configs call them before transformers 5.13."""
+EARLIER = {"mamba": "linear_attention", "attention": FULL}
+"""What the configs of Granite's and Nemotron's hybrids call them before transformers 5.13."""
 
 
 def window_of(module: Any, form: Form) -> int | None:
@@ -115,7 +115,7 @@ def _configs(backbone: Any, owner: Any) -> list[Any]:
 
 
 def _misfit(config: Any, name: str, module: Any, form: Form, place: int) -> Misfit | None:
-    kinds = [_EARLIER.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
+    kinds = [EARLIER.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
     if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
         return None
     asked, size = kinds[place], getattr(config, "sliding_window", None)

@@ -7,7 +7,7 @@ from typing import Any
 
 from fastpack.errors import UntriedVersionWarning
 from fastpack.exactness.tiny import build_tiny
-from fastpack.families.lock import forms_of, hash_of, stock_mixing
+from fastpack.families.lock import forms_of, hash_of, is_proved, packed_name, stock_mixing
 from fastpack.families.source import UNREADABLE
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.match import settle
@@ -18,7 +18,7 @@ from fastpack.utils.classes import stock_class
 
 def sources_of(model_type: str) -> dict[str, str]:
     """Return the hashes of the classes of a family's tiny model: those whose forms are proved, or matched now, and
-    those that mix tokens in their stock forward.
+    those that mix tokens in their stock forward; packed only those that were read.
 
     Warns:
         FastpackWarning: a class does not compute what its row says; it is left out.
@@ -35,4 +35,5 @@ def sources_of(model_type: str) -> dict[str, str]:
     entries = {name: classes[cls] for name, cls, form in forms_of(family) if cls in classes and specs.get(cls) == form}
     entries |= {name: classes[name] for name in stock_mixing(family) if name in classes}
     found = {name: hash_of(cls, family) for name, cls in entries.items()}
+    found |= {packed_name(name): h for name, h in found.items() if is_proved(packed_name(name), h)}
     return {name: source for name, source in found.items() if source != UNREADABLE}

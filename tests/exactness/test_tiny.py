@@ -144,3 +144,13 @@ def test_overrides_win_and_are_known_by_either_name() -> None:
 def test_a_name_that_the_mapping_does_not_have_is_refused() -> None:
     with pytest.raises(KeyError):
         tiny.tiny_config("no_such_family")
+
+
+@pytest.mark.parametrize(
+    ("own", "kinds"), [("mamba", ["mamba", "attention"]), ("conv", ["linear_attention", "full_attention"])]
+)
+def test_kinds_of_layers_are_in_the_words_of_the_release(own: str, kinds: list[str]) -> None:
+    """Granite's and Nemotron's hybrids had others before transformers 5.13."""
+    assert tiny._in_the_words_of([own, own], ["linear_attention", "full_attention"]) == kinds
+    assert tiny._in_the_words_of([own, own], 5) == 5
+    assert tiny._in_the_words_of([[1], [2]], [[3]]) == [[3]]

@@ -17,8 +17,11 @@ from fastpack.families.forms import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.registry import FAMILIES
 from fastpack.families.source import source_hash
 from fastpack.families.spec import Family
+from fastpack.testing.sources import sources_of
 
 HERE = [family for family in FAMILIES.values() if family.model_type in model_types()]
+
+SCANNING = [name for family in FAMILIES.values() for name, spec in family.mixers.items() if spec.scan]
 
 
 def classes_of(family: Family) -> Iterator[tuple[str, Any]]:
@@ -50,9 +53,18 @@ def test_a_name_is_one_class() -> None:
     assert [name for name, found in modules.items() if len(found) > 1] == []
 
 
+@pytest.mark.parametrize("name", SCANNING)
+def test_every_mixer_that_may_run_packed_was_read(name: str) -> None:
+    """On the installed transformers; where this fails, read its forward first."""
+    (family,) = (family for family in FAMILIES.values() if name in family.mixers)
+    cls = getattr(importlib.import_module(family.module), name, None)
+    assert cls is None or lock.is_proved(lock.packed_name(name), lock.hash_of(cls, family))
+
+
 def test_nothing_else_is_in_it() -> None:
     named = {name for family in FAMILIES.values() for name, _, _ in lock.forms_of(family)}
     named |= {name for family in FAMILIES.values() for name in lock.stock_mixing(family)}
+    named |= {lock.packed_name(name) for name in SCANNING}
     assert lock.proved().keys() - named == set()
 
 
@@ -78,3 +90,25 @@ def test_a_form_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lock, "proved", lambda name=name: {name: {found: ["5.24.0"]}})
         assert lock.proved_form(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == form
         assert lock.proved_form(LlamaMLP, FAMILIES["llama"]) is None
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "lfm2", "nemotron_h", "gemma4"])
+def test_a_run_enters_what_is_there(model_type: str) -> None:
+    for name, found in sources_of(model_type).items():
+        assert transformers.__version__ in lock.proved()[name][found]
+
+
+def test_a_run_enters_what_is_proved_or_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = sources_of("llama")
+    assert found.keys() == FAMILIES["llama"].fast.keys()
+    monkeypatch.delitem(lock.proved(), "LlamaRMSNorm")
+    assert sources_of("llama") == found, "its twin matches"
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
+    assert sources_of("llama").keys() == found.keys() - {"LlamaMLP"}
+
+
+def test_a_run_does_not_say_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"Lfm2ShortConv", "Lfm2ShortConv (packed)"} <= sources_of("lfm2").keys()
+    monkeypatch.delitem(lock.proved(), "Lfm2ShortConv (packed)")
+    assert "Lfm2ShortConv (packed)" not in sources_of("lfm2")
+    assert "Lfm2ShortConv" in sources_of("lfm2")

@@ -266,3 +266,17 @@ def test_recurrent_layers_in_their_places() -> None:
         assert not sees_later_tokens(model)
         alone = run_alone(model, make_sequences(VOCAB))
         check_exact(fastpack.patch(model), alone)
+
+
+@pytest.mark.parametrize("misplaced", [False, True])
+def test_the_words_of_earlier_releases(misplaced: bool) -> None:
+    """Granite's hybrids called their layers mamba and attention."""
+    model: Any = build_tiny("granitemoehybrid")
+    words = {"linear_attention": "mamba", "full_attention": "attention"}
+    kinds = [words[kind] for kind in model.config.layer_types]
+    model.config.layer_types = kinds[::-1] if misplaced else kinds
+    if misplaced:
+        with pytest.raises(PatchError, match="layers were moved"):
+            fastpack.patch(model)
+    else:
+        fastpack.patch(model)

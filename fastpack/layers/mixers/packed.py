@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
-from fastpack.families.lock import is_proved
+from fastpack.families.lock import is_proved, packed_name
 from fastpack.families.source import forward_hash
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
@@ -43,7 +43,7 @@ def packed_rejects(
         return f"the forward of {name} was replaced by someone else"
     if any(hasattr(child, "_hf_hook") for child in module.modules() if isinstance(child, nn.Conv1d)):
         return f"{name} has a convolution with hooks, whose weight must be brought here first"
-    if not is_proved(stock_class(module).__name__, forward_hash(type(module).forward)):
+    if not is_proved(packed_name(stock_class(module).__name__), forward_hash(type(module).forward)):
         return f"the forward of {name} is not one that was read"
     return mixer_kernels.rejects(spec.scan, device, dtype)
 
