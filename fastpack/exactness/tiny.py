@@ -279,7 +279,7 @@ def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool
 
 def _in_the_words_of(own: Any, given: Any) -> Any:
     """Return kinds of layers as the config's own list names them; any other value as it is."""
-    if not isinstance(own, list) or not isinstance(given, list) or not EARLIER.keys() & {*own}:
+    if not isinstance(own, list) or not isinstance(given, list) or not any(kind in own for kind in EARLIER):
         return given
     words = {now: earlier for earlier, now in EARLIER.items()}
     return [words.get(kind, kind) for kind in given]

@@ -42,6 +42,7 @@ from fastpack.patching.plan import Plan, plan_recognised
 from fastpack.patching.recognise import own_class, recognise, with_specs
 from fastpack.utils.classes import stock_class
 from fastpack.utils.replacement import Replacement
+from fastpack.utils.signatures import accepted
 
 OPTIONS = PatchOptions(attention="reference", kernels="torch")
 """The definitions: the same on every machine."""
@@ -324,7 +325,8 @@ def patched(model: Any, family: Family, specs: Mapping[str, Spec], options: Patc
 def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast: Mapping[str, Spec]) -> str | None:
     """Why the fused loss of a head's spec is not what its class computes, or None.
 
-    Its own loss is compared, and all gradients, on one sequence: a loss that balances experts is no sum over sequences.
+    Its own loss is compared, and the gradients of matrices, behind the same layers and on one sequence: a loss that
+    balances experts is no sum over sequences.
     """
     try:
         cls: Any = getattr(sys.modules[family.module], name)
@@ -333,26 +335,28 @@ def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast:
         return f"can't be shrunk: {said(error)}"
     try:
         specs = {**recognise(find_parts(model), family).specs, **fast, name: spec}
-        stock = _loss(model)
+        with patched(model, family, specs):
+            stock = _loss(model)
         with patched(model, family, specs, replace(OPTIONS, loss="fused")):
-            found = _loss(model, fused=True)
-        off = error_of(found, stock, half=False)
+            off = error_of(_loss(model, fused=True), stock, half=False)
     except FOREIGN as error:
         return f"fails in its twin: {said(error)}"
     return None if off <= FULL_BOUND else f"off by {off:.1e} in float32, where {FULL_BOUND:.1e} is allowed"
 
 
 def _loss(model: Any, *, fused: bool = False) -> Result:
-    """The loss of the longest sequence, in place of logits, and all gradients."""
+    """The loss of the longest sequence, in place of logits, and the gradients of matrices: a vector's sums may cancel."""
     ids = max(distinct_sequences(), key=len)[None]
     model.zero_grad(set_to_none=True)
     routed = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
-    outputs = model(input_ids=ids, labels=ids.clone(), **routed)
+    uncached = accepted(type(model).forward, {"use_cache": False})
+    outputs = model(input_ids=ids, labels=ids.clone(), **routed, **uncached)
     if fused and outputs.logits is not None:
         raise ValueError("its loss was computed from logits")
     outputs.loss.backward()
     loss = outputs.loss.detach()
-    return Result([loss[None]], loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim > 1 and p.grad is not None}
+    return Result([loss[None]], loss, {name: p.grad.clone() for name, p in matrices.items()})
 
 
 def said(error: Exception) -> str:

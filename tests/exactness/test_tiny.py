@@ -153,3 +153,4 @@ def test_kinds_of_layers_are_in_the_words_of_the_release(own: str, kinds: list[s
     """Granite's and Nemotron's hybrids had others before transformers 5.13."""
     assert tiny._in_the_words_of([own, own], ["linear_attention", "full_attention"]) == kinds
     assert tiny._in_the_words_of([own, own], 5) == 5
+    assert tiny._in_the_words_of([[1], [2]], [[3]]) == [[3]]
