@@ -69,7 +69,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     value_dim: int
-    visibility: Visibility = Visibility()
+    visibility: Visibility
     softcap: float | None = None
     sinks: bool = False
     dropout: float = 0.0

@@ -169,14 +169,14 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
         KernelUnavailableError: kernels that nothing here can run.
         BackendUnavailableError: no such attention backend, or one that can't serve here.
     """
-    from fastpack.attention_dispatch import AttentionShape
+    from fastpack.attention_dispatch import AttentionShape, Visibility
     from fastpack.attention_dispatch import choose as choose_backend
 
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
     config = make_config(settings.shape)
     heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
     device = torch.device("cuda" if on_gpu else "cpu")
-    shape = AttentionShape(device, dtype_of(device), heads, kv_heads, size, size)
+    shape = AttentionShape(device, dtype_of(device), heads, kv_heads, size, size, Visibility())
     choose_backend(shape, settings.attention)
     try:
         settings.timed_batches()

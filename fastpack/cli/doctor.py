@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import fastpack
-from fastpack.attention_dispatch import AttentionShape, explain
+from fastpack.attention_dispatch import AttentionShape, Visibility, explain
 from fastpack.cli.flags import make_parser
 from fastpack.utils.versions import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
 
@@ -97,7 +97,8 @@ def _devices() -> dict[torch.device, str]:
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
     """Why a backend can't serve a dtype, or None, by backend and dtype."""
     shapes = {
-        name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM) for name in DTYPES
+        name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, Visibility())
+        for name in DTYPES
     }
     why = {name: explain(shape) for name, shape in shapes.items()}
     return {backend: {dtype: why[dtype][backend] for dtype in DTYPES} for backend in why[DTYPES[0]]}

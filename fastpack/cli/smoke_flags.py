@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fastpack.attention_dispatch import BACKENDS, AttentionShape
+from fastpack.attention_dispatch import BACKENDS, AttentionShape, Visibility
 from fastpack.attention_dispatch import choose as choose_backend
 from fastpack.cli import UsageError, require_file
 from fastpack.cli.flags import POSITIVE
@@ -78,7 +78,7 @@ def _check_backend(name: str, setting: Setting) -> None:
         return
     device, dtype, size = torch.device(setting.device), getattr(torch, setting.dtype), setting.head_dim
     try:
-        choose_backend(AttentionShape(device, dtype, HEADS, KV_HEADS, size, size), name)
+        choose_backend(AttentionShape(device, dtype, HEADS, KV_HEADS, size, size, Visibility()), name)
     except BackendUnavailableError as error:
         raise UsageError(f"--backends {name}: {error}") from error
 
