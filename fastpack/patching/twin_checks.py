@@ -345,7 +345,7 @@ def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast:
 
 
 def _loss(model: Any, *, fused: bool = False) -> Result:
-    """The loss of the longest sequence, in place of logits, and the gradients of matrices: a vector's sums may cancel."""
+    """The loss of the longest sequence in place of logits, and gradients of matrices: sums of vectors may cancel."""
     ids = max(distinct_sequences(), key=len)[None]
     model.zero_grad(set_to_none=True)
     routed = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
