@@ -221,7 +221,7 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
     model = graphed(models[1])
     for lengths in (SMALL, LARGE, SMALL):
         check(step(model, lengths), step(plain, lengths))
-    assert not any(recorded._tail_of_zeros for recorded in runner(model)._recordings.steps.values())
+    assert not any(recorded._pads_with_zeros for recorded in runner(model)._recordings.steps.values())
     assert runner(model).stats.replays == 3
     found = step_module._find_reached
     monkeypatch.setattr(step_module, "_find_reached", lambda *a, **k: (*found(*a, **k)[:2], True))
