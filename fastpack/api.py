@@ -164,7 +164,10 @@ def _refuse_spread_sequences(target: object) -> None:
 
 
 def unpatch(target: T) -> T:
-    """Restore every forward and config of a patched model or trainer exactly. Does nothing to one not patched."""
+    """Restore every forward and config of a patched model or trainer exactly. Does nothing to one not patched.
+
+    A forward that somebody has wrapped since stays inside their wrapper, disabled: it calls the stock one.
+    """
     for model in models_of(target):
         restore(model)
     _plan_trainer(target, None, None)()

@@ -1,7 +1,8 @@
 """The table of attention backends.
 
 A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``; adding one is a file in this folder and a
-row here.
+row here, in the order in which ``auto`` asks. :data:`TRACED` names those that ``torch.compile`` knows, ``READ_LENGTHS``
+in :mod:`fastpack.backends.custom_op` those that read lengths on the host; ``patch``'s docstring and README list all.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
     contestant = CONTESTANTS[settings.contestant]
     stock = backend = "sdpa"
     if contestant.varlen:
-        from fastpack.bench import varlen_attention
+        from fastpack.bench import stock_varlen
 
-        stock, backend = varlen_attention.implementation()
+        stock, backend = stock_varlen.implementation()
     torch.manual_seed(settings.seed)
     dtype = dtype_of(device)
     with device:

@@ -41,7 +41,7 @@ from fastpack.exactness.special import (
     VOCAB,
     WINDOW,
 )
-from fastpack.layers.windows import EARLIER
+from fastpack.layers.window_checks import EARLIER
 from fastpack.utils.protocols import ConfigLike
 
 if TYPE_CHECKING:

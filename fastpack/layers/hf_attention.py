@@ -1,4 +1,7 @@
-"""Packed attention for modules whose own forward is kept: an implementation in transformers' interface."""
+"""Packed attention for modules whose own forward is kept: an implementation in transformers' interface.
+
+Attention whose form is known has a forward of its own instead, in :mod:`fastpack.layers.attention`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The door: where a batch becomes packed before the backbone, and is put back behind it.
+"""The backbone's forward: un-pad a batch, or read how it is packed, run, and re-pad what comes out.
+
+Where labels come, the head does so before it calls the backbone (:mod:`fastpack.model.head`), and its loss runs on real
+tokens too.
 
 Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 """
@@ -21,8 +24,8 @@ from fastpack.model.checks import (
     refuse_windows,
     takes_stock_path,
 )
+from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.outputs import put_back, spread_out
-from fastpack.model.repadded import repadded_forward
 from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import pack_inputs, take_packing

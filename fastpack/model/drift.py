@@ -9,7 +9,7 @@ from torch import nn
 
 from fastpack.layers.hf_attention import follow_stock_config
 from fastpack.layers.stock_attention import StockAttention
-from fastpack.layers.windows import LayerOrder
+from fastpack.layers.window_checks import LayerOrder
 from fastpack.utils.classes import Classes
 
 
@@ -41,7 +41,7 @@ class Watch:
 
         Raises:
             PatchError: see :meth:`fastpack.utils.classes.Classes.check` and
-                :meth:`fastpack.layers.windows.LayerOrder.check`.
+                :meth:`fastpack.layers.window_checks.LayerOrder.check`.
         """
         self.classes.check()
         if self.order is not None:

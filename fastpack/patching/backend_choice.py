@@ -12,7 +12,7 @@ from torch import nn
 from fastpack.attention_dispatch import AttentionShape, Visibility, choose, explain
 from fastpack.backends.flash_attn import LONG
 from fastpack.families.spec import AttentionSpec, Spec
-from fastpack.layers.windows import window_of
+from fastpack.layers.window_checks import window_of
 from fastpack.utils.protocols import ModelLike
 
 

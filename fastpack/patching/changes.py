@@ -1,4 +1,8 @@
-"""What a patch sets on a model: each change can be undone, or disabled, whoever put theirs over it since."""
+"""What a patch sets on a model: each change can be undone, or disabled, whoever put theirs over it since.
+
+A forward is a :class:`fastpack.utils.replacement.Replacement`; what else changes is here. All of them are kept on the
+backbone (:mod:`fastpack.patching.state`).
+"""
 
 from __future__ import annotations
 

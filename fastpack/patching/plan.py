@@ -32,7 +32,7 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.runtime import Runtime
-from fastpack.layers.windows import Form, LayerOrder, narrowest_window, refuse_misplaced
+from fastpack.layers.window_checks import Form, LayerOrder, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import learns_prompts, prompts_pre_hook, replica_pre_hook
 from fastpack.model.drift import Watch

@@ -10,7 +10,7 @@ from torch import nn
 
 from fastpack.families.spec import RUNGS, MixerSpec, Rung
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
-from fastpack.layers.windows import forms_of, misplaced
+from fastpack.layers.window_checks import forms_of, misplaced
 from fastpack.patching.changes import carries_ours, contexts_of
 from fastpack.patching.report import PatchReport
 from fastpack.patching.tiers import layer_rungs, unpadded_share

@@ -34,7 +34,7 @@ from fastpack.families.spec import (
     NormSpec,
     Spec,
 )
-from fastpack.layers.windows import FULL
+from fastpack.layers.window_checks import FULL
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.apply import apply, restore
 from fastpack.patching.options import PatchOptions

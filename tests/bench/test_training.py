@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerState
 
 from fastpack import cli as commands
-from fastpack.bench import loops, models, varlen_attention
+from fastpack.bench import loops, models, stock_varlen
 from fastpack.bench import variant_run as contestant
 from fastpack.bench.preference import learn_later
 from fastpack.bench.same_losses import compare
@@ -242,7 +242,7 @@ def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.Monke
         return attend(AttentionCall(q, k, v, packed, scale=given["scale"]), "reference")
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    varlen_attention._grouped_heads.cache_clear()
+    stock_varlen._grouped_heads.cache_clear()
     figures = train(SMALL, "stock padding_free", "stock + FA2")
     assert compare(figures, "full precision").agree
     assert len(calls) == 4 * 2  # steps and layers
@@ -251,8 +251,8 @@ def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.Monke
 
 def test_padded_batches_are_refused_there() -> None:
     with pytest.raises(ValueError, match="flattened"):
-        varlen_attention.no_mask(attention_mask=torch.ones(2, 3))
-    assert varlen_attention.no_mask(1, 4, 4) is None
+        stock_varlen.no_mask(attention_mask=torch.ones(2, 3))
+    assert stock_varlen.no_mask(1, 4, 4) is None
 
 
 def test_boundaries_are_those_of_trl() -> None:

@@ -18,7 +18,7 @@ from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.runtime import Runtime
-from fastpack.layers.windows import CHUNKED, SLIDING, masked_size
+from fastpack.layers.window_checks import CHUNKED, SLIDING, masked_size
 from fastpack.packing.mask import is_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Forward, Replacement, replaces

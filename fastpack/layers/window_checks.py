@@ -1,4 +1,4 @@
-"""Windows of layers against their places.
+"""Check the windows of layers against their places; each attention reads its own in :mod:`fastpack.layers.attention`.
 
 Upstream masks a layer by its place in ``config.layer_types`` and by ``config.sliding_window``; a packed one reads the
 window that the layer was built with. Both are one until somebody moves layers (cuts some out, or replicates them, as
