@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpack.exactness.tiny import plain_tokens
+from fastpack.utils.signatures import accepted
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
 """A single token, two of a length, and one that outgrows windows, chunks and lengths of a tiny config."""
@@ -34,6 +35,11 @@ def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
         ids[row, start : start + len(sequence)] = sequence
         mask[row, start : start + len(sequence)] = 1
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def single(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """Return what a stock model is called with for one sequence ``[L]`` alone."""
+    return {"input_ids": ids[None], **accepted(type(model).forward, {"use_cache": False})}
 
 
 def flat(sequences: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
-from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
-from fastpack.exactness.rule import Result, bound_of, compare, compare_norms, is_half, middle, verdict_of
+from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences, single
+from fastpack.exactness.rule import CONTROL, Result, bound_of, compare, compare_norms, is_half, middle
+from fastpack.exactness.verification import Check, Verification
 from fastpack.families.registry import FAMILIES
 from fastpack.utils.protocols import ModelLike
-from fastpack.utils.signatures import accepted
 
 DRAWS = 3
 """Of tokens, in half precision."""
@@ -58,8 +58,7 @@ def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool =
     total, count = torch.zeros((), device=device), trained_tokens(sequences)
     for sequence in sequences:
         ids = sequence.to(device)
-        given = {"input_ids": ids[None], **accepted(type(model).forward, {"use_cache": False})}
-        found = scores_of(model(**given, **kwargs))[0]
+        found = scores_of(model(**single(model, ids), **kwargs))[0]
         if own_loss:
             loss = nn.functional.cross_entropy(found[:-1].float(), ids[1:], reduction="sum") / count
         else:
@@ -119,34 +118,16 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@dataclass(frozen=True)
-class Proof:
-    """How far a model is from each sequence alone.
+def checks_of(errors: Mapping[str, float], bound: float, control: float) -> list[Check]:
+    """Return the checks of a model against each sequence alone.
 
-    Attributes:
+    Args:
         errors: of each kind of input, the worst of logits and gradients, relative.
-        bound: what they may be; control: of the logits, where all tokens were taken for one sequence.
+        bound: what they may be; control: the error of the logits where all tokens were taken for one sequence.
     """
-
-    errors: Mapping[str, float]
-    bound: float
-    control: float
-
-    @property
-    def worst(self) -> str:
-        """The kind of input that is off most."""
-        return max(self.errors, key=lambda kind: self.errors[kind])
-
-    @property
-    def problem(self) -> str | None:
-        """Why this is no proof, or None."""
-        error = self.errors[self.worst]
-        verdict = verdict_of(error, self.bound, self.control if self.control > LEAKS else 0.0)
-        if verdict == "not exact":
-            return f"not exact: {self.worst}, {error:.1e} where {self.bound:.0e} is allowed"
-        if verdict == "can't tell":
-            return f"the control is off by {self.control:.1e} only: a leak would not be seen"
-        return None
+    least = max(LEAKS, CONTROL * bound)
+    kinds = [Check(kind, error, bound) for kind, error in errors.items()]
+    return [*kinds, Check("control, taken for one sequence: logits", control, least, at_least=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,7 +189,7 @@ class Oracle:
             return None
         return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
 
-    def prove(self, model: ModelLike) -> Proof:
+    def prove(self, model: ModelLike) -> Verification:
         """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
 
         It knows of the packing of its batches, as a patched model does, and is in training mode.
@@ -221,7 +202,7 @@ class Oracle:
                 model.enable_input_require_grads()
             kind = "reentrant checkpointing" if reentrant else "checkpointing"
             errors[kind] = self._error_of_kind(model, CHECKPOINTED)
-        return Proof(errors, self.bound, control)
+        return Verification.of(model, self.dtype, checks_of(errors, self.bound, control))
 
     def _error_of_kind(self, model: nn.Module, kind: str) -> float:
         """Return the median over draws of how far a batch is from each of its sequences alone."""

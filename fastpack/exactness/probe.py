@@ -5,8 +5,9 @@ Shape suffixes: T tokens, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import PatchError
 from fastpack.exactness.rounding import Nudge, moved_by
-from fastpack.exactness.rule import largest, middle, relative, worst
+from fastpack.exactness.rule import errors_of, largest, middle, worst
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
 SKETCH = 1 << 16
@@ -27,72 +28,52 @@ ENTERING = 4096
 1e-5."""
 
 
-@dataclass(frozen=True, eq=False)
-class Pass:
-    """What one pass over the tokens gave, or the mean of several; float32, tokens in order.
+Pass = dict[str, dict[str, Tensor]]
+"""What one pass over the tokens gave, or the mean of several: float32 tensors by kind and name, tokens in order.
 
-    Attributes:
-        logits: ``[T, V]``; embeddings: the gradients of the tokens' embeddings, ``[T, H]``.
-        weights: of everything that trains, the gradient by name, flat, :data:`SKETCH` numbers at most.
+``logits`` ``[T, V]``; ``embeddings``, the gradients of the tokens' embeddings, ``[T, H]``; and ``weights``, of all that
+trains the gradient, flat, :data:`SKETCH` numbers at most.
+"""
+
+
+def mean(passes: Sequence[Pass]) -> Pass:
+    """Return the mean of passes over the same tokens."""
+    return _merged(passes, lambda _, tensors: torch.stack(tensors).mean(0))
+
+
+def joined(passes: Sequence[Pass]) -> Pass:
+    """Return one pass over the tokens of several, one behind the other: gradients of weights add up."""
+    return _merged(passes, lambda kind, all_: torch.stack(all_).sum(0) if kind == "weights" else torch.cat(all_))
+
+
+def _merged(passes: Sequence[Pass], merge: Callable[[str, list[Tensor]], Tensor]) -> Pass:
+    return {
+        kind: {name: merge(kind, [each[kind][name] for each in passes]) for name in tensors}
+        for kind, tensors in passes[0].items()
+    }
+
+
+def without(found: Pass, tokens: slice) -> Pass:
+    """Return what a pass gave for all other tokens. Gradients of weights are of all, and left out."""
+    logits = found["logits"]["logits"]
+    kept = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    kept[tokens] = False
+    return {kind: {kind: found[kind][kind][kept]} for kind in ("logits", "embeddings")} | {"weights": {}}
+
+
+def distance(found: Sequence[Pass], true: Sequence[Pass], *, half: bool) -> dict[str, float]:
+    """Return by kind how far passes are from others: the tensor that is off most, by the median of the draws.
+
+    Args:
+        found: a pass for each draw of tokens; true: those that they are compared with.
+        half: measure as :mod:`fastpack.exactness.rule` says for half precision.
     """
-
-    logits: Tensor
-    embeddings: Tensor
-    weights: dict[str, Tensor]
-
-    @classmethod
-    def mean(cls, passes: Sequence[Pass]) -> Pass:
-        """Return the mean of passes over the same tokens."""
-        logits = torch.stack([each.logits for each in passes]).mean(0)
-        embeddings = torch.stack([each.embeddings for each in passes]).mean(0)
-        names = passes[0].weights
-        return cls(logits, embeddings, {n: torch.stack([each.weights[n] for each in passes]).mean(0) for n in names})
-
-    @classmethod
-    def joined(cls, passes: Sequence[Pass]) -> Pass:
-        """Return one pass over the tokens of several, one behind the other: gradients of weights add up."""
-        logits = torch.cat([each.logits for each in passes])
-        embeddings = torch.cat([each.embeddings for each in passes])
-        names = passes[0].weights
-        return cls(logits, embeddings, {n: torch.stack([each.weights[n] for each in passes]).sum(0) for n in names})
-
-    def without(self, tokens: slice) -> Pass:
-        """Return what it gave for all other tokens. Gradients of weights are of all, and left out."""
-        kept = torch.ones(len(self.logits), dtype=torch.bool, device=self.logits.device)
-        kept[tokens] = False
-        return Pass(self.logits[kept], self.embeddings[kept], {})
-
-
-@dataclass(frozen=True)
-class Distance:
-    """How far one pass is from another: logits, gradients of embeddings, and those of the weight that is off most."""
-
-    logits: float
-    embeddings: float
-    weights: float
-
-    @classmethod
-    def between(cls, found: Sequence[Pass], true: Sequence[Pass], *, half: bool) -> Distance:
-        """Measure it as :mod:`fastpack.exactness.rule` says, for full or for half precision.
-
-        Args:
-            found: a pass for each draw of tokens; true: those that they are compared with.
-        """
-        size: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if half else largest
-        pairs = list(zip(found, true, strict=True))
-        floors = [1e-3 * max(map(float, map(size, b.weights.values())), default=0.0) for _, b in pairs]
-
-        def of_weight(name: str) -> float:
-            return middle(
-                relative(a.weights[name], b.weights[name], size=size, floor=floor)
-                for (a, b), floor in zip(pairs, floors, strict=True)
-            )
-
-        return cls(
-            middle(relative(a.logits, b.logits, size=size) for a, b in pairs),
-            middle(relative(a.embeddings, b.embeddings, size=size) for a, b in pairs),
-            worst([of_weight(name) for name in true[0].weights]) if any(floors) else 0.0,
-        )
+    size: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if half else largest
+    apart: dict[str, float] = {}
+    for kind, tensors in true[0].items():
+        draws = [errors_of(a[kind], b[kind], size=size) for a, b in zip(found, true, strict=True)]
+        apart[kind] = worst([middle(draw[name] for draw in draws) for name in tensors])
+    return apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,12 +131,9 @@ class Probe:
             found[other] = self.ids[sum(self.lengths) :][: self.lengths[other]]
         return found
 
-    def places(self, sequences: Sequence[Tensor]) -> Iterator[tuple[Tensor, int]]:
-        """Yield each with the number of tokens before it."""
-        at = 0
-        for ids in sequences:
-            yield ids, at
-            at += len(ids)
+    def places(self) -> list[tuple[Tensor, int]]:
+        """Return the ids of each sequence, and how many tokens come before it."""
+        return list(zip(self.sequences(), accumulate(self.lengths, initial=0), strict=False))
 
     def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Pass:
         """Run forward and backward of a fixed sum of the logits.
@@ -194,7 +172,11 @@ class Probe:
         of_weights = zip(self.trained.items(), gradients, strict=False)
         sketched = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
         by_token = self._by_token(batch, seen, gradients[len(self.trained) :])
-        return Pass(real.detach().float(), by_token, sketched)
+        return {
+            "logits": {"logits": real.detach().float()},
+            "embeddings": {"embeddings": by_token},
+            "weights": sketched,
+        }
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
         """Return the gradients of the first logits of each token, the same for each pass of a nudge."""

@@ -12,7 +12,7 @@ would not be seen, and the answer is that nobody can tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -106,10 +106,15 @@ def _compare(result: Result, reference: Result, size: Size) -> Error:
     if result.grads.keys() != reference.grads.keys():
         raise ValueError(f"only one has gradients of {sorted(result.grads.keys() ^ reference.grads.keys())}")
     logits = max(relative(a, b, size=size) for a, b in zip(result.logits, reference.logits, strict=True))
-    floor = 1e-3 * max(float(size(g.float())) for g in reference.grads.values())
-    errors = {name: relative(result.grads[name], g, size=size, floor=floor) for name, g in reference.grads.items()}
+    errors = errors_of(result.grads, reference.grads, size=size)
     worst_grad = max(errors, key=lambda name: errors[name])
     return Error(logits, relative(result.loss, reference.loss, size=size), errors[worst_grad], worst_grad)
+
+
+def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size) -> dict[str, float]:
+    """Return the relative error of each tensor; none counts as smaller than 1e-3 of the largest of all."""
+    floor = 1e-3 * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
+    return {name: relative(found[name], tensor, size=size, floor=floor) for name, tensor in true.items()}
 
 
 def largest(tensor: Tensor) -> Tensor:
@@ -118,9 +123,11 @@ def largest(tensor: Tensor) -> Tensor:
 
 
 def relative(value: Tensor, reference: Tensor, *, size: Size = largest, floor: float = 0.0) -> float:
-    """Return |value - reference| / |reference| in the given size, infinite where that is no number."""
+    """Return |value - reference| / |reference| in the given size, 0 for equal ones, infinite where it is no number."""
     value, reference = value.detach().float(), reference.detach().float()
     of_reference = max(float(size(reference)), floor)
     off = float(size(value - reference))
+    if off == 0.0:
+        return 0.0
     # NaN compares as neither larger nor smaller, and would pass
     return off / of_reference if of_reference > 0 and off == off else float("inf")

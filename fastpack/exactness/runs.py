@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, held, recorded
-from fastpack.exactness.probe import Distance, Pass, Probe
+from fastpack.exactness.inputs import single
+from fastpack.exactness.probe import Pass, Probe, distance, joined, mean, without
 from fastpack.exactness.rounding import LIKE_ONE, NEARLY_ALL, Nudge, attending_by, coarsest_dtype, other_attention_of
 from fastpack.exactness.rule import CONTROL, bound_of, is_half
 from fastpack.exactness.verification import Check
-from fastpack.utils.signatures import accepted
 
 DRAWS, REPEATS = 3, 4
 """In half precision: of so many draws of tokens, how often each is run."""
@@ -54,12 +54,12 @@ class Runs:
         draws = self.probes if half else self.probes[:1]
         means = [self._mean(probe, dtype, other, mixed=mixed) for probe in draws]
         passes = {name: [mean[name] for mean in means] for name in means[0]}
-        apart = {name: Distance.between(each, passes["alone"], half=half) for name, each in passes.items()}
-        own = [distance for name, distance in apart.items() if name not in ("alone", "packed", "padded")]
-        kinds = [kind for kind in NAMES if kind != "weights" or self.probes[0].trained]
-        bounds = {kind: bound_of(max(getattr(each, kind) for each in own), dtype) for kind in kinds}
+        apart = {name: distance(each, passes["alone"], half=half) for name, each in passes.items()}
+        own = [each for name, each in apart.items() if name not in ("alone", "packed", "padded")]
+        kinds = [kind for kind, tensors in passes["alone"][0].items() if tensors]
+        bounds = {kind: bound_of(max(each[kind] for each in own), dtype) for kind in kinds}
         apart |= self._moved_and_control(*alone, half=half)
-        moved = {kind: bound_of(getattr(apart["again"], kind), dtype) for kind in bounds}
+        moved = {kind: bound_of(error, dtype) for kind, error in apart["again"].items()}
         if self.choosers:  # experts get other tokens beside the same ones, and may round otherwise
             moved = bounds
         return dtype, list(_checks(apart, bounds, moved))
@@ -82,7 +82,7 @@ class Runs:
             rounded = self._one_by_one(probe, Nudge(0, dtype, share=NEARLY_ALL))
         with self.stock(), attending_by(probe.model, other), held(self.choosers, choices):
             found = self._one_by_one(probe, None)
-        by_other, by_rounding = (Distance.between([each], [alone], half=True).logits for each in (found, rounded))
+        by_other, by_rounding = (distance([each], [alone], half=True)["logits"] for each in (found, rounded))
         return other if by_other <= CONTROL * by_rounding else None
 
     def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> Passes:
@@ -106,25 +106,26 @@ class Runs:
                 with held(self.choosers, choices):
                     passes[name] = probe.run(batch(probe.sequences()), nudge=near)
             every.append(passes)
-        return {name: Pass.mean([passes[name] for passes in every]) for name in every[0]}
+        return {name: mean([passes[name] for passes in every]) for name in every[0]}
 
-    def _moved_and_control(self, alone: Pass, choices: Choices, *, half: bool) -> dict[str, Distance]:
+    def _moved_and_control(self, alone: Pass, choices: Choices, *, half: bool) -> dict[str, dict[str, float]]:
         """Return how far others move with the tokens of one sequence, how far with nothing at all, and how far all do
         that are taken for one."""
         probe, which = self.probes[0], len(self.probes[0].lengths) // 2
-        ids, at = list(probe.places(probe.sequences()))[which]
-        with held(self.choosers, choices):
-            packed = probe.run(_packed(probe.sequences()))
-        with held(self.choosers, choices):
-            again = probe.run(_packed(probe.sequences()))
-        with held(self.choosers, choices):
-            moved = probe.run(_packed(probe.sequences(other=which)))
-        control = probe.run(_packed([torch.cat(probe.sequences())]))
+        ids, at = probe.places()[which]
         rest = slice(at, at + len(ids))
+
+        def run(sequences: Sequence[Tensor]) -> Pass:
+            with held(self.choosers, choices):
+                return probe.run(_packed(sequences))
+
+        packed, again = run(probe.sequences()), run(probe.sequences())
+        moved = run(probe.sequences(other=which))
+        control = probe.run(_packed([torch.cat(probe.sequences())]))
         return {
-            "again": Distance.between([again], [packed], half=half),
-            "moved": Distance.between([moved.without(rest)], [packed.without(rest)], half=half),
-            "control": Distance.between([control], [alone], half=half),
+            "again": distance([again], [packed], half=half),
+            "moved": distance([without(moved, rest)], [without(packed, rest)], half=half),
+            "control": distance([control], [alone], half=half),
         }
 
     def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Pass, Choices]:
@@ -134,11 +135,7 @@ class Runs:
         return found, choices()
 
     def _one_by_one(self, probe: Probe, nudge: Nudge | None) -> Pass:
-        return Pass.joined([self._run_stock(probe, ids, at, nudge) for ids, at in probe.places(probe.sequences())])
-
-    def _run_stock(self, probe: Probe, ids: Tensor, at: int, nudge: Nudge | None) -> Pass:
-        batch = {"input_ids": ids[None], **accepted(type(self.head).forward, {"use_cache": False})}
-        return probe.run(batch, at, nudge)
+        return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
 
 
 def _packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
@@ -154,15 +151,15 @@ def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
 NAMES = {"logits": "logits", "embeddings": "gradients of embeddings", "weights": "gradients of what trains"}
 
 
-def _checks(found: dict[str, Distance], bounds: dict[str, float], moved: dict[str, float]) -> Iterator[Check]:
+def _checks(found: dict[str, dict[str, float]], bounds: dict[str, float], moved: dict[str, float]) -> Iterator[Check]:
     """Yield every comparison, of the kinds that there are bounds for, and the controls; ``moved`` are those of what
     another sequence may do."""
     for what in ("packed", "padded"):
         for kind, bound in bounds.items():
-            yield Check(f"{what}, as each sequence alone: {NAMES[kind]}", getattr(found[what], kind), bound)
+            yield Check(f"{what}, as each sequence alone: {NAMES[kind]}", found[what][kind], bound)
     for kind in ("logits", "embeddings"):
-        error = getattr(found["moved"], kind)
+        error = found["moved"][kind]
         yield Check(f"another sequence changed: {NAMES[kind]} of the rest", error, moved[kind])
     for kind, bound in bounds.items():
-        error = getattr(found["control"], kind)
+        error = found["control"][kind]
         yield Check(f"control, taken for one sequence: {NAMES[kind]}", error, CONTROL * bound, at_least=True)

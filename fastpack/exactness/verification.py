@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,9 @@ from fastpack.errors import FastpackError
 from fastpack.utils.console import as_text, headed
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import RenderableType
+    from torch import nn
 
     from fastpack.exactness.rule import Verdict
 
@@ -34,12 +37,18 @@ class Check:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify` found."""
+    """How far a patched model is from each sequence alone, as :func:`verify` or a sweep found it."""
 
     model: str
     dtype: str
     device: str
     checks: tuple[Check, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, dtype: torch.dtype, checks: Sequence[Check]) -> Verification:
+        """Return it for a model, and the dtype that sets the bounds."""
+        device = str(next(model.parameters()).device)
+        return cls(type(model).__name__, str(dtype).removeprefix("torch."), device, tuple(checks))
 
     @property
     def passed(self) -> bool:
@@ -57,6 +66,12 @@ class Verification:
     def nearest(self) -> Check:
         """The check of what must be equal that comes nearest to its bound, or is furthest beyond it."""
         return max((check for check in self.checks if not check.at_least), key=lambda check: check.error / check.bound)
+
+    @property
+    def problem(self) -> str | None:
+        """The verdict with what failed, on one line; None where nothing did."""
+        failed = [f"{c.what} ({c.error:.1e}, bound {c.bound:.1e})" for c in self.checks if not c.passed]
+        return f"{self.verdict}: {', '.join(failed)}" if failed else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

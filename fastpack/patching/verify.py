@@ -78,8 +78,7 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
         stock = functools.partial(disabled, state)
         dtype, checks = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()
-    device = str(next(model.parameters()).device)
-    result = Verification(type(model).__name__, str(dtype).removeprefix("torch."), device, tuple(checks))
+    result = Verification.of(model, dtype, checks)
     if result.verdict == "not exact":
         raise ContaminationError(result, "; ".join(not_isolated(parts.backbone)) or None)
     if result.verdict == "can't tell":

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import fastpack
 from fastpack.utils.versions import versions_of
+
+if TYPE_CHECKING:
+    from fastpack.exactness.verification import Verification
+    from fastpack.testing.setting import Setting
 
 PACKAGES = ("transformers", "torch", "trl", "peft")
 
@@ -45,6 +50,14 @@ class Row:
     left_out: str | None = None
     problem: str | None = None
 
+    @classmethod
+    def of(cls, family: str, mode: str, setting: Setting, model: Any, found: Verification | None, **more: Any) -> Row:
+        """Return the row of a patched model and what was found on it: None where verify can't tell its tokens."""
+        report = fastpack.report(model)
+        if found is not None:
+            more = {"error": found.nearest.error, "bound": found.nearest.bound, "problem": found.problem, **more}
+        return cls(family, mode, report.rung, report.backend or "", setting.dtype, **more)
+
     @property
     def verdict(self) -> str:
         """For people."""
@@ -74,8 +87,6 @@ class Record:
     @classmethod
     def of_now(cls, setting: str, seconds: float, absent: Sequence[str], rows: Sequence[Row]) -> Record:
         """With today's date and what is installed."""
-        import fastpack
-
         versions = {"fastpack": fastpack.__version__, **versions_of(*PACKAGES)}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import fastpack
 from fastpack.errors import PatchError
-from fastpack.exactness.verification import ContaminationError, InconclusiveError
+from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 from fastpack.testing.record import Row
 from fastpack.testing.setting import Setting
@@ -47,22 +48,13 @@ def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Se
         for backend in backends:
             model = _prepare(setting.build(family), lora)
             fastpack.patch(model, attention=backend)
-            report = fastpack.report(model)
-            proof = verified(model)
+            row = Row.of(family, mode, setting, model, verified(model))
             losses, seconds = _train(model, packed=mode == "packed")
             loss = _off(losses, stock_losses, packed=mode == "packed")
+            row = replace(row, loss=loss, speed=stock_seconds / seconds)
             if family not in NOT_AS_PADDED and not loss <= bound:
-                proof["problem"] = proof["problem"] or f"losses are off by {loss:.1e}"
-            yield Row(
-                family,
-                mode,
-                report.rung,
-                report.backend or "",
-                setting.dtype,
-                loss=loss,
-                speed=stock_seconds / seconds,
-                **proof,
-            )
+                row = replace(row, problem=row.problem or f"losses are off by {loss:.1e}")
+            yield row
 
 
 def _stock(family: str, lora: bool, setting: Setting) -> tuple[list[float], float] | str:
@@ -153,17 +145,11 @@ def _without_balance(config: Any) -> dict[str, Any]:
     return {"router_aux_loss_coef": 0.0} if balanced else {}
 
 
-def verified(model: Any) -> dict[str, Any]:
-    """Return ``error`` and ``bound`` of the check that comes nearest to its bound, and the ``problem``, if any.
-
-    All are None for a model whose tokens verify can't tell by their ids; the sweep can.
-    """
+def verified(model: Any) -> Verification | None:
+    """Return what verify finds on a patched model; None for one whose tokens it can't tell by their ids."""
     try:
-        found = fastpack.verify(model)
+        return fastpack.verify(model)
     except (ContaminationError, InconclusiveError) as error:
-        found = error.verification
+        return error.verification
     except PatchError:
-        return {"error": None, "bound": None, "problem": None}
-    off = ", ".join(check.what for check in found.checks if not check.passed)
-    problem = None if found.passed else f"{found.verdict}: {off}"
-    return {"error": found.nearest.error, "bound": found.nearest.bound, "problem": problem}
+        return None

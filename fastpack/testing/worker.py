@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,21 +110,15 @@ def _refused(family: str, setting: Setting) -> Row:
 def _exact(family: str, oracle: Oracle, setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
     for backend in backends:
         model = fastpack.patch(setting.build(family), attention=backend)
-        found, names = oracle.prove(model), _names(model, family, EXACT, setting)
-        errors = dict(found.errors)
-        yield Row(*names, error=errors[found.worst], bound=found.bound, kinds=errors, problem=found.problem)
-
-
-def _names(model: Any, family: str, mode: str, setting: Setting) -> tuple[str, str, str, str, str]:
-    """Return what a row of a patched model begins with."""
-    report = fastpack.report(model)
-    return family, mode, report.rung, report.backend or "", setting.dtype
+        found = oracle.prove(model)
+        kinds = {check.what: check.error for check in found.checks if not check.at_least}
+        yield Row.of(family, EXACT, setting, model, found, kinds=kinds)
 
 
 def _verify(family: str, task: Task) -> Iterator[Row]:
     for backend in _backends(family, task.backends, task.setting):
         model = fastpack.patch(task.setting.build(family), attention=backend)
-        yield Row(*_names(model, family, VERIFY, task.setting), **verified(model))
+        yield Row.of(family, VERIFY, task.setting, model, verified(model))
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:

@@ -41,7 +41,7 @@ def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str
     assert len(oracle.results) == DRAWS
     assert torch.finfo(torch.bfloat16).eps / 2 <= oracle.bound <= FACTOR * STEADY
     found = oracle.prove(fastpack.patch(HALF.build(model_type)))
-    assert found.problem is None, found.errors
+    assert found.problem is None
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_moe_text", "xlnet"])
@@ -51,7 +51,7 @@ def test_what_rounding_throws_far_off_is_proved_in_float32(model_type: str) -> N
     assert oracle.dtype == torch.float32
     assert oracle.bound == FULL_BOUND
     found = oracle.prove(fastpack.patch(WIDE.build(model_type)))
-    assert found.problem is None, found.errors
+    assert found.problem is None
 
 
 def test_a_leak_is_seen_in_half_precision() -> None:

@@ -13,10 +13,11 @@ from readme import MEND, claimed
 import fastpack
 from fastpack.errors import UnsupportedModelError
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
-from fastpack.exactness.oracle import Proof, checkpointings
+from fastpack.exactness.oracle import checkpointings, checks_of
 from fastpack.exactness.rule import FULL_BOUND
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
+from fastpack.exactness.verification import Verification
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.recurrent import MIXER_FAMILIES
 from fastpack.families.refused import REFUSED
@@ -44,10 +45,10 @@ def test_exact(model_type: str) -> None:
     model = fastpack.patch(TINY.build(model_type))
     rung = fastpack.report(model).rung
     found = oracle_of(model_type, TINY).prove(model)
-    assert found.problem is None, found.errors
-    assert found.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
+    assert found.problem is None
+    assert found.nearest.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
     assert rung != "stock"
-    assert len(found.errors) == len(INPUT_KINDS) + len(checkpointings(model))
+    assert len(found.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
     assert claimed().get(model_type) == rung, f"the README is stale: {MEND}"
 
 
@@ -56,18 +57,22 @@ def test_a_leak_is_seen(model_type: str) -> None:
     """The stock model takes every kind of input too, and does not tell sequences apart in all of them."""
     found = oracle_of(model_type, TINY).prove(TINY.build(model_type))
     assert (found.problem or "").startswith("not exact")
-    assert found.errors["packed_seq_lens"] > 0.1
+    assert {check.what: check.error for check in found.checks}["packed_seq_lens"] > 0.1
 
 
 def test_what_is_no_proof() -> None:
     """Too far off, no number at all, or a control that could not have told."""
     errors = {"padded right": 1e-6, "padded left": 1e-5}
-    assert Proof(errors, FULL_BOUND, 0.9).problem is None
+
+    def found(errors: dict[str, float], control: float) -> Verification:
+        return Verification("", "", "", tuple(checks_of(errors, FULL_BOUND, control)))
+
+    assert found(errors, 0.9).problem is None
     for error in (2e-4, float("inf")):
-        problem = Proof({**errors, "packed_seq_lens": error}, FULL_BOUND, 0.9).problem
+        problem = found({**errors, "packed_seq_lens": error}, 0.9).problem
         assert (problem or "").startswith("not exact: packed_seq_lens")
     for control in (1e-3, float("nan")):
-        assert "would not be seen" in (Proof(errors, FULL_BOUND, control).problem or "")
+        assert (found(errors, control).problem or "").startswith("can't tell: control")
 
 
 @pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])
