@@ -35,13 +35,14 @@ def run(call: AttentionCall) -> Tensor:
         call.packed.max_seqlen,
         scale=call.scale,
         window_size=(-1 if window is None else window - 1, 0),
-        **_grouped_heads(call.groups > 1),
+        **grouped_heads(call.groups > 1),
     )
     assert isinstance(out, Tensor)  # the log-sum-exp comes along only where asked for
     return out
 
 
-def _grouped_heads(grouped: bool) -> dict[str, Any]:
+def grouped_heads(grouped: bool) -> dict[str, Any]:
+    """Return what tells the kernel of key/value heads that are fewer than the query heads, where it asks."""
     return {"enable_gqa": True} if grouped and _asks_for_groups() else {}
 
 

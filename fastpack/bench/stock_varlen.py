@@ -9,11 +9,11 @@ It serves the stock contestants alone, in their own process: fastpack's backends
 
 from __future__ import annotations
 
-import functools
-import inspect
 from typing import Any
 
 from torch import Tensor
+
+from fastpack.backends.torch_varlen import grouped_heads
 
 NAME = "bench_varlen"
 
@@ -84,14 +84,6 @@ def varlen_forward(
         max_length_k,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
-        **_grouped_heads(),
+        **grouped_heads(q.shape[1] != k.shape[1]),
     )
     return out.unsqueeze(0), None
-
-
-@functools.cache
-def _grouped_heads() -> dict[str, bool]:
-    # torch 2.11 takes fewer key/value heads without being told, 2.13 wants enable_gqa=True
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,15 +32,9 @@ _COMPARES = frozenset(
 """What compares numbers, and returns bools."""
 
 
-@dataclass(frozen=True, eq=False)
-class Choices:
-    """The choices of some modules for T tokens.
-
-    Attributes:
-        calls: for each module, of each choice that its forward makes, the indices (int64) or bools ``[T, ..., k]``.
-    """
-
-    calls: tuple[tuple[Tensor, ...], ...]
+Choices = tuple[tuple[Tensor, ...], ...]
+"""What some modules choose for T tokens: of each module and each choice that its forward makes the indices (int64) or
+bools, ``[T, ..., k]``."""
 
 
 def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -63,7 +56,7 @@ def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
         return _Recorder(seen[i][-1])
 
     with _inside(modules, record):
-        yield lambda: Choices(tuple(tuple(map(torch.cat, zip(*each, strict=True))) for each in seen))
+        yield lambda: tuple(tuple(map(torch.cat, zip(*each, strict=True))) for each in seen)
 
 
 @contextmanager
@@ -76,7 +69,7 @@ def held(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
     Raises:
         ValueError: inside, where a module chooses for other tokens, or more often.
     """
-    players = [_Player(calls) for calls in choices.calls]
+    players = [_Player(calls) for calls in choices]
     with _inside(modules, lambda i: players[i]):
         yield
 

@@ -77,11 +77,11 @@ def kernel(
         return attention(q, k, v, cu_seqlens.tolist(), scale, left, **more)
     from torch.nn.attention.varlen import varlen_attn
 
-    from fastpack.backends.torch_varlen import _grouped_heads
+    from fastpack.backends.torch_varlen import grouped_heads
 
     assert not any(more.values()), "torch's kernel has neither softcap nor sinks"
     size = (-1 if left is None else left, 0)
-    grouped = _grouped_heads(q.shape[1] != k.shape[1])
+    grouped = grouped_heads(q.shape[1] != k.shape[1])
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=size, **grouped)
 
 

@@ -63,9 +63,9 @@ class Maker:
         weight = 1 + self.tensor(size, scale=0.1, grad=False)
         return weight.requires_grad_()
 
-    def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        """Uniform, from 0 to below ``high``."""
-        return torch.randint(high, shape, generator=self.generator, device=self.generator.device, dtype=dtype)
+    def integers(self, high: int, *shape: int) -> Tensor:
+        """int64, uniform, from 0 to below ``high``."""
+        return torch.randint(high, shape, generator=self.generator, device=self.generator.device)
 
     def sequence_lengths(self) -> list[int]:
         """Lengths of sequences that fill T, the last one cut off."""

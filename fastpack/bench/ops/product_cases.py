@@ -44,15 +44,6 @@ def _packed(make: Maker) -> PackedSeqLens:
     return PackedSeqLens.from_lengths(make.sequence_lengths(), device=make.generator.device)
 
 
-def _plain_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, packed: PackedSeqLens) -> Tensor:
-    logits = F.linear(hidden, weight)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    of_tokens = wide.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    offsets = packed.cu_seqlens.long()
-    owner = torch.repeat_interleave(offsets.diff(), output_size=len(hidden))
-    return of_tokens.new_zeros(packed.num_sequences).index_add(0, owner, of_tokens)
-
-
 def _attention_inputs(make: Maker) -> Inputs:
     size = make.sizes
     heads = (size.heads, size.kv_heads, size.kv_heads)
