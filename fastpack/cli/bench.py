@@ -249,22 +249,21 @@ def _run_ops(given: argparse.Namespace) -> int:
     Raises:
         UsageError: there is no op of such a name, there are no such lengths, or nothing that is measured has any.
     """
-    from fastpack.bench.ops.runner import all_cases, run_ops
+    from fastpack.bench.ops.runner import CASES, run_ops
 
-    cases = all_cases()
     for name in given.ops:
-        if name not in cases:
-            raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(cases)}.")
-    chosen = [cases[name] for name in given.ops or cases]
+        if name not in CASES:
+            raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(CASES)}.")
+    chosen = [CASES[name] for name in given.ops or CASES]
     if given.lengths is not None:
         if not any(case.packed for case in chosen):
-            of_packed = ", ".join(name for name, case in cases.items() if case.packed)
+            of_packed = ", ".join(name for name, case in CASES.items() if case.packed)
             raise UsageError(f"--lengths is for ops over packed sequences, none of which is asked for: {of_packed}.")
         try:
             make_lengths(1, kind=given.lengths)
         except (OSError, ValueError) as error:
             raise UsageError(f"--lengths {given.lengths}: {error}") from error
-    outcome = run_ops(chosen, given.tokens, given.lengths or "alpaca")
+    found = run_ops(chosen, given.tokens, given.lengths or "alpaca")
     if given.json:
-        given.json.write_text(json.dumps(outcome.to_dict(), indent=1))
+        given.json.write_text(json.dumps(found, indent=1))
     return 0

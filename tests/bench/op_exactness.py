@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ops.case import PLAIN, Case, Inputs, Maker, Run
 from fastpack.bench.ops.product_cases import _attend
-from fastpack.bench.ops.runner import _gradients, _trained, _tuple, runs_of
+from fastpack.bench.ops.runner import random_gradients, runs_of, trained
 from fastpack.exactness.rule import bound_of, is_half, largest, middle, relative, worst
 from fastpack.ops.dequantize import definition
 
@@ -52,7 +53,7 @@ def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
     inputs = case.inputs(make)
     runs = runs_of(case, inputs)
     wider, size = (torch.float32, torch.linalg.vector_norm) if is_half(make.dtype) else (torch.float64, largest)
-    seed = int(make.integers(2**31))
+    seed = int(torch.randint(2**31, (), generator=make.generator, device=make.generator.device))
     truth = results(REFERENCES.get(case.name, runs[PLAIN]), leaves(inputs, wider), seed)
     errors: dict[str, list[float]] = {}
     for name, run in runs.items():
@@ -65,23 +66,22 @@ def _errors_of_a_draw(case: Case, make: Maker) -> dict[str, list[float]]:
 def leaves(inputs: Inputs, dtype: torch.dtype | None = None) -> Inputs:
     """Copies of the inputs, float tensors in ``dtype`` if given, that autograd sees as its own leaves."""
 
-    def leaf(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
+    def leaf(value: Tensor) -> Tensor:
         wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
         return value.detach().to(wanted, copy=True).requires_grad_(value.requires_grad)
 
-    return list(map(leaf, inputs))
+    copied: Inputs = tree_map_only(Tensor, leaf, inputs)
+    return copied
 
 
 def results(run: Run, given: Inputs, seed: int) -> list[Tensor]:
     """Return the results of ``run``, and the gradients for random gradients of those, where anything has one."""
-    outputs = _tuple(run(*given))
+    outputs = tree_leaves(run(*given))
     kept = [out.detach().clone() for out in outputs]
-    trained = _trained(given)
-    if not trained:
+    wanted = trained(given)
+    if not wanted:
         return kept
     generator = torch.Generator(outputs[0].device).manual_seed(seed)
     # of bfloat16's precision, so that every dtype gets the same
-    grads = [grad.bfloat16().to(grad.dtype) for grad in _gradients(outputs, generator)]
-    return [*kept, *torch.autograd.grad(outputs, trained, grads)]
+    grads = [grad.bfloat16().to(grad.dtype) for grad in random_gradients(outputs, generator)]
+    return [*kept, *torch.autograd.grad(outputs, wanted, grads)]

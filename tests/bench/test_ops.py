@@ -12,15 +12,15 @@ import op_exactness
 import pytest
 import torch
 from op_exactness import check
+from torch.utils._pytree import tree_map_only
 
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import time_calls
 from fastpack.bench.ops import runner
 from fastpack.bench.ops.case import LIGER, LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker, Sizes
-from fastpack.bench.ops.runner import OpFigures, OpsOutcome, all_cases, run_case
+from fastpack.bench.ops.runner import CASES, OpFigures, run_case
 from fastpack.cli.main import main
 
-CASES = all_cases()
 CPU = torch.device("cpu")
 CEILING = Ceiling(1e12, 1e11, "", "")
 
@@ -54,8 +54,8 @@ def test_lora_that_is_a_little_off_is_noticed(name: str) -> None:
     case, make = CASES[name], maker(63, torch.bfloat16)
     ours = case.runs(case.inputs(make))[OURS]
 
-    def wrong(x: torch.Tensor, *flat: Any) -> Any:
-        return ours(x, *(t * 1.03 if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in flat))
+    def wrong(x: torch.Tensor, projections: Any) -> Any:
+        return ours(x, tree_map_only(torch.Tensor, lambda t: t * 1.03 if t.is_floating_point() else t, projections))
 
     assert check(replace(case, runs=lambda inputs: case.runs(inputs) | {OURS: wrong}), make)[OURS] > 1
 
@@ -149,9 +149,9 @@ def test_attention_takes_lengths_that_are_asked_for(
     assert CASES["attention"].work(of_seven) == 14 * pairs * SMALL.heads * SMALL.head_dim
     seen: list[Any] = []
 
-    def run_ops(*given: Any) -> OpsOutcome:
+    def run_ops(*given: Any) -> dict[str, Any]:
         seen.append(given[-1])
-        return OpsOutcome(CEILING, {}, [OpFigures("attention", "torch", 8)])
+        return {}
 
     monkeypatch.setattr(runner, "run_ops", run_ops)
     assert main(["bench", "--ops", "attention", "--lengths", "7"]) == 0

@@ -1,10 +1,12 @@
-"""What the benchmark has to know of an op.
+"""An op's entry in the benchmark, and the inputs that it is measured on.
 
 Shape suffixes: T tokens, H hidden, I size inside the MLP, D head size, V vocabulary, R rank of LoRA.
 """
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,13 +19,14 @@ from fastpack.bench.lengths import make_lengths
 PLAIN, OURS, LIGER = "torch", "fastpack", "Liger"
 
 Inputs = list[Any]
+"""Tensors, and whatever else a run takes; lists and tuples may be nested."""
 Run = Callable[..., Any]
 """Takes a case's inputs, returns a tensor or a tuple of tensors."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the model whose tensors are taken."""
+    """Sizes of the model whose tensors are taken."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -53,29 +56,23 @@ class Maker:
     generator: torch.Generator
     lengths: str = "alpaca"
 
-    def tensor(self, *shape: int, scale: float = 1.0, grad: bool = True, dtype: torch.dtype | None = None) -> Tensor:
-        """Normally distributed."""
-        made = torch.randn(*shape, generator=self.generator, device=self.generator.device) * scale
+    def tensor(
+        self,
+        *shape: int,
+        mean: float = 0.0,
+        scale: float = 1.0,
+        grad: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return a normally distributed tensor."""
+        made = mean + scale * torch.randn(*shape, generator=self.generator, device=self.generator.device)
         return made.to(dtype or self.dtype).requires_grad_(grad)
 
-    def norm_weight(self, size: int) -> Tensor:
-        """Near 1."""
-        weight = 1 + self.tensor(size, scale=0.1, grad=False)
-        return weight.requires_grad_()
-
-    def integers(self, high: int, *shape: int) -> Tensor:
-        """int64, uniform, from 0 to below ``high``."""
-        return torch.randint(high, shape, generator=self.generator, device=self.generator.device)
-
     def sequence_lengths(self) -> list[int]:
-        """Lengths of sequences that fill T, the last one cut off."""
-        lengths: list[int] = []
-        left = self.tokens
-        for length in make_lengths(self.tokens, kind=self.lengths):
-            if left > 0:
-                lengths.append(min(length, left))
-                left -= length
-        return lengths
+        """Return lengths of sequences that fill T, the last one cut off."""
+        ends = itertools.accumulate(make_lengths(self.tokens, kind=self.lengths))
+        bounds = [0, *itertools.takewhile(lambda end: end < self.tokens, ends), self.tokens]
+        return [end - begin for begin, end in itertools.pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -85,10 +82,9 @@ class Case:
     Attributes:
         name: what the user calls it; what: one line about it.
         inputs: makes them; tensors that require grad get a gradient.
-        runs: the implementations by name for such inputs, plain torch first; all but it are ours.
+        runs: the implementations by name for such inputs, plain torch first. Liger's runs where it is installed.
         work: what forward and backward can't do without, for T tokens: bytes read and written, or operations.
         bound: which of the machine's rates bounds that.
-        liger: makes Liger's run for such inputs; called where it is installed and can run.
         packed: whether its tokens are those of sequences, as long as :class:`Maker` says.
     """
 
@@ -98,5 +94,13 @@ class Case:
     runs: Callable[[Inputs], dict[str, Run]]
     work: Callable[[Maker], int]
     bound: Literal["bandwidth", "flops"] = "bandwidth"
-    liger: Callable[[Inputs], Run] | None = None
     packed: bool = False
+
+
+def liger_run(module: str, name: str, *more: Any) -> Run:
+    """Return a run of one of Liger's autograd Functions; ``more`` is what it takes behind the inputs."""
+
+    def run(*inputs: Any) -> Any:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply(*inputs, *more)
+
+    return run

@@ -4,16 +4,14 @@ over bitsandbytes' own."""
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run
+from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run, Sizes
 from fastpack.ops.dequantize import definition, dequantize
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.parts import Lora, Projection
@@ -23,20 +21,21 @@ LORA_SCALE = 2.0
 BLOCK = 64
 """Weights that share a scale."""
 
+Adapted = tuple[Tensor, Any, Tensor, Tensor]
+"""A projection: its frozen weight, the state of a 4-bit one or None, and LoRA's A and B."""
 
-def _four_bit_weight(make: Maker, *sizes: int) -> tuple[Tensor, Any]:
-    """Return a random weight of these sizes as bitsandbytes holds it, and its state; its scales are quantised too."""
+
+def _four_bit(dense: Tensor) -> tuple[Tensor, Any]:
+    """Return a weight as bitsandbytes holds it, and its state; its scales are quantised too."""
     from bitsandbytes.functional import quantize_4bit
 
-    dense = make.tensor(*sizes, scale=sizes[-1] ** -0.5, grad=False)
     packed, state = quantize_4bit(dense, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
     return packed, state
 
 
-def _dequantize_runs(inputs: Inputs) -> dict[str, Run]:
-    weight, state = inputs
-    plain = functools.partial(dequantize, dtype=state.dtype, implementation="torch") if weight.is_cuda else definition
-    return {PLAIN: plain, OURS: functools.partial(dequantize, dtype=state.dtype)}
+def _dequantize_inputs(make: Maker) -> Inputs:
+    hidden = make.sizes.hidden
+    return [*_four_bit(make.tensor(make.tokens, hidden, scale=hidden**-0.5, grad=False))]
 
 
 def _dequantize_bytes(make: Maker) -> int:
@@ -44,119 +43,106 @@ def _dequantize_bytes(make: Maker) -> int:
     return weights // 2 + weights // BLOCK + weights * make.dtype.itemsize
 
 
-def _lora_inputs(make: Maker, shapes: Sequence[tuple[int, int]], *, four_bit: bool) -> Inputs:
-    """x, then of each projection the frozen weight, its state or None, A and B, float32 as PEFT keeps them."""
+def _lora_inputs(make: Maker, shapes: list[tuple[int, int]], *, four_bit: bool) -> Inputs:
+    """Return x and the projections; A and B are float32, as PEFT keeps them."""
     wide = torch.promote_types(make.dtype, torch.float32)
-    inputs: Inputs = [make.tensor(make.tokens, shapes[0][0])]
+    projections: list[Adapted] = []
     for ins, outs in shapes:
-        if four_bit:
-            inputs += _four_bit_weight(make, outs, ins)
-        else:
-            inputs += [make.tensor(outs, ins, scale=ins**-0.5, grad=False), None]
-        inputs.append(make.tensor(make.sizes.rank, ins, scale=ins**-0.5, dtype=wide))
-        inputs.append(make.tensor(outs, make.sizes.rank, scale=0.1, dtype=wide))
-    return inputs
+        dense = make.tensor(outs, ins, scale=ins**-0.5, grad=False)
+        a = make.tensor(make.sizes.rank, ins, scale=ins**-0.5, dtype=wide)
+        b = make.tensor(outs, make.sizes.rank, scale=0.1, dtype=wide)
+        projections.append((*(_four_bit(dense) if four_bit else (dense, None)), a, b))
+    return [make.tensor(make.tokens, shapes[0][0]), projections]
 
 
-def _by_projection(flat: Sequence[Any]) -> list[tuple[Tensor, Any, Tensor, Tensor]]:
-    return [(flat[i], flat[i + 1], flat[i + 2], flat[i + 3]) for i in range(0, len(flat), 4)]
-
-
-def _base_product(x: Tensor, weight: Tensor, state: Any) -> Tensor:
-    if state is None:
-        return F.linear(x, weight)
-    if x.is_cuda and x.dtype == state.dtype:
+def _base_product(x: Tensor, weight: Tensor, state: Any) -> Any:
+    if state is not None and x.is_cuda and x.dtype == state.dtype:
         from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 
-        product: Tensor = matmul_4bit(x, weight, quant_state=state)
-        return product
-    return F.linear(x, definition(weight, state).to(x.dtype))
+        return matmul_4bit(x, weight, quant_state=state)
+    return F.linear(x, weight if state is None else definition(weight, state).to(x.dtype))
 
 
 def _peft(x: Tensor, weight: Tensor, state: Any, a: Tensor, b: Tensor) -> Tensor:
-    """A LoRA layer of PEFT: the update in A's dtype, added to the base product and rounded."""
-    base = _base_product(x, weight, state)
+    """Compute a LoRA layer of PEFT: the update in A's dtype, added to the base product and rounded."""
+    base: Tensor = _base_product(x, weight, state)
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * LORA_SCALE).to(base.dtype)
 
 
-def _plain_qkv(x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return tuple(_peft(x, *each) for each in _by_projection(flat))
+def _plain_qkv(x: Tensor, projections: list[Adapted]) -> tuple[Tensor, ...]:
+    return tuple(_peft(x, *each) for each in projections)
 
 
-def _plain_mlp(x: Tensor, *flat: Any) -> Tensor:
-    gate, up, down = _by_projection(flat)
+def _plain_mlp(x: Tensor, projections: list[Adapted]) -> Tensor:
+    gate, up, down = projections
     return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
 
 
 def _under_autocast(run: Run) -> Run:
-    """A trainer's bf16: in half precision LoRA's products are, too."""
+    """Return a run as in a trainer's bf16: in half precision LoRA's products are, too."""
 
-    def inside(x: Tensor, *flat: Any) -> Any:
+    def inside(x: Tensor, projections: list[Adapted]) -> Any:
         with torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype.itemsize < 4):
-            return run(x, *flat)
+            return run(x, projections)
 
     return inside
 
 
-def _projections(x: Tensor, flat: Sequence[Any]) -> list[Projection]:
-    return [
-        Projection(weight, x.dtype, lora=Lora(a, b, LORA_SCALE), quant_state=state)
-        for weight, state, a, b in _by_projection(flat)
-    ]
+def _ours(x: Tensor, projections: list[Adapted]) -> list[Projection]:
+    return [Projection(weight, x.dtype, lora=Lora(a, b, LORA_SCALE), quant_state=q) for weight, q, a, b in projections]
 
 
-def _our_qkv(x: Tensor, *flat: Any) -> tuple[Tensor, ...]:
-    return project(x, _projections(x, flat))[0]
+def _our_qkv(x: Tensor, projections: list[Adapted]) -> tuple[Tensor, ...]:
+    return project(x, _ours(x, projections))[0]
 
 
-def _our_mlp(x: Tensor, *flat: Any) -> Tensor:
-    gate, up, down = _projections(x, flat)
+def _our_mlp(x: Tensor, projections: list[Adapted]) -> Tensor:
+    gate, up, down = _ours(x, projections)
     return gated_mlp(x, [gate, up], down, "silu")
 
 
-def _qkv_shapes(make: Maker) -> list[tuple[int, int]]:
-    size = make.sizes
+def _shapes(size: Sizes, *, mlp: bool) -> list[tuple[int, int]]:
+    """Return inputs and outputs of gate, up and down, or of q, k and v."""
+    if mlp:
+        return [(size.hidden, size.inner)] * 2 + [(size.inner, size.hidden)]
     return [(size.hidden, heads * size.head_dim) for heads in (size.heads, size.kv_heads, size.kv_heads)]
 
 
-def _mlp_shapes(make: Maker) -> list[tuple[int, int]]:
-    size = make.sizes
-    return [(size.hidden, size.inner)] * 2 + [(size.inner, size.hidden)]
-
-
-def _lora_flops(make: Maker, shapes: Sequence[tuple[int, int]]) -> int:
-    """Base products and updates; backward again both, and the gradients of A and B."""
+def _lora_flops(make: Maker, shapes: list[tuple[int, int]]) -> int:
+    """Count base products and updates; backward again both, and the gradients of A and B."""
     base = sum(2 * make.tokens * ins * outs for ins, outs in shapes)
     low = sum(2 * make.tokens * make.sizes.rank * (ins + outs) for ins, outs in shapes)
     return 2 * base + 3 * low
 
 
-def _case(name: str, what: str, *, mlp: bool, four_bit: bool) -> Case:
-    shapes = _mlp_shapes if mlp else _qkv_shapes
-    runs = {PLAIN: _under_autocast(_plain_mlp if mlp else _plain_qkv), OURS: _our_mlp if mlp else _our_qkv}
+def _lora_case(name: str, what: str, *, mlp: bool, four_bit: bool) -> Case:
+    plain, ours = (_plain_mlp, _our_mlp) if mlp else (_plain_qkv, _our_qkv)
     return Case(
         name,
         what,
-        lambda make: _lora_inputs(make, shapes(make), four_bit=four_bit),
-        lambda _: runs,
-        lambda make: _lora_flops(make, shapes(make)),
+        lambda make: _lora_inputs(make, _shapes(make.sizes, mlp=mlp), four_bit=four_bit),
+        lambda _: {PLAIN: _under_autocast(plain), OURS: ours},
+        lambda make: _lora_flops(make, _shapes(make.sizes, mlp=mlp)),
         "flops",
     )
 
 
 CASES = [
-    _case("lora_qkv", "q, k and v projections with LoRA, A and B in float32", mlp=False, four_bit=False),
-    _case("lora_mlp", "a gated MLP with LoRA, A and B in float32", mlp=True, four_bit=False),
+    _lora_case("lora_qkv", "q, k and v projections with LoRA, A and B in float32", mlp=False, four_bit=False),
+    _lora_case("lora_mlp", "a gated MLP with LoRA, A and B in float32", mlp=True, four_bit=False),
 ]
 if importlib.util.find_spec("bitsandbytes") is not None:
     CASES += [
         Case(
             "dequantize",
             "an NF4 weight of T rows made dense, its scales quantised too",
-            lambda make: [*_four_bit_weight(make, make.tokens, make.sizes.hidden)],
-            _dequantize_runs,
+            _dequantize_inputs,
+            lambda _: {
+                PLAIN: lambda weight, state: dequantize(weight, state, state.dtype, "torch"),
+                OURS: lambda weight, state: dequantize(weight, state, state.dtype),
+            },
             _dequantize_bytes,
         ),
-        _case("lora_qkv_4bit", "q, k and v projections with LoRA over NF4", mlp=False, four_bit=True),
-        _case("lora_mlp_4bit", "a gated MLP with LoRA over NF4", mlp=True, four_bit=True),
+        _lora_case("lora_qkv_4bit", "q, k and v projections with LoRA over NF4", mlp=False, four_bit=True),
+        _lora_case("lora_mlp_4bit", "a gated MLP with LoRA over NF4", mlp=True, four_bit=True),
     ]

@@ -9,16 +9,34 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpack.attention_dispatch import AttentionCall, attend, explain
-from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run
+from fastpack.bench.ops.case import LIGER, OURS, PLAIN, Case, Inputs, Maker, Run, liger_run
 from fastpack.ops.loss.linear_cross_entropy import linear_cross_entropy
 from fastpack.packing.seqlens import PackedSeqLens
 
 
-def _loss_inputs(make: Maker, *, trained: bool) -> Inputs:
-    size = make.sizes
-    hidden = make.tensor(make.tokens, size.hidden)
-    weight = make.tensor(size.vocabulary, size.hidden, scale=size.hidden**-0.5, grad=trained)
-    return [hidden, weight, make.integers(size.vocabulary, make.tokens)]
+def _loss_case(name: str, what: str, *, trained: bool) -> Case:
+    """Return the case of a head that trains or is frozen, which makes a product less."""
+
+    def inputs(make: Maker) -> Inputs:
+        size, generator = make.sizes, make.generator
+        weight = make.tensor(size.vocabulary, size.hidden, scale=size.hidden**-0.5, grad=trained)
+        labels = torch.randint(size.vocabulary, (make.tokens,), generator=generator, device=generator.device)
+        return [make.tensor(make.tokens, size.hidden), weight, labels]
+
+    return Case(
+        name,
+        what,
+        inputs,
+        lambda _: {
+            PLAIN: _plain_loss,
+            OURS: functools.partial(linear_cross_entropy, reduction="mean"),
+            LIGER: lambda *given: liger_run("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")(
+                *given
+            )[0],
+        },
+        lambda make: (2 + trained) * 2 * make.tokens * make.sizes.vocabulary * make.sizes.hidden,
+        "flops",
+    )
 
 
 def _plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -26,28 +44,11 @@ def _plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
 
 
-def _loss_runs(_: Inputs) -> dict[str, Run]:
-    return {PLAIN: _plain_loss, OURS: functools.partial(linear_cross_entropy, reduction="mean")}
-
-
-def _liger_loss(_: Inputs) -> Run:
-    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
-
-    return lambda hidden, weight, labels: LigerFusedLinearCrossEntropyFunction.apply(hidden, weight, labels)[0]
-
-
-def _loss_flops(make: Maker, products: int) -> int:
-    return products * 2 * make.tokens * make.sizes.vocabulary * make.sizes.hidden
-
-
-def _packed(make: Maker) -> PackedSeqLens:
-    return PackedSeqLens.from_lengths(make.sequence_lengths(), device=make.generator.device)
-
-
 def _attention_inputs(make: Maker) -> Inputs:
     size = make.sizes
     heads = (size.heads, size.kv_heads, size.kv_heads)
-    return [*(make.tensor(make.tokens, count, size.head_dim) for count in heads), _packed(make)]
+    packed = PackedSeqLens.from_lengths(make.sequence_lengths(), device=make.generator.device)
+    return [*(make.tensor(make.tokens, count, size.head_dim) for count in heads), packed]
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: str) -> Tensor:
@@ -55,39 +56,25 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: 
 
 
 def _attention_runs(inputs: Inputs) -> dict[str, Run]:
+    """Return the backends that serve; plain is torch's own, one run of equally long sequences after the other."""
     q, k, v, packed = inputs
-    shape = AttentionCall(q, k, v, packed, scale=1.0).shape
-    serving = [name for name, reason in explain(shape).items() if reason is None and name != "reference"]
-    # torch's own attention, one run of equally long sequences after the other
-    serving.sort(key=lambda name: name != "segments")
-    return {PLAIN if name == "segments" else name: functools.partial(_attend, backend=name) for name in serving}
+    reasons = explain(AttentionCall(q, k, v, packed, scale=1.0).shape)
+    others = [name for name, reason in reasons.items() if reason is None and name not in ("reference", "segments")]
+    return {
+        PLAIN: functools.partial(_attend, backend="segments"),
+        **{name: functools.partial(_attend, backend=name) for name in others},
+    }
 
 
 def _attention_flops(make: Maker) -> int:
-    """Two products forward and five backward of what is below the diagonal."""
+    """Count two products forward and five backward of what is below the diagonal."""
     pairs = sum(length * (length + 1) // 2 for length in make.sequence_lengths())
     return 7 * 2 * pairs * make.sizes.heads * make.sizes.head_dim
 
 
 CASES = [
-    Case(
-        "linear_cross_entropy",
-        "the loss on a frozen head",
-        functools.partial(_loss_inputs, trained=False),
-        _loss_runs,
-        lambda make: _loss_flops(make, 2),
-        "flops",
-        liger=_liger_loss,
-    ),
-    Case(
-        "linear_cross_entropy_trained",
-        "the loss on a head that trains",
-        functools.partial(_loss_inputs, trained=True),
-        _loss_runs,
-        lambda make: _loss_flops(make, 3),
-        "flops",
-        liger=_liger_loss,
-    ),
+    _loss_case("linear_cross_entropy", "the loss on a frozen head", trained=False),
+    _loss_case("linear_cross_entropy_trained", "the loss on a head that trains", trained=True),
     Case(
         "attention",
         "causal attention over packed sequences",

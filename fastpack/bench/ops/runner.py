@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
+from fastpack.bench.ops import elementwise_cases, lora_cases, product_cases
 from fastpack.bench.ops.case import LIGER, LLAMA_8B, SMALL, Case, Inputs, Maker, Run
-from fastpack.bench.ops.results import OpFigures, OpsOutcome
-from fastpack.bench.ops.table import print_end, print_op
+from fastpack.bench.ops.table import OpFigures, print_end, print_op
 
+CASES = {case.name: case for module in (elementwise_cases, product_cases, lora_cases) for case in module.CASES}
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
 CACHES = 3
 """Inputs in turn hold at least so many times what the cache does."""
@@ -23,32 +26,23 @@ MOST_SETS = 128
 OUT_OF_MEMORY = "out of memory"
 
 
-def all_cases() -> dict[str, Case]:
-    """By name."""
-    from fastpack.bench.ops import elementwise_cases, lora_cases, product_cases
-
-    return {case.name: case for module in (elementwise_cases, product_cases, lora_cases) for case in module.CASES}
-
-
-def run_ops(cases: Sequence[Case], sweep: Sequence[int] | None = None, lengths: str = "alpaca") -> OpsOutcome:
-    """Time each op at each T. Its table is printed when its sweep has ended."""
-
+def run_ops(cases: Sequence[Case], sweep: Sequence[int] | None = None, lengths: str = "alpaca") -> dict[str, Any]:
+    """Time each op at each T, and return everything measured. An op's table is printed when its sweep has ended."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, dtype = (LLAMA_8B, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
-    outcome = OpsOutcome(measure(), machine())
+    ceiling, measured_on, figures = measure(), machine(), []
     for case in cases:
         found: list[OpFigures] = []
         for tokens in sweep or SWEEP[device.type]:
-            make = Maker(tokens, sizes, dtype, torch.Generator(device), lengths)
-            found += run_case(case, make, outcome.ceiling)
+            found += run_case(case, Maker(tokens, sizes, dtype, torch.Generator(device), lengths), ceiling)
         print_op(case, found)
-        outcome.figures += found
-    print_end(outcome)
-    return outcome
+        figures += found
+    print_end(ceiling, measured_on)
+    return {"machine": measured_on, "ceiling": asdict(ceiling), "ops": [asdict(row) for row in figures]}
 
 
 def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpFigures]:
-    """All implementations of one op at one T."""
+    """Time all implementations of one op at one T."""
     device = make.generator.device
     make.generator.manual_seed(0)
     inputs, limit = case.inputs(make), getattr(ceiling, case.bound)
@@ -58,7 +52,7 @@ def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpFigures]:
         try:
             sets = [leaves(inputs) for _ in range(_how_many(inputs, device))]
             calls = [_both(run, given, make.generator) for given in sets]
-            row.forward = time_calls([functools.partial(run, *given) for given in sets], device)
+            row.forward = time_calls([partial(run, *given) for given in sets], device)
             row.both = time_calls(calls, device)
             row.share = case.work(make) / row.both / limit
             row.peak_memory = peak_extra_memory(calls[0], device)
@@ -71,33 +65,35 @@ def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpFigures]:
 
 
 def runs_of(case: Case, inputs: Inputs) -> dict[str, Run]:
-    """Every implementation that can run on such inputs, Liger's where it is installed."""
+    """Return every implementation that can run on such inputs, Liger's on a GPU where it is installed."""
     runs = case.runs(inputs)
-    if case.liger is not None and inputs[0].is_cuda and importlib.util.find_spec("liger_kernel") is not None:
-        return runs | {LIGER: case.liger(inputs)}
+    if not inputs[0].is_cuda or importlib.util.find_spec("liger_kernel") is None:
+        runs.pop(LIGER, None)
     return runs
 
 
 def leaves(inputs: Inputs) -> Inputs:
-    """Copies of the inputs that autograd sees as its own leaves."""
-
-    def leaf(value: Any) -> Any:
-        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-    return list(map(leaf, inputs))
+    """Return copies of the inputs that autograd sees as its own leaves."""
+    copied: Inputs = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
+    return copied
 
 
-def _both(run: Run, given: Inputs, generator: torch.Generator) -> Callable[[], tuple[Tensor, ...]]:
-    """A call of forward and backward, as training asks for them."""
-    trained = _trained(given)
-    if not trained:
-        return lambda: _tuple(run(*given))
-    gradients = _gradients(_tuple(run(*given)), generator)
-    return lambda: torch.autograd.grad(_tuple(run(*given)), trained, gradients)
+def trained(given: Inputs) -> list[Tensor]:
+    """Return the tensors that get a gradient."""
+    return [value for value in tree_leaves(given) if isinstance(value, Tensor) and value.requires_grad]
 
 
-def _gradients(outputs: tuple[Tensor, ...], generator: torch.Generator) -> list[Tensor]:
-    """Normally distributed; one for a scalar, which is a loss."""
+def _both(run: Run, given: Inputs, generator: torch.Generator) -> Callable[[], Any]:
+    """Return a call of forward and backward, as training asks for them."""
+    wanted = trained(given)
+    if not wanted:
+        return lambda: tree_leaves(run(*given))
+    gradients = random_gradients(tree_leaves(run(*given)), generator)
+    return lambda: torch.autograd.grad(run(*given), wanted, gradients)
+
+
+def random_gradients(outputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """Return normally distributed gradients; one for a scalar, which is a loss."""
     return [
         torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
         if out.ndim
@@ -106,18 +102,10 @@ def _gradients(outputs: tuple[Tensor, ...], generator: torch.Generator) -> list[
     ]
 
 
-def _tuple(result: Any) -> tuple[Tensor, ...]:
-    return tuple(result) if isinstance(result, tuple | list) else (result,)
-
-
-def _trained(given: Inputs) -> list[Tensor]:
-    return [value for value in given if isinstance(value, Tensor) and value.requires_grad]
-
-
 def _how_many(inputs: Inputs, device: torch.device) -> int:
-    """Sets of inputs that together are too large for the cache."""
+    """Return how many sets of inputs together are too large for the cache."""
     if device.type != "cuda":
         return 2
-    size = sum(value.nbytes for value in inputs if isinstance(value, Tensor))
+    size = sum(value.nbytes for value in tree_leaves(inputs) if isinstance(value, Tensor))
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, min(MOST_SETS, -(-CACHES * cache // size)))
