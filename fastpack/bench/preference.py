@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from fastpack.bench.clock import Clock
-from fastpack.bench.flops import step_flops
-from fastpack.bench.lengths import Pair, sequences
+from fastpack.bench.lengths import Pair
 from fastpack.bench.loops import (
     GATE_STEPS,
     LEARNING_RATE,
@@ -18,7 +17,7 @@ from fastpack.bench.loops import (
     logged_of_first_steps,
     trainer_arguments,
 )
-from fastpack.bench.models import LORA_RANK, lora_config, patch
+from fastpack.bench.models import lora_config, patch
 from fastpack.bench.settings import Settings
 from fastpack.bench.variants import CONTESTANTS
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
@@ -85,18 +84,3 @@ def make_pairs(lengths: list[Pair], vocab_size: int, seed: int) -> list[dict[str
         }
         for pair in lengths
     ]
-
-
-def dpo_step_flops(config: Any, pairs: list[Pair], settings: Settings) -> int:
-    """Operations of the matrix products of one step: the policy's training and the reference's forward.
-
-    Each sequence is counted whole, as it is trained; a prompt that its pair's sequences share is counted with both. The
-    head is needed where a token of a completion is predicted.
-    """
-    rows = sequences(pairs)
-    every, wanted = sum(rows) - len(rows), sum(chosen + rejected for _, chosen, rejected in pairs)
-    policy = step_flops(config, rows, mode=settings.mode, checkpointing=settings.checkpointing, rank=LORA_RANK)
-    # of training in full a third is the forward; of attention 2 of 2 + 5 products
-    whole = step_flops(config, rows)
-    reference = whole.linear // 3 + whole.attention * 2 // 7 + whole.head // 3 // every * wanted
-    return policy.total - policy.head + policy.head // every * wanted + reference

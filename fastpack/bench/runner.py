@@ -10,12 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastpack.bench.ceiling import Ceiling
-from fastpack.bench.flops import step_flops
-from fastpack.bench.models import LORA_RANK
-from fastpack.bench.preference import dpo_step_flops
+from fastpack.bench.flops import needed_flops
 from fastpack.bench.same_losses import Precision, Verdict, compare
 from fastpack.bench.settings import Figures, Settings
-from fastpack.bench.shapes import make_config
 from fastpack.bench.variants import CONTESTANTS
 from fastpack.errors import FastpackError
 
@@ -108,19 +105,9 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
             rest = contestants[len(figures) :]
             left_out = left_out | dict.fromkeys(rest, f"was not run: {verdict.against!r} and {name!r} disagree")
             break
-    floor = floor_rate(settings, ceiling)
+    tokens = sum(map(sum, settings.timed_batches()))
+    floor = tokens / (needed_flops(settings) / ceiling.flops)
     return Outcome(settings, figures, verdict, ceiling, floor, found["machine"], left_out)
-
-
-def floor_rate(settings: Settings, ceiling: Ceiling) -> float:
-    """Real tokens a second over the timed steps, if their matrix products took all the time."""
-    config, batches = make_config(settings.shape), settings.timed_batches()
-    if settings.trainer == "dpo":
-        needed = sum(dpo_step_flops(config, pairs, settings) for pairs in settings.timed_pairs())
-    else:
-        how: dict[str, Any] = {"mode": settings.mode, "checkpointing": settings.checkpointing, "rank": LORA_RANK}
-        needed = sum(step_flops(config, batch, **how).total for batch in batches)
-    return sum(map(sum, batches)) / (needed / ceiling.flops)
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fastpack.bench.loops import GATE_STEPS
-from fastpack.bench.settings import Figures
+from fastpack.bench.settings import GATE_STEPS, Figures
 from fastpack.utils.console import counted
 
 Precision = Literal["full precision", "half precision"]

@@ -1,15 +1,17 @@
-"""The settings of one run and its figures: all that passes between the parent and a contestant's process."""
+"""The settings of one run and its figures: all that passes between the parent and a variant's process."""
 
 from __future__ import annotations
 
 import statistics
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal
 
-from fastpack.bench.flops import Mode
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
 
-T = TypeVar("T")
+GATE_STEPS = 5
+"""How many steps the variants are compared on, and whose losses and norms are read."""
+
+Mode = Literal["full", "lora", "qlora"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,6 @@ class Settings:
     steps: int = 20
     warmup: int = 3
     lengths: str = "alpaca"
-    max_length: int | None = None
     checkpointing: bool = False
     loop: str = "trl"
     attention: str = "auto"
@@ -40,28 +41,21 @@ class Settings:
         """Warm-up and timed steps."""
         return self.warmup + self.steps
 
-    def row_lengths(self) -> list[int]:
-        """Tokens of every row, those of warm-up and timed steps after each other."""
-        count = self.rows * self.total_steps
-        return make_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
-
     def pair_lengths(self) -> list[Pair]:
-        """As :meth:`row_lengths`, of pairs."""
-        count = self.rows * self.total_steps
-        return make_pair_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
+        """Return the tokens of every pair, those of warm-up and timed steps after each other."""
+        return make_pair_lengths(self.rows * self.total_steps, kind=self.lengths, seed=self.seed)
 
-    def timed_pairs(self) -> list[list[Pair]]:
-        """Pairs of each timed step."""
-        return self._timed(self.pair_lengths())
+    def row_lengths(self) -> list[int]:
+        """Return the tokens of every row, as :meth:`pair_lengths`; of a pair there are two."""
+        if self.trainer == "dpo":
+            return sequences(self.pair_lengths())
+        return make_lengths(self.rows * self.total_steps, kind=self.lengths, seed=self.seed)
 
     def timed_batches(self) -> list[list[int]]:
-        """Tokens of the rows of each timed step; of a pair there are two."""
-        if self.trainer == "dpo":
-            return list(map(sequences, self.timed_pairs()))
-        return self._timed(self.row_lengths())
-
-    def _timed(self, lengths: list[T]) -> list[list[T]]:
-        return [lengths[at : at + self.rows] for at in range(self.warmup * self.rows, len(lengths), self.rows)]
+        """Return the tokens of the rows of each timed step."""
+        lengths = self.row_lengths()
+        size = len(lengths) // self.total_steps
+        return [lengths[at : at + size] for at in range(self.warmup * size, len(lengths), size)]
 
 
 @dataclass
@@ -75,7 +69,7 @@ class Figures:
         peak_memory: GiB in tensors, once the model is built; on a CPU, GiB that the process had at most.
         held_memory: GiB that the allocator had taken for them, which is what others see; CUDA graphs keep theirs. None
             on a CPU.
-        losses, gradient_norms: of the first steps, on which contestants are compared.
+        losses, gradient_norms: of the first steps, on which variants are compared.
         error: why there are no figures.
     """
 

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastpack.bench.flops import head_dim
+from fastpack.attention_dispatch import AttentionShape, Visibility, choose
 from fastpack.bench.lengths import make_lengths
 from fastpack.bench.models import dtype_of
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
 from fastpack.bench.variants import CONTESTANTS, TRAINERS
-from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
+from fastpack.cli import UsageError, require, require_file, require_one_process, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchOptions
@@ -28,14 +28,6 @@ WHAT = f"""Train the same model in several ways, each in a process of its own, a
 Exit codes: 1 where losses disagree; 2 where a flag is to be mended; {NOT_COMPARED} where several were to be compared
 and fewer than two ran."""
 
-
-def not_empty(text: str) -> str:
-    """Return a flag's text, which is to be some."""
-    if not text:
-        raise argparse.ArgumentTypeError("it is empty; pass a word, a number or a file, or leave it out")
-    return text
-
-
 FLAGS: dict[str, dict[str, Any]] = {
     "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
     "--mode": {"choices": ("full", "lora", "qlora"), "default": "full"},
@@ -44,12 +36,10 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
     "--warmup": {"type": at_least(0), "help": "steps before those (default: 3, with --graphs 5)"},
     "--lengths": {
-        "type": not_empty,
         "help": "'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a JSON file of "
         "[prompt, chosen, rejected], all in tokens; of --ops over sequences",
     },
-    "--data": {"type": not_empty, "dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
-    "--max-length": {"type": POSITIVE, "help": "truncate rows to so many tokens"},
+    "--data": {"dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
     "--loop": {
         "choices": ("trl", "plain"),
         "default": "trl",
@@ -77,8 +67,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "--loss": {"choices": ("fused",), "nargs": "?", "const": "fused", "help": "the loss of --loop plain"},
     },
     "what is written": {
-        "--json": {"type": Path, "help": "write the figures here"},
-        "--plot": {"type": Path, "help": "draw those of training here (PNG, SVG or PDF)"},
+        "--json": {"type": Path, "help": "write the results here"},
     },
     "instead of training, each op by itself": {
         "--ops": {
@@ -92,22 +81,6 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
 OF_OPS = ("ops", "tokens", "lengths", "json")
 """Flags that ``--ops`` takes."""
 PARSER = make_parser("bench", WHAT, FLAGS, GROUPS)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Parse the flags and run the benchmark; see :func:`run`."""
-    given = PARSER.parse_args(arguments)
-    require_one_process("bench")
-    check_together(given)
-    if given.plot:
-        require("bench --plot", "matplotlib")
-    if given.ops is None and given.loop == "trl":
-        require("bench", "trl", "datasets")
-        if not torch.cuda.is_available():
-            require_trl_on_cpu("bench")
-    if given.mode == "qlora":
-        require("bench --mode qlora", "bitsandbytes")
-    return run(given)
 
 
 def check_together(given: argparse.Namespace) -> None:
@@ -162,36 +135,35 @@ def make_settings(given: argparse.Namespace, *, on_gpu: bool) -> Settings:
 
 
 def check(settings: Settings, *, on_gpu: bool) -> None:
-    """Raise what contestants would stumble over, each in a process of its own.
+    """Raise what variants would stumble over, each in a process of its own.
 
     Raises:
-        UsageError: no such lengths, or rows with nothing to predict.
+        UsageError: no such lengths.
         KernelUnavailableError: kernels that nothing here can run.
         BackendUnavailableError: no such attention backend, or one that can't serve here.
     """
-    from fastpack.attention_dispatch import AttentionShape, Visibility
-    from fastpack.attention_dispatch import choose as choose_backend
-
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
     config = make_config(settings.shape)
-    heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-    device = torch.device("cuda" if on_gpu else "cpu")
-    shape = AttentionShape(device, dtype_of(device), heads, kv_heads, size, size, Visibility())
-    choose_backend(shape, settings.attention)
+    heads, device = config.num_attention_heads, torch.device("cuda" if on_gpu else "cpu")
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = config.num_key_value_heads
+    choose(AttentionShape(device, dtype_of(device), heads, kv_heads, size, size, Visibility()), settings.attention)
+    check_lengths(settings.lengths, settings.row_lengths)
+
+
+def check_lengths(kind: str, read: Callable[[], object]) -> None:
+    """Raise unless lengths can be read.
+
+    Raises:
+        UsageError: they can't.
+    """
     try:
-        settings.timed_batches()
-        rows = [] if settings.trainer == "dpo" else settings.row_lengths()
+        read()
     except (OSError, ValueError) as error:
-        raise UsageError(f"--lengths {settings.lengths}: {error}") from error
-    if any(max(rows[at : at + settings.rows]) < 2 for at in range(0, len(rows), settings.rows)):
-        flag = "--max-length 1" if settings.max_length == 1 else f"--lengths {settings.lengths}"
-        raise UsageError(
-            f"{flag}: a batch of {settings.rows} would have rows of one token alone, with nothing to predict; pass "
-            "2 or more."
-        )
+        raise UsageError(f"--lengths {kind}: {error}") from error
 
 
-def choose(
+def choose_variants(
     only: list[str] | None, *, on_gpu: bool, trainer: str = "sft", graphs: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
     """Return who takes part, and who of this trainer's ways does not and why.
@@ -199,52 +171,57 @@ def choose(
     Raises:
         UsageError: one that was asked for by name can't.
     """
-    ways = {name: contestant for name, contestant in CONTESTANTS.items() if trainer in contestant.trainers}
-    reasons = {name: contestant.unavailable(on_gpu, graphs) for name, contestant in ways.items()}
+    ways = {name: variant for name, variant in CONTESTANTS.items() if trainer in variant.trainers}
+    reasons = {name: variant.unavailable(on_gpu, graphs) for name, variant in ways.items()}
+    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():
         if name not in ways:
             raise UsageError(f"--only {name!r}: not a way of --trainer {trainer}, whose are {', '.join(ways)}.")
-        if reasons[name] is not None:
-            raise UsageError(f"--only {name!r}: it {reasons[name]}.")
-    if only:
-        return only, {}
-    left_out = {name: reason for name, reason in reasons.items() if reason is not None}
-    return [name for name in ways if name not in left_out], left_out
+        if name in left_out:
+            raise UsageError(f"--only {name!r}: it {left_out[name]}.")
+    return (only, {}) if only else ([name for name in ways if name not in left_out], left_out)
 
 
-def run(given: argparse.Namespace) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Do what the flags ask for.
 
     Returns:
-        1 where losses disagree; :data:`NOT_COMPARED` where several contestants were to run and fewer than two did, so
+        1 where losses disagree; :data:`NOT_COMPARED` where several variants were to run and fewer than two did, so
         that nothing says whether they agree; else 0.
     """
-    on_gpu = torch.cuda.is_available()
-    require_picture("--plot", given.plot)
+    given = PARSER.parse_args(arguments)
+    require_one_process("bench")
+    check_together(given)
     require_file("--json", given.json)
-    if given.ops is not None:
-        return _run_ops(given)
+    code, found = _train(given) if given.ops is None else (0, _time_ops(given))
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    return code
+
+
+def _train(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Train in all these ways; return the exit code and everything measured."""
+    on_gpu = torch.cuda.is_available()
+    if given.loop == "trl":
+        require("bench", "trl", "datasets")
+        if not on_gpu:
+            require_trl_on_cpu("bench")
+    if given.mode == "qlora":
+        require("bench --mode qlora", "bitsandbytes")
     from fastpack.bench.runner import run_all
     from fastpack.bench.table import print_outcome
 
     settings = make_settings(given, on_gpu=on_gpu)
-    names, left_out = choose(given.only, on_gpu=on_gpu, trainer=given.trainer, graphs=given.graphs)
+    names, left_out = choose_variants(given.only, on_gpu=on_gpu, trainer=given.trainer, graphs=given.graphs)
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)
-    if given.json:
-        given.json.write_text(json.dumps(outcome.to_dict(), indent=1))
-    if given.plot and outcome.verdict.agree and outcome.ran:
-        from fastpack.bench.plot import save_plot
-
-        save_plot(outcome, given.plot)
-    if not outcome.verdict.agree:
-        return 1
-    return 0 if outcome.verdict.compared or len(names) == 1 else NOT_COMPARED
+    code = 0 if outcome.verdict.compared or len(names) == 1 else NOT_COMPARED
+    return code if outcome.verdict.agree else 1, outcome.to_dict()
 
 
-def _run_ops(given: argparse.Namespace) -> int:
-    """Measure these ops, or all.
+def _time_ops(given: argparse.Namespace) -> dict[str, Any]:
+    """Time these ops, or all; return everything measured.
 
     Raises:
         UsageError: there is no op of such a name, there are no such lengths, or nothing that is measured has any.
@@ -255,15 +232,10 @@ def _run_ops(given: argparse.Namespace) -> int:
         if name not in CASES:
             raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(CASES)}.")
     chosen = [CASES[name] for name in given.ops or CASES]
-    if given.lengths is not None:
-        if not any(case.packed for case in chosen):
-            of_packed = ", ".join(name for name, case in CASES.items() if case.packed)
-            raise UsageError(f"--lengths is for ops over packed sequences, none of which is asked for: {of_packed}.")
-        try:
-            make_lengths(1, kind=given.lengths)
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--lengths {given.lengths}: {error}") from error
-    found = run_ops(chosen, given.tokens, given.lengths or "alpaca")
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
-    return 0
+    if given.lengths is None:
+        return run_ops(chosen, given.tokens)
+    if not any(case.packed for case in chosen):
+        of_packed = ", ".join(name for name, case in CASES.items() if case.packed)
+        raise UsageError(f"--lengths is for ops over packed sequences, none of which is asked for: {of_packed}.")
+    check_lengths(given.lengths, lambda: make_lengths(1, kind=given.lengths))
+    return run_ops(chosen, given.tokens, given.lengths)

@@ -30,7 +30,7 @@ PACKAGES = {
     "xformers": "attention, including on GPUs before Ampere",
     "triton": "fused kernels on GPUs",
     "liger-kernel": "other fused kernels, not needed by fastpack",
-    "matplotlib": "the plots of `fastpack demo` and `fastpack bench`",
+    "matplotlib": "the plot of `fastpack demo`",
 }
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -2,87 +2,95 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fastpack.bench.flops import layer_projections, step_flops
+from fastpack.bench.flops import needed_flops
+from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
 
-SMALL = SimpleNamespace(
-    hidden_size=8,
-    intermediate_size=20,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    vocab_size=50,
-)
+HIDDEN, INNER, LAYERS, VOCABULARY, RANK = 8, 20, 3, 50, 16
 # q 8 x 8, k and v 8 x 4, o 8 x 8, gate and up 8 x 20, down 20 x 8: 64 + 32 + 32 + 64 + 3 x 160
 WEIGHTS = 672
-LENGTHS = [3, 1, 6]
-TOKENS, SCORED, PAIRS = 10, 7, 6 + 1 + 21
+# inputs and outputs: q 16, k 12, v 12, o 16, gate, up and down 28 each
+LORA = RANK * 140
+LENGTHS = [3, 2, 5]
+TOKENS, PREDICTED, PAIRS = 10, 7, 6 + 3 + 15
+LINEAR, UPDATES = 2 * TOKENS * WEIGHTS * LAYERS, 2 * TOKENS * LORA * LAYERS
+ATTENTION = 2 * 2 * PAIRS * HIDDEN * LAYERS
+HEAD = 2 * HIDDEN * VOCABULARY
 
 
-def test_full_by_hand() -> None:
-    found = step_flops(SMALL, LENGTHS, mode="full")
-    assert found.linear == 3 * 3 * 2 * 10 * 672 == 120_960
-    assert found.attention == 3 * 7 * (2 * PAIRS * 2 * 4) == 9_408
-    assert found.head == 3 * 2 * 7 * 8 * 50 == 16_800
-    assert (found.lora, found.recomputed) == (0, 0)
-    assert found.total == 147_168
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """A step on three rows, after one that is not timed."""
+    (tmp_path / "lengths.json").write_text(json.dumps([9, 9, 9, *LENGTHS]))
+    sizes = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": VOCABULARY,
+    }
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], **sizes})
+    return Settings("", rows=3, steps=1, warmup=1, lengths=str(tmp_path / "lengths.json"))
 
 
-def test_lora_by_hand() -> None:
-    found = step_flops(SMALL, LENGTHS, mode="lora", rank=2)
-    # forward and the gradients of inputs, without those of the first layer's q, k and v
-    assert found.linear == 2 * 3 * 2 * 10 * 672 - 2 * 10 * (64 + 32 + 32) == 78_080
-    # inputs and outputs: q 16, k 12, v 12, o 16, gate, up and down 28 each
-    assert found.lora == 3 * 3 * 2 * 10 * 2 * 140 - 2 * 10 * 2 * (8 + 8 + 8) == 49_440
-    assert found.head == 2 * 2 * 7 * 8 * 50
-    assert step_flops(SMALL, LENGTHS, mode="qlora", rank=2) == found
+def test_full_by_hand(small: Settings) -> None:
+    assert needed_flops(small) == 3 * (LINEAR + ATTENTION + PREDICTED * HEAD)
 
 
-def test_checkpointing_by_hand() -> None:
-    full = step_flops(SMALL, LENGTHS, mode="full", checkpointing=True)
-    assert full.recomputed == 3 * (2 * 10 * (672 - 160) + 4 * PAIRS * 2 * 4) == 33_408
-    lora = step_flops(SMALL, LENGTHS, mode="lora", rank=2, checkpointing=True)
-    assert lora.recomputed == full.recomputed + 3 * 2 * 10 * 2 * (140 - 8)
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_lora_by_hand(mode: Any, small: Settings) -> None:
+    """Forward and the gradients of inputs, and of weights those of A and B."""
+    expected = 2 * LINEAR + 3 * UPDATES + 3 * ATTENTION + 2 * PREDICTED * HEAD
+    assert needed_flops(replace(small, mode=mode)) == expected
+
+
+def test_checkpointing_by_hand(small: Settings) -> None:
+    again = LINEAR - 2 * TOKENS * INNER * HIDDEN * LAYERS + ATTENTION
+    assert needed_flops(replace(small, checkpointing=True)) - needed_flops(small) == again
+    lora = replace(small, mode="lora")
+    again += UPDATES - 2 * TOKENS * RANK * HIDDEN * LAYERS
+    assert needed_flops(replace(lora, checkpointing=True)) - needed_flops(lora) == again
+
+
+def test_pairs_by_hand(small: Settings, tmp_path: Path) -> None:
+    """The policy's training and the reference's forward; the head on completions."""
+    (tmp_path / "pairs.json").write_text("[[9, 9, 9], [5, 7, 11], [3, 2, 4]]")
+    dpo = replace(small, trainer="dpo", rows=1, steps=2, lengths=str(tmp_path / "pairs.json"))
+    tokens, pairs = 12 + 16 + 5 + 7, 78 + 136 + 15 + 28
+    linear, attention = 2 * tokens * WEIGHTS * LAYERS, 4 * pairs * HIDDEN * LAYERS
+    assert needed_flops(dpo) == 4 * (linear + attention + (7 + 11 + 2 + 4) * HEAD)
+    updates = 2 * tokens * LORA * LAYERS
+    # the reference is the policy with its adapters off
+    expected = 3 * linear + 3 * updates + 4 * attention + 3 * (7 + 11 + 2 + 4) * HEAD
+    assert needed_flops(replace(dpo, mode="lora")) == expected
 
 
 def test_llama8b_is_what_is_known() -> None:
-    """6.98 billion weights in the layers, 0.53 in the head; 30 GFLOP a token with frozen weights."""
-    config = make_config("llama8b")
-    assert 32 * sum(a * b for a, b in layer_projections(config).values()) == 6_979_321_856
-    per_token = step_flops(config, [190] * 16, mode="lora").total / 3040
-    assert per_token == pytest.approx(30.4e9, rel=0.01)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_projections_are_those_of_the_model(shape: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    config = make_config(shape)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    inside = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "layers.0." in name]
-    assert sorted((m.in_features, m.out_features) for m in inside) == sorted(layer_projections(config).values())
+    """30 GFLOP a token with frozen weights: 6.98 billion in the layers, 0.53 in the head."""
+    settings = Settings("", shape="llama8b", mode="lora", lengths="190", steps=1)
+    assert needed_flops(settings) / 3040 == pytest.approx(30.4e9, rel=0.01)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", ["full", "lora"])
-def test_against_what_torch_counts(mode: Any, checkpointing: bool) -> None:
+def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch counts the products that a stock step runs: ours without attention, the head on every token."""
     from transformers import AutoModelForCausalLM
 
     from fastpack.bench.models import with_lora
 
-    config = make_config("tiny")
-    config.num_hidden_layers = 2
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "num_hidden_layers": 2})
+    model: Any = AutoModelForCausalLM.from_config(make_config("tiny"), attn_implementation="sdpa").train()
     if mode == "lora":
         model = with_lora(model)
     if checkpointing:
@@ -93,13 +101,11 @@ def test_against_what_torch_counts(mode: Any, checkpointing: bool) -> None:
     counted = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
-    found = step_flops(config, [24], mode=mode, checkpointing=checkpointing)
-    needed = found.linear + found.lora + found.head // 23 * 24 + found.recomputed
-    if checkpointing:
-        needed -= found.attention * 2 // 7  # its forward, counted under recomputed
-    wasted = 0
-    if checkpointing and mode == "lora":
-        # PEFT asks for gradients of the embeddings, and computes down_proj's product before what is kept of it
-        first = 2 * 24 * 3 * (256 * 256 + 16 * 256)
-        wasted = first + 2 * (2 * 24 * 688 * 256)
-    assert counted == needed + wasted
+    settings = Settings("", mode=mode, checkpointing=checkpointing, rows=1, steps=1, warmup=0, lengths="24")
+    needed = needed_flops(settings) + 2 * 256 * 2048 * (3 if mode == "full" else 2)
+    needed -= 2 * 2 * 300 * 256 * 2 * (4 if checkpointing else 3)
+    if mode == "lora" and not checkpointing:
+        needed -= 2 * 24 * 3 * (256 * 256 + 16 * 256)  # gradients of the first layer's input
+    if mode == "lora" and checkpointing:
+        needed += 2 * (2 * 24 * 688 * 256)  # PEFT computes down_proj's product before what is kept of it
+    assert counted == needed

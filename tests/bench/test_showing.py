@@ -1,4 +1,4 @@
-"""The benchmark's flags, tables and pictures, on figures that were made up."""
+"""The benchmark's flags and tables, on results that were made up."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from rich.console import Console
 
 from fastpack.bench import runner
 from fastpack.bench.ceiling import Ceiling
-from fastpack.bench.flops import step_flops
-from fastpack.bench.plot import save_plot
-from fastpack.bench.runner import Outcome, floor_rate
+from fastpack.bench.flops import needed_flops
+from fastpack.bench.runner import Outcome
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import Figures, Settings
-from fastpack.bench.shapes import make_config
 from fastpack.bench.table import print_outcome
 from fastpack.bench.variants import CONTESTANTS
-from fastpack.cli.bench import PARSER, check, choose, make_settings, run
+from fastpack.cli import bench
+from fastpack.cli.bench import PARSER, choose_variants, make_settings
 from fastpack.cli.main import main
 from fastpack.errors import FastpackError
 
@@ -101,19 +100,6 @@ def test_what_ran_out_of_memory_is_said() -> None:
     assert found.to_dict()["contestants"][0]["error"] == "out of memory"
 
 
-@pytest.mark.parametrize("floor", [3000.0, 500_000.0])
-def test_the_picture(tmp_path: Path, floor: float) -> None:
-    save_plot(outcome([made_up(name, 100 * i) for i, name in enumerate(CONTESTANTS, 1)], floor), tmp_path / "plot.svg")
-    drawn = (tmp_path / "plot.svg").read_text()
-    assert len(drawn) > 5000
-
-
-def test_the_floor() -> None:
-    settings = Settings("", shape="llama8b", mode="lora", rows=4, steps=3, warmup=1, lengths="100")
-    needed = step_flops(make_config("llama8b"), [100] * 4, mode="lora").total
-    assert floor_rate(settings, CEILING) == pytest.approx(400 / (needed / 790e12))
-
-
 def test_medians() -> None:
     row = Figures("fastpack", seconds=[1.0, 1.0, 4.0], tokens=[10, 20, 40], slots=100)
     assert row.tokens_per_second == 10
@@ -138,25 +124,24 @@ def test_flags() -> None:
 
 
 def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
-    names, left_out = choose(None, on_gpu=False)
+    names, left_out = choose_variants(None, on_gpu=False)
     stock = ["stock padded", "stock padding_free"]
     assert names == [*stock, "fastpack", "fastpack packed", "fastpack collated", "fastpack fused loss"]
     assert left_out == dict.fromkeys(["stock + FA2", "stock + FA2 + Liger"], "needs a GPU")
     with pytest.raises(FastpackError, match="needs a GPU"):
-        choose(["stock + FA2"], on_gpu=False)
+        choose_variants(["stock + FA2"], on_gpu=False)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (("--lengths", "nowhere.json"), "--lengths nowhere.json: no such file; pass 'alpaca', a number"),
+        (("--lengths", ""), "--lengths : no such file; pass 'alpaca', a number"),
         (("--lengths", "-5"), "--lengths -5: no such file; pass 'alpaca', a number"),
         (("--trainer", "dpo", "--data", "nowhere.json"), "--lengths nowhere.json: no such file; pass 'chat', a number"),
-        (("--trainer", "dpo", "--data", "1"), "--lengths 1: rows of 1 tokens have no room"),
-        (("--lengths", "0"), "--lengths 0: rows of 0 tokens have nothing to predict"),
+        (("--trainer", "dpo", "--data", "1"), "--lengths 1: pass lists of three .* or a number from 2 on"),
+        (("--lengths", "0"), "--lengths 0: pass lengths of rows .* from 2 on"),
         (("--json", "/nosuch/p.json"), "--json /nosuch/p.json: there is no folder /nosuch"),
-        (("--plot", "p.xyz"), "--plot p.xyz: pass a name that ends in one of .png"),
-        (("--plot", "/nosuch/p.png"), "--plot /nosuch/p.png: there is no folder /nosuch"),
         (("--attention", "sideways"), "attention='sideways' is not a backend"),
         (("--attention", "flash_attn"), "attention='flash_attn' can't serve float32 on cpu"),
         (("--kernels", "triton"), "there is no GPU here"),
@@ -173,20 +158,19 @@ def test_refused_before_anything_runs(flags: tuple[str, ...], said: str, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(FastpackError, match=said):
-        run(parse(*flags))
+        bench.main(flags)
 
 
 @pytest.mark.parametrize(
     ("held", "flags", "said"),
     [
-        ("[true, 5]", (), "a.json must hold a JSON list of positive whole numbers: the lengths of the rows.$"),
-        ("", (), "the lengths of the rows; it is no JSON: "),
-        ("[5", (), "the lengths of the rows; it is no JSON: "),
-        ("[1, 1]", (), "a.json: a batch of 16 would have rows of one token alone"),
-        ("[1, 5]", ("--rows", "1", "--warmup", "1", "--steps", "1"), "a batch of 1 would have rows of one token alone"),
-        ("[9]", ("--max-length", "1"), "--max-length 1: a batch of 16 would have rows of one token alone"),
-        ("[[5, true, 5]]", ("--trainer", "dpo"), "a.json must hold lists of three positive whole numbers"),
-        ("", ("--trainer", "dpo"), "lists of three .*; it is no JSON: "),
+        ("[true, 5]", (), "a.json: pass lengths of rows as whole numbers from 2 on"),
+        ("[1, 5]", (), "one token alone has nothing to predict"),
+        ("{}", (), "a.json: it must hold a JSON list of lengths"),
+        ("", (), "a.json: it is no JSON: "),
+        ("[5", (), "a.json: it is no JSON: "),
+        ("[[5, true, 5]]", ("--trainer", "dpo"), "a.json: pass lists of three positive whole numbers"),
+        ("", ("--trainer", "dpo"), "a.json: it is no JSON: "),
     ],
 )
 def test_lengths_that_can_not_be_trained_on(
@@ -196,26 +180,15 @@ def test_lengths_that_can_not_be_trained_on(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "a.json").write_text(held)
     with pytest.raises(FastpackError, match=said):
-        run(parse("--lengths", str(tmp_path / "a.json"), *flags))
-
-
-def test_rows_of_one_token_among_others_are_taken(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("[1, 5]")
-    check(make_settings(parse("--lengths", str(tmp_path / "a.json")), on_gpu=False), on_gpu=False)
-
-
-def test_lengths_of_no_name(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--lengths", "")
-    assert "it is empty; pass a word, a number or a file, or leave it out" in capsys.readouterr().err
+        bench.main(["--lengths", str(tmp_path / "a.json"), *flags])
 
 
 def test_the_title_says_what_is_not_at_its_default() -> None:
     plain = outcome([made_up("fastpack", 5)])
     assert plain.title == "shape llama8b, mode lora, rows 16, lengths alpaca"
-    changed = replace(plain.settings, max_length=64, kernels="torch", attention="reference", graphs="auto")
+    changed = replace(plain.settings, seed=64, kernels="torch", attention="reference", graphs="auto")
     assert replace(plain, settings=changed).title == (
-        f"{plain.title}, max-length 64, attention reference, kernels torch, graphs auto"
+        f"{plain.title}, attention reference, kernels torch, graphs auto, seed 64"
     )
 
 
@@ -224,13 +197,14 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
     [
         (("--tokens", "64"), "--tokens is the sweep of --ops"),
         (("--ops", "--rows", "4", "--trainer-waits"), "leave out --rows, --trainer-waits."),
-        (("--ops", "--plot", "ops.png"), "leave out --plot."),
+        (("--ops", "--graphs"), "leave out --graphs."),
     ],
 )
 def test_flags_that_nobody_would_read(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastpack.cli.bench.run", None)
+    monkeypatch.setattr(bench, "_train", None)
+    monkeypatch.setattr(bench, "_time_ops", None)
     assert main(["bench", *flags]) == 2
     assert said in capsys.readouterr().err
 
@@ -292,7 +266,9 @@ def test_each_contestant_is_told_as_it_ends(
     told = [made_up("stock padded", 500), Figures("fastpack", error="out of memory")]
     stand_in(monkeypatch, told)
     names = [row.contestant for row in told]
-    runner.run_all(Settings("", lengths="8", steps=5), names, left_out={}, on_gpu=False)
+    settings = Settings("", lengths="8", steps=5)
+    found = runner.run_all(settings, names, left_out={}, on_gpu=False)
+    assert found.floor_rate == pytest.approx(5 * 16 * 8 / (needed_flops(settings) / CEILING.flops))
     assert capsys.readouterr().err.splitlines() == [
         "stock padded: 500 real tokens/s",
         "fastpack: out of memory",
@@ -315,17 +291,16 @@ def test_steps_before_those_that_are_timed_may_be_none(capsys: pytest.CaptureFix
 
 def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert choose(None, on_gpu=True)[1] == {"stock + FA2 + Liger": "liger-kernel is not installed"}
+    assert choose_variants(None, on_gpu=True)[1] == {"stock + FA2 + Liger": "liger-kernel is not installed"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     everyone = [name for name, contestant in CONTESTANTS.items() if "sft" in contestant.trainers]
-    assert choose(None, on_gpu=True) == (everyone, {})
+    assert choose_variants(None, on_gpu=True) == (everyone, {})
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from fastpack import cli as commands
 
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
-    bitsandbytes, matplotlib = ["--loop", "plain", "--mode", "qlora"], ["--plot", "x.png"]
-    for flags, name in (([], "trl"), (bitsandbytes, "bitsandbytes"), (matplotlib, "matplotlib")):
+    for flags, name in (([], "trl"), (["--loop", "plain", "--mode", "qlora"], "bitsandbytes")):
         assert main(["bench", *flags]) == 2
         assert f"pip install '{name}>=" in capsys.readouterr().err
