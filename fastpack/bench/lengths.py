@@ -9,6 +9,8 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 MEDIAN, SPREAD, RANGE = 149, 0.7, (16, 663)
 
 Pair = tuple[int, int, int]
@@ -69,6 +71,12 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0) -> list[
 def sequences(pairs: list[Pair]) -> list[int]:
     """Return the tokens of the sequences of pairs: of each prompt with its chosen completion, then its rejected one."""
     return [prompt + completion for prompt, *completions in pairs for completion in completions]
+
+
+def make_rows(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]]:
+    """Return rows of these lengths of random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
 def _log_normal(median: int, deviations: float, limits: tuple[int, int]) -> int:

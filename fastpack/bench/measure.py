@@ -1,4 +1,4 @@
-"""How long a call takes on the device, without what the host takes to ask for it.
+"""Time and memory: of training steps as a user waits for them, and of calls without what the host takes to ask.
 
 On a GPU a batch of calls is queued behind a pause, so that they run one after the other without waiting for the host;
 their mean is one sample, and the median of the samples is the result. Calls take turns over several sets of inputs
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,37 @@ SAMPLE_SECONDS = 5e-3
 TOTAL_SECONDS = 1.0
 """How much all samples may take, but for a handful."""
 FEWEST = 5
+
+
+class Clock:
+    """Times the steps after the warm-up, and makes nobody wait for it.
+
+    A step's time runs from the end of the one before to its own end, both as the device reaches them: what is fetched,
+    logged and tidied up in between counts, as it does for users, and what hides behind the device's work does not.
+
+    Args:
+        warmup: how many steps are not timed.
+    """
+
+    def __init__(self, warmup: int) -> None:
+        self._warmup = warmup
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Begin the first step; later, end a step and begin the next."""
+        if torch.cuda.is_available():
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of each timed step."""
+        marks = self._marks[self._warmup :]
+        if not torch.cuda.is_available():
+            return [end - begin for begin, end in pairwise(marks)]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
 
 
 def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 30) -> float:

@@ -1,4 +1,4 @@
-"""The model of a contestant: random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
+"""The model of a variant: random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
+import fastpack
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import make_config
-from fastpack.bench.variants import CONTESTANTS
 
 LORA_RANK = 16
 
 
 def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
-    """The contestant's model on ``device``, in training mode, and the name of its attention kernel.
+    """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
     For ``DPOTrainer`` without adapters and not patched: it makes them itself, and a reference beside the model.
     """
     from transformers import AutoModelForCausalLM
 
-    contestant = CONTESTANTS[settings.contestant]
     stock = backend = "sdpa"
-    if contestant.varlen:
+    if settings.variant.varlen:
         from fastpack.bench import stock_varlen
 
         stock, backend = stock_varlen.implementation()
@@ -39,26 +38,22 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
         return model.train(), backend
     if settings.mode != "full":
         model = with_lora(model)
-    if contestant.patched:
-        backend = patch(model, settings)
+    if settings.variant.patched:
+        patch(model, settings)
     return model.train(), backend
 
 
-def patch(target: Any, settings: Settings) -> str:
-    """Patch a model or trainer as the flags say; the name of its attention backend."""
-    import fastpack
-
-    contestant = CONTESTANTS[settings.contestant]
+def patch(target: Any, settings: Settings) -> None:
+    """Patch a model or trainer as the flags say."""
     fastpack.patch(
         target,
         attention=settings.attention,
         kernels=settings.kernels,
         graphs=settings.graphs,
-        loss="fused" if contestant.fused else settings.loss,
+        loss="fused" if settings.variant.fused else settings.loss,
         offload=settings.offload,
-        share_prefixes="auto" if contestant.shared else None,
+        share_prefixes="auto" if settings.variant.shared else None,
     )
-    return str(fastpack.report(target).backend)
 
 
 def quantise(model: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Run contestants in turn, each in a process of its own, and put everything found into one record."""
+"""Run variants in turn, each in a process of its own, and put everything found into one record."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.flops import needed_flops
 from fastpack.bench.same_losses import Precision, Verdict, compare
 from fastpack.bench.settings import Figures, Settings
-from fastpack.bench.variants import CONTESTANTS
+from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
 
 WITHOUT_SPEED = ("contestant", "backend", "losses", "gradient_norms", "error")
-"""Figures of contestants that did not train the same model that are told all the same."""
+"""Results of variants that did not train the same model that are told all the same."""
 ALWAYS = ("shape", "mode", "rows", "lengths")
 """Settings that a title names whatever they are."""
 
@@ -28,7 +28,7 @@ class Outcome:
 
     Attributes:
         floor_rate: real tokens a second if nothing took time but the matrix products, at the measured rate.
-        left_out: contestants that could not take part, and why.
+        left_out: variants that could not take part, and why.
     """
 
     settings: Settings
@@ -41,13 +41,13 @@ class Outcome:
 
     @property
     def ran(self) -> list[Figures]:
-        """Contestants that have figures."""
+        """Return the variants that have results."""
         return [row for row in self.figures if row.error is None]
 
     @property
     def best_stock(self) -> Figures | None:
         """The fastest that fastpack had no part in."""
-        stock = [row for row in self.ran if not CONTESTANTS[row.contestant].patched]
+        stock = [row for row in self.ran if not VARIANTS[row.contestant].patched]
         return max(stock, key=lambda row: row.tokens_per_second, default=None)
 
     @property
@@ -75,7 +75,7 @@ class Outcome:
         }
 
     def compared(self, row: Figures) -> dict[str, float | None]:
-        """Return a contestant's rate over the floor's, and over that of the best stock one, if any is stock."""
+        """Return a variant's rate over the floor's, and over that of the best stock one, if any is stock."""
         rate, stock = row.tokens_per_second, self.best_stock
         return {
             "floor_share": rate / self.floor_rate,
@@ -83,8 +83,8 @@ class Outcome:
         }
 
 
-def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
-    """Measure the machine, then each contestant, one process after the other, as long as their losses agree.
+def run_all(settings: Settings, variants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
+    """Measure the machine, then each variant, one process after the other, as long as their losses agree.
 
     Raises:
         FastpackError: a process failed otherwise than for want of memory; what it said is printed before.
@@ -95,14 +95,14 @@ def run_all(settings: Settings, contestants: Sequence[str], *, left_out: dict[st
     ceiling = Ceiling(**found["ceiling"])
     figures: list[Figures] = []
     verdict = compare(figures, precision)
-    for name in contestants:
+    for name in variants:
         given = json.dumps(asdict(replace(settings, contestant=name)))
         row = Figures(**_run(name, "fastpack.bench.variant_run", given))
         figures.append(row)
         print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
         verdict = compare(figures, precision)
         if not verdict.agree:
-            rest = contestants[len(figures) :]
+            rest = variants[len(figures) :]
             left_out = left_out | dict.fromkeys(rest, f"was not run: {verdict.against!r} and {name!r} disagree")
             break
     tokens = sum(map(sum, settings.timed_batches()))

@@ -1,6 +1,6 @@
-"""Do all contestants train the same model? Without that, no speed is worth a word.
+"""Do all variants train the same model? Without that, no speed is worth a word.
 
-Each contestant is compared with the first one before the next begins, over its first steps: the loss, and the norm of
+Each variant is compared with the first one before the next begins, over its first steps: the loss, and the norm of
 all gradients. The loss of random weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 %
 and more), and a wrong backward shows in nothing else.
 """
@@ -25,7 +25,7 @@ NOT_COMPARED = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """Where any contestant is furthest from the first, measured by the bound that holds there.
+    """The place where a variant is furthest from the first, measured by the bound that holds there.
 
     ``contestant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
     those whose gradients were.
@@ -48,7 +48,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if not self.compared:
-            return "nothing was compared: fewer than two contestants ran"
+            return "nothing was compared: fewer than two variants ran"
         return (
             f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
             f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.contestant!r}, in "
@@ -57,7 +57,7 @@ class Verdict:
 
 
 def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
-    """Return the verdict on all contestants that ran."""
+    """Return the verdict on all variants that ran."""
     ran = [row for row in figures if row.error is None]
     steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
     norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])

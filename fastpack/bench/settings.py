@@ -7,9 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
+from fastpack.bench.variants import VARIANTS, Variant
 
 GATE_STEPS = 5
 """How many steps the variants are compared on, and whose losses and norms are read."""
+
+LEARNING_RATE = 1e-4
 
 Mode = Literal["full", "lora", "qlora"]
 
@@ -35,6 +38,11 @@ class Settings:
     offload: Any = None
     trainer_waits: bool = False
     seed: int = 0
+
+    @property
+    def variant(self) -> Variant:
+        """Return the way of training that ``contestant`` names."""
+        return VARIANTS[self.contestant]
 
     @property
     def total_steps(self) -> int:

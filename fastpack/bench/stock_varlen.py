@@ -4,7 +4,7 @@ Where flash-attn is installed that is transformers' own ``flash_attention_2``. E
 torch carries it, registered at transformers' two extension points, which reads the ``cu_seq_lens_q`` and
 ``max_length_q`` of TRL's collator and so waits for the device no more than flash-attn does.
 
-It serves the stock contestants alone, in their own process: fastpack's backends are not used here.
+It serves the stock variants alone, in their own process: fastpack's backends are not used here.
 """
 
 from __future__ import annotations
@@ -19,25 +19,16 @@ NAME = "bench_varlen"
 
 
 def implementation() -> tuple[str, str]:
-    """A name for ``attn_implementation``, registered where it has to be, and one for people."""
+    """Return a name for ``attn_implementation``, registered where it has to be, and one for people."""
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
     from transformers.utils.import_utils import is_flash_attn_2_available
 
     if is_flash_attn_2_available():
         return "flash_attention_2", "flash-attn 2"
     AttentionInterface.register(NAME, varlen_forward)
-    AttentionMaskInterface.register(NAME, no_mask)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
     return NAME, "FA2 of torch"
-
-
-def no_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> None:
-    """Packed sequences need none.
-
-    Raises:
-        ValueError: the batch is padded.
-    """
-    if attention_mask is not None:
-        raise ValueError("The benchmark's varlen attention takes flattened batches without an attention_mask.")
 
 
 def varlen_forward(
@@ -56,7 +47,7 @@ def varlen_forward(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention over packed sequences, with the signature that transformers calls.
+    """Compute causal attention over packed sequences, with the signature that transformers calls.
 
     Args:
         query: ``[1, H, T, D]``; key, value: ``[1, K, T, D]``.
@@ -66,12 +57,12 @@ def varlen_forward(
         ``[1, T, H, D]``, and no weights.
 
     Raises:
-        ValueError: dropout, which the kernel has not.
+        ValueError: dropout, which the kernel has not, or the batch is padded.
     """
     from torch.nn.attention import varlen
 
-    if dropout:
-        raise ValueError("The benchmark's varlen attention has no dropout.")
+    if dropout or attention_mask is not None:
+        raise ValueError("The benchmark's varlen attention takes flattened batches, without dropout or a mask.")
     q, k, v = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
     kernel: Any = varlen.varlen_attn
     out = kernel(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Variant:
     """One way to train the same model.
 
     Attributes:
@@ -45,20 +45,20 @@ class Contestant:
 
 TRAINERS = ("sft", "dpo")
 
-CONTESTANTS = {
-    "stock padded": Contestant("padded batches, transformers' sdpa attention", trainers=TRAINERS),
-    "stock padding_free": Contestant("flattened batches, transformers' sdpa attention", packed=True),
-    "stock + FA2": Contestant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
-    "stock + FA2 + Liger": Contestant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
-    "fastpack": Contestant("patched, fed the padded batches", patched=True, trainers=TRAINERS),
-    "fastpack, prompts shared": Contestant(
+VARIANTS = {
+    "stock padded": Variant("padded batches, transformers' sdpa attention", trainers=TRAINERS),
+    "stock padding_free": Variant("flattened batches, transformers' sdpa attention", packed=True),
+    "stock + FA2": Variant("flattened batches, FlashAttention-2's varlen kernel", packed=True, varlen=True),
+    "stock + FA2 + Liger": Variant("the same with Liger's kernels", packed=True, varlen=True, liger=True),
+    "fastpack": Variant("patched, fed the padded batches", patched=True, trainers=TRAINERS),
+    "fastpack, prompts shared": Variant(
         "the same, each prompt run once for chosen and rejected", patched=True, shared=True, trainers=("dpo",)
     ),
-    "fastpack packed": Contestant("patched, fed the flattened batches", packed=True, patched=True),
-    "fastpack collated": Contestant(
+    "fastpack packed": Variant("patched, fed the flattened batches", packed=True, patched=True),
+    "fastpack collated": Variant(
         "the same, lengths read in the collator, not from the device", packed=True, patched=True, collated=True
     ),
-    "fastpack fused loss": Contestant(
+    "fastpack fused loss": Variant(
         "the same, the trainer's loss fused with the head", packed=True, patched=True, collated=True, fused=True
     ),
 }

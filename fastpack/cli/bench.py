@@ -17,7 +17,7 @@ from fastpack.bench.models import dtype_of
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import Settings
 from fastpack.bench.shapes import SHAPES, make_config
-from fastpack.bench.variants import CONTESTANTS, TRAINERS
+from fastpack.bench.variants import TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
@@ -53,9 +53,9 @@ FLAGS: dict[str, dict[str, Any]] = {
     },
     "--only": {
         "nargs": "+",
-        "choices": CONTESTANTS,
+        "choices": VARIANTS,
         "metavar": "NAME",
-        "help": "; ".join(f"{name}: {contestant.what}" for name, contestant in CONTESTANTS.items()),
+        "help": "; ".join(f"{name}: {variant.what}" for name, variant in VARIANTS.items()),
     },
 }
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
@@ -171,7 +171,7 @@ def choose_variants(
     Raises:
         UsageError: one that was asked for by name can't.
     """
-    ways = {name: variant for name, variant in CONTESTANTS.items() if trainer in variant.trainers}
+    ways = {name: variant for name, variant in VARIANTS.items() if trainer in variant.trainers}
     reasons = {name: variant.unavailable(on_gpu, graphs) for name, variant in ways.items()}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():

@@ -19,7 +19,7 @@ from fastpack.bench.runner import Outcome
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.table import print_outcome
-from fastpack.bench.variants import CONTESTANTS
+from fastpack.bench.variants import VARIANTS
 from fastpack.cli import bench
 from fastpack.cli.bench import PARSER, choose_variants, make_settings
 from fastpack.cli.main import main
@@ -293,7 +293,7 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose_variants(None, on_gpu=True)[1] == {"stock + FA2 + Liger": "liger-kernel is not installed"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    everyone = [name for name, contestant in CONTESTANTS.items() if "sft" in contestant.trainers]
+    everyone = [name for name, contestant in VARIANTS.items() if "sft" in contestant.trainers]
     assert choose_variants(None, on_gpu=True) == (everyone, {})
 
 

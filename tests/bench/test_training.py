@@ -1,4 +1,4 @@
-"""``fastpack bench``: contestants train the same model, the gate notices where not, and the figures are there."""
+"""``fastpack bench``: variants train the same model, the gate notices where not, and the results are there."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from transformers import TrainerState
 
 from fastpack import cli as commands
 from fastpack.backends import torch_varlen
-from fastpack.bench import loops, models, stock_varlen
-from fastpack.bench import variant_run as contestant
-from fastpack.bench.preference import learn_later
+from fastpack.bench import loops, models, variant_run
+from fastpack.bench.preference import LearnLater
 from fastpack.bench.same_losses import compare
-from fastpack.bench.settings import Figures, Settings
+from fastpack.bench.settings import GATE_STEPS, LEARNING_RATE, Figures, Settings
 from fastpack.bench.shapes import SHAPES
+from fastpack.bench.variants import VARIANTS
 from fastpack.cli.main import main
 
 trains_on_cpu = pytest.mark.skipif(
@@ -37,12 +37,12 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train(settings: Settings, *names: str) -> list[Figures]:
-    return [contestant.run(replace(settings, contestant=name)) for name in names]
+    return [variant_run.run(replace(settings, contestant=name)) for name in names]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
-def test_all_contestants_train_the_same_model(mode: Any, checkpointing: bool) -> None:
+def test_all_variants_train_the_same_model(mode: Any, checkpointing: bool) -> None:
     if mode == "qlora":
         pytest.importorskip("bitsandbytes")
     names = ("stock padded", "stock padding_free", "fastpack", "fastpack packed")
@@ -100,10 +100,10 @@ def test_dpo_on_other_pairs_is_noticed() -> None:
 def test_dpo_learns_once_it_was_compared() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     rates = []
-    for step in range(loops.GATE_STEPS + 2):
-        learn_later().on_step_begin(None, TrainerState(global_step=step), None, optimizer=optimizer)
+    for step in range(GATE_STEPS + 2):
+        LearnLater().on_step_begin(None, TrainerState(global_step=step), None, optimizer=optimizer)
         rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == [0.0] * loops.GATE_STEPS + [loops.LEARNING_RATE] * 2
+    assert rates == [0.0] * GATE_STEPS + [LEARNING_RATE] * 2
 
 
 def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,12 +128,13 @@ def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPat
     """The loss alone, at half precision's bound, would not."""
     honest = train(SMALL, "stock padded")
 
-    def concatenated(ids: list[torch.Tensor], *, packed: bool) -> dict[str, Any]:
-        flat = torch.cat(ids)[None]
-        starts = torch.tensor([0, *(len(row) for row in ids[:-1])]).cumsum(0)
-        return {"input_ids": flat, "labels": flat.index_fill(1, starts, -100)}
+    flatten = loops.FLATTEN
 
-    monkeypatch.setattr(loops, "collate", concatenated)
+    def concatenated(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
+        batch = flatten(rows)
+        return {name: batch[name] for name in ("input_ids", "labels")}
+
+    monkeypatch.setattr(loops, "FLATTEN", concatenated)
     figures = [*honest, *train(SMALL, "stock padding_free")]
     for precision in ("full precision", "half precision"):
         verdict = compare(figures, precision)  # type: ignore[arg-type]
@@ -178,7 +179,7 @@ def test_the_verdict_says_what_was_compared() -> None:
 
 
 def test_later_steps_may_drift_apart() -> None:
-    steps = loops.GATE_STEPS
+    steps = GATE_STEPS
     first = figures_of("stock padded", [2.0] * steps + [1.0], [1.0])
     assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], "full precision").agree
 
@@ -250,10 +251,11 @@ def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.Monke
     assert figures[1].backend.startswith(("FA2", "flash"))
 
 
-def test_padded_batches_are_refused_there() -> None:
-    with pytest.raises(ValueError, match="flattened"):
-        stock_varlen.no_mask(attention_mask=torch.ones(2, 3))
-    assert stock_varlen.no_mask(1, 4, 4) is None
+def test_padded_batches_are_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.utils.import_utils.is_flash_attn_2_available", lambda: False)
+    monkeypatch.setitem(VARIANTS, "stock + FA2", replace(VARIANTS["stock + FA2"], packed=False))
+    with pytest.raises((TypeError, ValueError), match=r"flattened|cu_seq_lens_q"):
+        train(SMALL, "stock + FA2")
 
 
 def test_boundaries_are_those_of_trl() -> None:
@@ -261,17 +263,17 @@ def test_boundaries_are_those_of_trl() -> None:
 
     rows = [{"input_ids": list(range(3, 3 + n)), "labels": list(range(3, 3 + n))} for n in (4, 1, 6)]
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
-    mine = loops.add_boundaries({"position_ids": batch["position_ids"]})
-    assert mine["cu_seq_lens_q"].tolist() == mine["cu_seq_lens_k"].tolist() == [0, 4, 5, 11]
-    assert (mine["max_length_q"], mine["max_length_k"]) == (6, 6)
-    assert mine["cu_seq_lens_q"].dtype == torch.int32
-    if "cu_seq_lens_q" in batch:  # from TRL 1.16 on
-        assert torch.equal(batch["cu_seq_lens_q"], mine["cu_seq_lens_q"])
-        assert loops.with_boundaries(lambda _: batch)(rows)["cu_seq_lens_q"] is batch["cu_seq_lens_q"]
+    ours = loops.FLATTEN(rows)
+    assert ours["cu_seq_lens_q"].tolist() == [0, 4, 5, 11]
+    assert (ours["max_length_q"], ours["max_length_k"]) == (6, 6)
+    for name, value in ours.items():
+        if name in batch:  # boundaries from TRL 1.16 on
+            assert torch.equal(torch.as_tensor(batch[name]), torch.as_tensor(value)), name
+            assert getattr(batch[name], "dtype", None) == getattr(value, "dtype", None), name
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two contestants in processes of their own, and everything that is written."""
+    """Two variants in processes of their own, and everything that is written."""
     if torch.cuda.is_available():
         pytest.skip("written for a CPU")
     found = tmp_path / "bench.json"
