@@ -74,23 +74,14 @@ def quantise(model: nn.Module, compute_dtype: torch.dtype) -> None:
                 layer.out_features,
                 bias=layer.bias is not None,
                 compute_dtype=compute_dtype,
-                compress_statistics=True,
                 quant_type="nf4",
                 device="meta",
             )
-            weight: Any = Params4bit(
-                layer.weight.data,
-                requires_grad=False,
-                compress_statistics=True,
-                quant_type="nf4",
-                module=four_bit,
-            )
+            weight: Any = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=four_bit)
             four_bit.weight = weight.to(layer.weight.device)  # which is when it is quantised
-            if layer.bias is not None:
-                four_bit.bias = layer.bias
+            four_bit.bias = layer.bias
             setattr(parent, name, four_bit)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT and TRL ask
 
 
@@ -116,13 +107,6 @@ def with_lora(model: Any) -> Any:
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.bfloat16)
     return wrapped
-
-
-def apply_liger(model: Any) -> None:
-    """Liger's kernels on this instance, its fused loss included; TRL's trainer does this by itself."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-
-    _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
 
 
 def dtype_of(device: torch.device) -> torch.dtype:

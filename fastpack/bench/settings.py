@@ -13,6 +13,7 @@ GATE_STEPS = 5
 """How many steps the variants are compared on, and whose losses and norms are read."""
 
 LEARNING_RATE = 1e-4
+OUT_OF_MEMORY = "out of memory"
 
 Mode = Literal["full", "lora", "qlora"]
 

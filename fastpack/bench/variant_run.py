@@ -16,10 +16,8 @@ import fastpack
 from fastpack.bench.loops import train_plainly, train_with_trl
 from fastpack.bench.measure import Clock
 from fastpack.bench.models import build_model
-from fastpack.bench.settings import Figures, Settings
+from fastpack.bench.settings import OUT_OF_MEMORY, Figures, Settings
 from fastpack.trainers.metrics.counting import resident_bytes
-
-OUT_OF_MEMORY = "out of memory"
 
 
 def run(settings: Settings) -> Figures:

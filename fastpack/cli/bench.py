@@ -234,8 +234,7 @@ def _time_ops(given: argparse.Namespace) -> dict[str, Any]:
     chosen = [CASES[name] for name in given.ops or CASES]
     if given.lengths is None:
         return run_ops(chosen, given.tokens)
-    if not any(case.packed for case in chosen):
-        of_packed = ", ".join(name for name, case in CASES.items() if case.packed)
-        raise UsageError(f"--lengths is for ops over packed sequences, none of which is asked for: {of_packed}.")
+    if given.ops and "attention" not in given.ops:
+        raise UsageError("--lengths is for ops over packed sequences, none of which is asked for: attention.")
     check_lengths(given.lengths, lambda: make_lengths(1, kind=given.lengths))
     return run_ops(chosen, given.tokens, given.lengths)

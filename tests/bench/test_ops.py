@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_map_only
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.measure import time_calls
 from fastpack.bench.ops import runner
-from fastpack.bench.ops.case import LIGER, LLAMA_8B, OURS, PLAIN, SMALL, Case, Maker, Sizes
+from fastpack.bench.ops.case import LIGER, OURS, PLAIN, SMALL, Case, Maker
 from fastpack.bench.ops.runner import CASES, OpFigures, run_case
+from fastpack.bench.shapes import make_config
 from fastpack.cli.main import main
 
+LLAMA_8B = make_config("llama8b")
 CPU = torch.device("cpu")
 CEILING = Ceiling(1e12, 1e11, "", "")
 
@@ -136,7 +138,7 @@ def test_attention_takes_real_lengths() -> None:
     assert len(q) == packed.total_tokens == 300
     assert packed.num_sequences > 1
     pairs = sum(length * (length + 1) // 2 for length in packed.lengths)
-    assert CASES["attention"].work(maker(300)) == 14 * pairs * SMALL.heads * SMALL.head_dim
+    assert CASES["attention"].work(maker(300)) == 14 * pairs * SMALL.num_attention_heads * SMALL.head_dim
 
 
 def test_attention_takes_lengths_that_are_asked_for(
@@ -146,11 +148,11 @@ def test_attention_takes_lengths_that_are_asked_for(
     packed = CASES["attention"].inputs(of_seven)[3]
     assert packed.lengths == (7, 7, 6)
     pairs = 2 * 28 + 21
-    assert CASES["attention"].work(of_seven) == 14 * pairs * SMALL.heads * SMALL.head_dim
+    assert CASES["attention"].work(of_seven) == 14 * pairs * SMALL.num_attention_heads * SMALL.head_dim
     seen: list[Any] = []
 
-    def run_ops(*given: Any) -> dict[str, Any]:
-        seen.append(given[-1])
+    def run_ops(cases: Any, sweep: Any, lengths: str = "alpaca") -> dict[str, Any]:
+        seen.append(lengths)
         return {}
 
     monkeypatch.setattr(runner, "run_ops", run_ops)
@@ -254,7 +256,7 @@ def test_an_unknown_op_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [SMALL, LLAMA_8B])
 @pytest.mark.parametrize("name", CASES)
-def test_on_a_gpu(name: str, sizes: Sizes) -> None:
+def test_on_a_gpu(name: str, sizes: Any) -> None:
     """An odd number of tokens, which no block size divides; against Liger where it is installed."""
     torch.compiler.reset()  # what was compiled before may run its backward but once
     make = Maker(127 if sizes is SMALL else 2047, sizes, torch.bfloat16, torch.Generator(torch.device("cuda")))

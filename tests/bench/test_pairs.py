@@ -13,7 +13,7 @@ import torch
 
 from fastpack.bench import lengths
 from fastpack.bench.lengths import make_pair_lengths, sequences
-from fastpack.bench.preference import make_pairs
+from fastpack.bench.loops import make_pairs
 from fastpack.cli.bench import PARSER, choose_variants, make_settings
 from fastpack.errors import FastpackError
 

@@ -16,7 +16,6 @@ from transformers import TrainerState
 from fastpack import cli as commands
 from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, variant_run
-from fastpack.bench.preference import LearnLater
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import GATE_STEPS, LEARNING_RATE, Figures, Settings
 from fastpack.bench.shapes import SHAPES
@@ -101,7 +100,7 @@ def test_dpo_learns_once_it_was_compared() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     rates = []
     for step in range(GATE_STEPS + 2):
-        LearnLater().on_step_begin(None, TrainerState(global_step=step), None, optimizer=optimizer)
+        loops.LearnLater().on_step_begin(None, TrainerState(global_step=step), None, optimizer=optimizer)
         rates.append(optimizer.param_groups[0]["lr"])
     assert rates == [0.0] * GATE_STEPS + [LEARNING_RATE] * 2
 

@@ -1,6 +1,6 @@
 """An op's entry in the benchmark, and the inputs that it is measured on.
 
-Shape suffixes: T tokens, H hidden, I size inside the MLP, D head size, V vocabulary, R rank of LoRA.
+Shape suffixes: T tokens, H hidden, I size inside the MLP, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
 
 from fastpack.bench.lengths import make_lengths
 
@@ -24,22 +25,10 @@ Run = Callable[..., Any]
 """Takes a case's inputs, returns a tensor or a tuple of tensors."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the model whose tensors are taken."""
-
-    hidden: int = 4096
-    inner: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    vocabulary: int = 128256
-    rank: int = 16
-
-
-LLAMA_8B = Sizes()
-SMALL = Sizes(hidden=256, inner=704, heads=8, kv_heads=2, head_dim=32, vocabulary=1000, rank=4)
-"""Rows of weights hold whole blocks of 4-bit ones: on a CPU bitsandbytes begins a block with each row."""
+SMALL: Any = LlamaConfig(
+    hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000
+)
+"""The sizes on a CPU. Rows of weights hold whole blocks of 4-bit ones: there bitsandbytes begins a block with each."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +36,12 @@ class Maker:
     """Makes inputs of one size: random, scaled like activations and weights.
 
     Attributes:
+        sizes: the config of a Llama, the model whose tensors are taken.
         lengths: of the sequences, as :func:`fastpack.bench.lengths.make_lengths` takes them.
     """
 
     tokens: int
-    sizes: Sizes
+    sizes: Any
     dtype: torch.dtype
     generator: torch.Generator
     lengths: str = "alpaca"
@@ -85,7 +75,6 @@ class Case:
         runs: the implementations by name for such inputs, plain torch first. Liger's runs where it is installed.
         work: what forward and backward can't do without, for T tokens: bytes read and written, or operations.
         bound: which of the machine's rates bounds that.
-        packed: whether its tokens are those of sequences, as long as :class:`Maker` says.
     """
 
     name: str
@@ -94,7 +83,6 @@ class Case:
     runs: Callable[[Inputs], dict[str, Run]]
     work: Callable[[Maker], int]
     bound: Literal["bandwidth", "flops"] = "bandwidth"
-    packed: bool = False
 
 
 def liger_run(module: str, name: str, *more: Any) -> Run:

@@ -32,11 +32,11 @@ def _plain_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_inputs(make: Maker) -> Inputs:
-    return [make.tensor(make.tokens, make.sizes.hidden), make.tensor(make.sizes.hidden, mean=1.0, scale=0.1)]
+    return [make.tensor(make.tokens, make.sizes.hidden_size), make.tensor(make.sizes.hidden_size, mean=1.0, scale=0.1)]
 
 
 def _gated_inputs(make: Maker) -> Inputs:
-    return [make.tensor(make.tokens, make.sizes.inner) for _ in range(2)]
+    return [make.tensor(make.tokens, make.sizes.intermediate_size) for _ in range(2)]
 
 
 def _rope_inputs(make: Maker) -> Inputs:
@@ -45,7 +45,10 @@ def _rope_inputs(make: Maker) -> Inputs:
     frequencies = 10_000.0 ** (-torch.arange(0, size.head_dim, 2, device=device) / size.head_dim)
     angles = torch.arange(make.tokens, device=device)[:, None] * frequencies
     return [
-        *(make.tensor(make.tokens, heads, size.head_dim) for heads in (size.heads, size.kv_heads)),
+        *(
+            make.tensor(make.tokens, heads, size.head_dim)
+            for heads in (size.num_attention_heads, size.num_key_value_heads)
+        ),
         *(table.repeat(1, 2).to(make.dtype) for table in (angles.cos(), angles.sin())),
     ]
 
@@ -74,7 +77,7 @@ def _our_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos
 def _rope_bytes(make: Maker, passes: int) -> int:
     """Count so many passes over q and k, and one in each direction over the halves of the tables that hold all."""
     size = make.sizes
-    elements = passes * (size.heads + size.kv_heads) * size.head_dim + 2 * size.head_dim
+    elements = passes * (size.num_attention_heads + size.num_key_value_heads) * size.head_dim + 2 * size.head_dim
     return make.tokens * elements * make.dtype.itemsize
 
 
@@ -102,7 +105,7 @@ CASES = [
             OURS: functools.partial(rms_norm, eps=EPS),
             LIGER: liger_run("rms_norm", "LigerRMSNormFunction", EPS, 0.0, "llama", True),
         },
-        lambda make: 5 * make.tokens * make.sizes.hidden * make.dtype.itemsize,
+        lambda make: 5 * make.tokens * make.sizes.hidden_size * make.dtype.itemsize,
     ),
     Case(
         "layer_norm",
@@ -112,7 +115,7 @@ CASES = [
             PLAIN: lambda x, weight: F.layer_norm(x, weight.shape, weight, eps=EPS),
             OURS: functools.partial(layer_norm, eps=EPS),
         },
-        lambda make: 5 * make.tokens * make.sizes.hidden * make.dtype.itemsize,
+        lambda make: 5 * make.tokens * make.sizes.hidden_size * make.dtype.itemsize,
     ),
     Case(
         "swiglu",
@@ -123,7 +126,7 @@ CASES = [
             OURS: functools.partial(gated, activation=F.silu),
             LIGER: liger_run("swiglu", "LigerSiLUMulFunction"),
         },
-        lambda make: 8 * make.tokens * make.sizes.inner * make.dtype.itemsize,
+        lambda make: 8 * make.tokens * make.sizes.intermediate_size * make.dtype.itemsize,
     ),
     Case(
         "geglu",
@@ -134,6 +137,6 @@ CASES = [
             OURS: functools.partial(gated, activation=GELU_TANH),
             LIGER: liger_run("geglu", "LigerGELUMulFunction"),
         },
-        lambda make: 8 * make.tokens * make.sizes.inner * make.dtype.itemsize,
+        lambda make: 8 * make.tokens * make.sizes.intermediate_size * make.dtype.itemsize,
     ),
 ]

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker, Run, Sizes
+from fastpack.bench.models import LORA_RANK
+from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker
 from fastpack.ops.dequantize import definition, dequantize
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.parts import Lora, Projection
@@ -34,12 +35,12 @@ def _four_bit(dense: Tensor) -> tuple[Tensor, Any]:
 
 
 def _dequantize_inputs(make: Maker) -> Inputs:
-    hidden = make.sizes.hidden
+    hidden = make.sizes.hidden_size
     return [*_four_bit(make.tensor(make.tokens, hidden, scale=hidden**-0.5, grad=False))]
 
 
 def _dequantize_bytes(make: Maker) -> int:
-    weights = make.tokens * make.sizes.hidden
+    weights = make.tokens * make.sizes.hidden_size
     return weights // 2 + weights // BLOCK + weights * make.dtype.itemsize
 
 
@@ -49,8 +50,8 @@ def _lora_inputs(make: Maker, shapes: list[tuple[int, int]], *, four_bit: bool) 
     projections: list[Adapted] = []
     for ins, outs in shapes:
         dense = make.tensor(outs, ins, scale=ins**-0.5, grad=False)
-        a = make.tensor(make.sizes.rank, ins, scale=ins**-0.5, dtype=wide)
-        b = make.tensor(outs, make.sizes.rank, scale=0.1, dtype=wide)
+        a = make.tensor(LORA_RANK, ins, scale=ins**-0.5, dtype=wide)
+        b = make.tensor(outs, LORA_RANK, scale=0.1, dtype=wide)
         projections.append((*(_four_bit(dense) if four_bit else (dense, None)), a, b))
     return [make.tensor(make.tokens, shapes[0][0]), projections]
 
@@ -69,23 +70,20 @@ def _peft(x: Tensor, weight: Tensor, state: Any, a: Tensor, b: Tensor) -> Tensor
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * LORA_SCALE).to(base.dtype)
 
 
+def _mixed(x: Tensor) -> torch.autocast:
+    """Return what a trainer's bf16 does: in half precision LoRA's products are, too."""
+    return torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype.itemsize < 4)
+
+
 def _plain_qkv(x: Tensor, projections: list[Adapted]) -> tuple[Tensor, ...]:
-    return tuple(_peft(x, *each) for each in projections)
+    with _mixed(x):
+        return tuple(_peft(x, *each) for each in projections)
 
 
 def _plain_mlp(x: Tensor, projections: list[Adapted]) -> Tensor:
     gate, up, down = projections
-    return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
-
-
-def _under_autocast(run: Run) -> Run:
-    """Return a run as in a trainer's bf16: in half precision LoRA's products are, too."""
-
-    def inside(x: Tensor, projections: list[Adapted]) -> Any:
-        with torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype.itemsize < 4):
-            return run(x, projections)
-
-    return inside
+    with _mixed(x):
+        return _peft(F.silu(_peft(x, *gate)) * _peft(x, *up), *down)
 
 
 def _ours(x: Tensor, projections: list[Adapted]) -> list[Projection]:
@@ -101,17 +99,18 @@ def _our_mlp(x: Tensor, projections: list[Adapted]) -> Tensor:
     return gated_mlp(x, [gate, up], down, "silu")
 
 
-def _shapes(size: Sizes, *, mlp: bool) -> list[tuple[int, int]]:
+def _shapes(size: Any, *, mlp: bool) -> list[tuple[int, int]]:
     """Return inputs and outputs of gate, up and down, or of q, k and v."""
     if mlp:
-        return [(size.hidden, size.inner)] * 2 + [(size.inner, size.hidden)]
-    return [(size.hidden, heads * size.head_dim) for heads in (size.heads, size.kv_heads, size.kv_heads)]
+        return [(size.hidden_size, size.intermediate_size)] * 2 + [(size.intermediate_size, size.hidden_size)]
+    keys = size.num_key_value_heads
+    return [(size.hidden_size, heads * size.head_dim) for heads in (size.num_attention_heads, keys, keys)]
 
 
 def _lora_flops(make: Maker, shapes: list[tuple[int, int]]) -> int:
     """Count base products and updates; backward again both, and the gradients of A and B."""
     base = sum(2 * make.tokens * ins * outs for ins, outs in shapes)
-    low = sum(2 * make.tokens * make.sizes.rank * (ins + outs) for ins, outs in shapes)
+    low = sum(2 * make.tokens * LORA_RANK * (ins + outs) for ins, outs in shapes)
     return 2 * base + 3 * low
 
 
@@ -121,7 +120,7 @@ def _lora_case(name: str, what: str, *, mlp: bool, four_bit: bool) -> Case:
         name,
         what,
         lambda make: _lora_inputs(make, _shapes(make.sizes, mlp=mlp), four_bit=four_bit),
-        lambda _: {PLAIN: _under_autocast(plain), OURS: ours},
+        lambda _: {PLAIN: plain, OURS: ours},
         lambda make: _lora_flops(make, _shapes(make.sizes, mlp=mlp)),
         "flops",
     )

@@ -19,9 +19,9 @@ def _loss_case(name: str, what: str, *, trained: bool) -> Case:
 
     def inputs(make: Maker) -> Inputs:
         size, generator = make.sizes, make.generator
-        weight = make.tensor(size.vocabulary, size.hidden, scale=size.hidden**-0.5, grad=trained)
-        labels = torch.randint(size.vocabulary, (make.tokens,), generator=generator, device=generator.device)
-        return [make.tensor(make.tokens, size.hidden), weight, labels]
+        weight = make.tensor(size.vocab_size, size.hidden_size, scale=size.hidden_size**-0.5, grad=trained)
+        labels = torch.randint(size.vocab_size, (make.tokens,), generator=generator, device=generator.device)
+        return [make.tensor(make.tokens, size.hidden_size), weight, labels]
 
     return Case(
         name,
@@ -34,7 +34,7 @@ def _loss_case(name: str, what: str, *, trained: bool) -> Case:
                 *given
             )[0],
         },
-        lambda make: (2 + trained) * 2 * make.tokens * make.sizes.vocabulary * make.sizes.hidden,
+        lambda make: (2 + trained) * 2 * make.tokens * make.sizes.vocab_size * make.sizes.hidden_size,
         "flops",
     )
 
@@ -46,7 +46,7 @@ def _plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 def _attention_inputs(make: Maker) -> Inputs:
     size = make.sizes
-    heads = (size.heads, size.kv_heads, size.kv_heads)
+    heads = (size.num_attention_heads, size.num_key_value_heads, size.num_key_value_heads)
     packed = PackedSeqLens.from_lengths(make.sequence_lengths(), device=make.generator.device)
     return [*(make.tensor(make.tokens, count, size.head_dim) for count in heads), packed]
 
@@ -69,7 +69,7 @@ def _attention_runs(inputs: Inputs) -> dict[str, Run]:
 def _attention_flops(make: Maker) -> int:
     """Count two products forward and five backward of what is below the diagonal."""
     pairs = sum(length * (length + 1) // 2 for length in make.sequence_lengths())
-    return 7 * 2 * pairs * make.sizes.heads * make.sizes.head_dim
+    return 7 * 2 * pairs * make.sizes.num_attention_heads * make.sizes.head_dim
 
 
 CASES = [
@@ -82,6 +82,5 @@ CASES = [
         _attention_runs,
         _attention_flops,
         "flops",
-        packed=True,
     ),
 ]

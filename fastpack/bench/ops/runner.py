@@ -15,21 +15,22 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
 from fastpack.bench.ops import elementwise_cases, lora_cases, product_cases
-from fastpack.bench.ops.case import LIGER, LLAMA_8B, SMALL, Case, Inputs, Maker, Run
+from fastpack.bench.ops.case import LIGER, SMALL, Case, Inputs, Maker, Run
 from fastpack.bench.ops.table import OpFigures, print_end, print_op
+from fastpack.bench.settings import OUT_OF_MEMORY
+from fastpack.bench.shapes import make_config
 
 CASES = {case.name: case for module in (elementwise_cases, product_cases, lora_cases) for case in module.CASES}
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
 CACHES = 3
 """Inputs in turn hold at least so many times what the cache does."""
 MOST_SETS = 128
-OUT_OF_MEMORY = "out of memory"
 
 
 def run_ops(cases: Sequence[Case], sweep: Sequence[int] | None = None, lengths: str = "alpaca") -> dict[str, Any]:
     """Time each op at each T, and return everything measured. An op's table is printed when its sweep has ended."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sizes, dtype = (LLAMA_8B, torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
+    sizes, dtype = (make_config("llama8b"), torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
     ceiling, measured_on, figures = measure(), machine(), []
     for case in cases:
         found: list[OpFigures] = []
