@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 import fastpack
 from fastpack.bench.settings import Settings
@@ -27,13 +26,11 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
 
         stock, backend = stock_varlen.implementation()
     torch.manual_seed(settings.seed)
-    dtype = dtype_of(device)
+    config = make_config(settings.shape)
     with device:
-        model: Any = AutoModelForCausalLM.from_config(
-            make_config(settings.shape), dtype=dtype, attn_implementation=stock
-        )
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype_of(device), attn_implementation=stock)
     if settings.mode == "qlora":
-        quantise(model, dtype)
+        model = quantised(model)
     if settings.trainer == "dpo":
         return model.train(), backend
     if settings.mode != "full":
@@ -56,33 +53,28 @@ def patch(target: Any, settings: Settings) -> None:
     )
 
 
-def quantise(model: nn.Module, compute_dtype: torch.dtype) -> None:
-    """Turn every linear layer but the head into bitsandbytes' NF4 with double quantisation, where it is.
+def quantised(model: Any) -> Any:
+    """Return the model with every linear layer but the head in bitsandbytes' NF4 with double quantisation.
 
-    The result is that of ``from_pretrained`` with a ``BitsAndBytesConfig``, without a checkpoint on disk. One layer
-    is converted after the other, so the model is never held twice.
+    It is loaded as a user loads a checkpoint, from the weights in memory instead of a file.
     """
-    from bitsandbytes.nn.modules import Linear4bit, Params4bit
+    from transformers import BitsAndBytesConfig
 
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    for parent in list(model.modules()):
-        for name, layer in parent.named_children():
-            if type(layer) is not nn.Linear or layer is head:
-                continue
-            four_bit = Linear4bit(
-                layer.in_features,
-                layer.out_features,
-                bias=layer.bias is not None,
-                compute_dtype=compute_dtype,
-                quant_type="nf4",
-                device="meta",
-            )
-            weight: Any = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=four_bit)
-            four_bit.weight = weight.to(layer.weight.device)  # which is when it is quantised
-            four_bit.bias = layer.bias
-            setattr(parent, name, four_bit)
-    model.requires_grad_(False)
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # what PEFT and TRL ask
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=model.dtype,
+    )
+    return type(model).from_pretrained(
+        None,
+        config=model.config,
+        state_dict=model.state_dict(),
+        quantization_config=how,
+        device_map={"": model.device},
+        dtype=model.dtype,
+        attn_implementation=model.config._attn_implementation,
+    )
 
 
 def lora_config() -> Any:

@@ -193,7 +193,7 @@ def test_memory_of_the_process(platform: str, unit: int, monkeypatch: pytest.Mon
     assert row.peak_memory == 3
 
 
-def test_quantised_as_from_pretrained_does(tmp_path: Path) -> None:
+def test_quantised_as_a_checkpoint_is(tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -202,7 +202,7 @@ def test_quantised_as_from_pretrained_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     ours = AutoModelForCausalLM.from_config(make_config("tiny"))
     ours.save_pretrained(tmp_path)
-    models.quantise(ours, torch.float32)
+    ours = models.quantised(ours)
     how = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
