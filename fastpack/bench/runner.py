@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from typing import Any
 
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.flops import needed_flops
-from fastpack.bench.same_losses import Precision, Verdict, compare
+from fastpack.bench.same_losses import Verdict, compare
 from fastpack.bench.settings import Figures, Settings
 from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
@@ -45,14 +46,8 @@ class Outcome:
         return [row for row in self.figures if row.error is None]
 
     @property
-    def best_stock(self) -> Figures | None:
-        """The fastest that fastpack had no part in."""
-        stock = [row for row in self.ran if not VARIANTS[row.contestant].patched]
-        return max(stock, key=lambda row: row.tokens_per_second, default=None)
-
-    @property
     def title(self) -> str:
-        """The training in one line: what people ask for first, and all else that is not at its default."""
+        """Return the training in one line: what people ask for first, and all else that is not at its default."""
         default = asdict(Settings(""))
         told = {
             name: value for name, value in asdict(self.settings).items() if value != default[name] or name in ALWAYS
@@ -60,8 +55,8 @@ class Outcome:
         return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in told.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for a JSON file; of losses that disagree, them alone."""
-        rows = [row.to_dict() | (self.compared(row) if row.error is None else {}) for row in self.figures]
+        """Return everything, for a JSON file; of losses that disagree, them alone."""
+        rows = [self.results(row) for row in self.figures]
         if not self.verdict.agree:
             rows = [{name: row[name] for name in WITHOUT_SPEED} for row in rows]
         return {
@@ -74,12 +69,19 @@ class Outcome:
             "contestants": rows,
         }
 
-    def compared(self, row: Figures) -> dict[str, float | None]:
-        """Return a variant's rate over the floor's, and over that of the best stock one, if any is stock."""
-        rate, stock = row.tokens_per_second, self.best_stock
-        return {
+    def results(self, row: Figures) -> dict[str, Any]:
+        """Return everything measured of a variant, and what follows from it."""
+        if row.error is not None:
+            return asdict(row)
+        rate, tokens = row.tokens_per_second, sum(row.tokens)
+        stock = [other.tokens_per_second for other in self.ran if not VARIANTS[other.contestant].patched]
+        return asdict(row) | {
+            "step_median": statistics.median(row.seconds),
+            "tokens_per_second": rate,
+            "tokens_per_second_overall": tokens / sum(row.seconds),
+            "padding_share": 1 - tokens / row.slots,
             "floor_share": rate / self.floor_rate,
-            "times_best_stock": None if stock is None else rate / stock.tokens_per_second,
+            "times_best_stock": rate / max(stock) if stock else None,
         }
 
 
@@ -90,17 +92,16 @@ def run_all(settings: Settings, variants: Sequence[str], *, left_out: dict[str, 
         FastpackError: a process failed otherwise than for want of memory; what it said is printed before.
     """
     half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
-    precision: Precision = "half precision" if half else "full precision"
     found = _run("measuring this machine", "fastpack.bench.ceiling")
     ceiling = Ceiling(**found["ceiling"])
     figures: list[Figures] = []
-    verdict = compare(figures, precision)
+    verdict = compare(figures, half=half)
     for name in variants:
         given = json.dumps(asdict(replace(settings, contestant=name)))
         row = Figures(**_run(name, "fastpack.bench.variant_run", given))
         figures.append(row)
         print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
-        verdict = compare(figures, precision)
+        verdict = compare(figures, half=half)
         if not verdict.agree:
             rest = variants[len(figures) :]
             left_out = left_out | dict.fromkeys(rest, f"was not run: {verdict.against!r} and {name!r} disagree")

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from fastpack.bench.settings import GATE_STEPS, Figures
 from fastpack.utils.console import counted
 
-Precision = Literal["full precision", "half precision"]
-LOSS_BOUND: dict[Precision, float] = {"full precision": 1e-4, "half precision": 2e-2}
-NORM_BOUND: dict[Precision, float] = {"full precision": 1e-3, "half precision": 2e-2}
+BOUNDS = {"loss": 1e-4, "gradients' norm": 1e-3}
+HALF_PRECISION_BOUNDS = {"loss": 2e-2, "gradients' norm": 2e-2}
 """How far apart they may be, relative."""
 NOT_COMPARED = 3
 """An exit code of its own: 1 is for what differs, 2 for what the user has to mend."""
@@ -56,17 +54,18 @@ class Verdict:
         )
 
 
-def compare(figures: Sequence[Figures], precision: Precision) -> Verdict:
-    """Return the verdict on all variants that ran."""
+def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
+    """Return the verdict on all variants that ran, in half precision or in float32."""
     ran = [row for row in figures if row.error is None]
     steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
     norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])
     found: list[Verdict] = []
     for row in ran[1:]:
-        for what, bound, ours, theirs in (
-            ("loss", LOSS_BOUND[precision], row.losses[:steps], ran[0].losses),
-            ("gradients' norm", NORM_BOUND[precision], row.gradient_norms[:norm_steps], ran[0].gradient_norms),
+        for what, ours, theirs in (
+            ("loss", row.losses[:steps], ran[0].losses),
+            ("gradients' norm", row.gradient_norms[:norm_steps], ran[0].gradient_norms),
         ):
+            bound = (HALF_PRECISION_BOUNDS if half else BOUNDS)[what]
             for step, (our, their) in enumerate(zip(ours, theirs, strict=False), 1):
                 off = abs(our - their) / abs(their) if their else math.inf
                 difference = math.inf if math.isnan(off) else off

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
@@ -94,26 +94,6 @@ class Figures:
     error: str | None = None
 
     @property
-    def step_median(self) -> float:
-        """Seconds of the step in the middle."""
-        return statistics.median(self.seconds)
-
-    @property
     def tokens_per_second(self) -> float:
-        """Median of the rates of all timed steps: their lengths differ."""
+        """Return the median of the rates of all timed steps: their lengths differ."""
         return statistics.median(n / seconds for n, seconds in zip(self.tokens, self.seconds, strict=True))
-
-    @property
-    def tokens_per_second_overall(self) -> float:
-        """Of all timed steps together, as a run would have it."""
-        return sum(self.tokens) / sum(self.seconds)
-
-    @property
-    def padding_share(self) -> float:
-        """Which part of the slots held no token."""
-        return 1 - sum(self.tokens) / self.slots
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything measured, and what follows from it."""
-        derived = ("step_median", "tokens_per_second", "tokens_per_second_overall", "padding_share")
-        return asdict(self) | ({} if self.error is not None else {name: getattr(self, name) for name in derived})

@@ -35,18 +35,17 @@ def _speeds(outcome: Outcome) -> Table:
         if row.error is not None:
             table.add_row(row.contestant, "", "", Text(row.error, style="red"))
             continue
-        against = outcome.compared(row)
-        best_stock = against["times_best_stock"]
+        found = outcome.results(row)
         table.add_row(
             row.contestant,
             row.backend,
-            f"{row.step_median * 1e3:,.0f}",
+            f"{found['step_median'] * 1e3:,.0f}",
             f"{row.tokens_per_second:,.0f}",
-            f"{row.tokens_per_second_overall:,.0f}",
-            f"{best_stock:.2f}" if best_stock is not None else "",
-            f"{against['floor_share']:.0%}",
+            f"{found['tokens_per_second_overall']:,.0f}",
+            "" if found["times_best_stock"] is None else f"{found['times_best_stock']:.2f}",
+            f"{found['floor_share']:.0%}",
             f"{row.peak_memory:.2f}",
-            f"{row.held_memory:.1f}" if row.held_memory is not None else "",
+            "" if row.held_memory is None else f"{row.held_memory:.1f}",
             style="bold" if row.tokens_per_second == best else None,
         )
     return without_empty(table)
@@ -61,6 +60,6 @@ def _legend(outcome: Outcome) -> str:
         f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product})",
         "GiB: in tensors, on a CPU most that the process had; held: by the allocator for them",
     ]
-    padded = next((row for row in outcome.ran if row.padding_share), None)
-    told += [f"{padded.padding_share:.0%} of the padded slots are padding"] if padded else []
+    padding = max((outcome.results(row)["padding_share"] for row in outcome.ran), default=0)
+    told += [f"{padding:.0%} of the padded slots are padding"] if padding else []
     return "; ".join(told)

@@ -36,7 +36,7 @@ def made_up(name: str, rate: float, **given: Any) -> Figures:
 
 def outcome(figures: list[Figures], floor: float = 3000.0) -> Outcome:
     settings = Settings("", shape="llama8b", mode="lora")
-    verdict = compare(figures, "half precision")
+    verdict = compare(figures, half=True)
     return Outcome(settings, figures, verdict, CEILING, floor, {"device": "a GPU"}, {"stock + FA2": "needs a GPU"})
 
 
@@ -96,16 +96,18 @@ def test_what_ran_out_of_memory_is_said() -> None:
     figures = [Figures("stock padded", error="out of memory"), made_up("stock padding_free", 5), made_up("fastpack", 9)]
     found = outcome(figures)
     assert "out of memory" in printed(found)
-    assert found.best_stock is figures[1]
+    assert found.results(figures[2])["times_best_stock"] == pytest.approx(9 / 5)
     assert found.to_dict()["contestants"][0]["error"] == "out of memory"
 
 
 def test_medians() -> None:
     row = Figures("fastpack", seconds=[1.0, 1.0, 4.0], tokens=[10, 20, 40], slots=100)
-    assert row.tokens_per_second == 10
-    assert row.step_median == 1
-    assert row.padding_share == pytest.approx(0.3)
-    assert row.to_dict()["tokens_per_second_overall"] == pytest.approx(70 / 6)
+    found = outcome([row], floor=40.0).results(row)
+    assert found["tokens_per_second"] == row.tokens_per_second == 10
+    assert found["step_median"] == 1
+    assert found["padding_share"] == pytest.approx(0.3)
+    assert found["tokens_per_second_overall"] == pytest.approx(70 / 6)
+    assert (found["floor_share"], found["times_best_stock"]) == (0.25, None)
 
 
 def parse(*flags: str) -> argparse.Namespace:

@@ -46,13 +46,13 @@ def test_all_variants_train_the_same_model(mode: Any, checkpointing: bool) -> No
         pytest.importorskip("bitsandbytes")
     names = ("stock padded", "stock padding_free", "fastpack", "fastpack packed")
     figures = train(replace(SMALL, mode=mode, checkpointing=checkpointing), *names)
-    verdict = compare(figures, "half precision" if mode == "qlora" else "full precision")
+    verdict = compare(figures, half=mode == "qlora")
     assert verdict.agree, str(verdict)
     assert all(len(row.seconds) == 2 and len(row.losses) == 4 and len(row.gradient_norms) == 2 for row in figures)
     assert [row.backend for row in figures[:2]] == ["sdpa", "sdpa"]
     assert figures[2].backend == figures[3].backend != "sdpa"
-    assert figures[0].padding_share == figures[2].padding_share > 0
-    assert figures[1].padding_share == figures[3].padding_share == 0
+    assert figures[0].slots == figures[2].slots > sum(figures[0].tokens)
+    assert figures[1].slots == figures[3].slots == sum(figures[0].tokens)
     assert figures[0].tokens == figures[1].tokens == [sum(batch) for batch in SMALL.timed_batches()]
 
 
@@ -63,7 +63,7 @@ def test_the_same_under_trl(mode: Any) -> None:
         pytest.importorskip("bitsandbytes")
     settings = replace(SMALL, mode=mode, loop="trl", checkpointing=True)
     figures = train(settings, "stock padded", "stock padding_free", "fastpack packed")
-    assert compare(figures, "half precision").agree
+    assert compare(figures, half=True).agree
     assert all(len(row.gradient_norms) == 4 for row in figures)
 
 
@@ -77,7 +77,7 @@ def test_dpo_is_the_same_padded_and_patched(mode: Any) -> None:
         pytest.importorskip("bitsandbytes")
     Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 6]]")
     figures = train(replace(DPO, mode=mode, checkpointing=mode == "lora"), "stock padded", "fastpack")
-    verdict = compare(figures, "half precision" if mode == "qlora" else "full precision")
+    verdict = compare(figures, half=mode == "qlora")
     assert verdict.agree, str(verdict)
     assert [len(row.losses) for row in figures] == [4, 4]
     assert figures[0].losses == pytest.approx([math.log(2)] * 4, abs=1e-6), "it learns while it is compared"
@@ -93,7 +93,7 @@ def test_dpo_on_other_pairs_is_noticed() -> None:
     Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 6]]")
     honest = train(DPO, "stock padded")
     Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 7]]")
-    assert not compare([*honest, *train(DPO, "fastpack")], "full precision").agree
+    assert not compare([*honest, *train(DPO, "fastpack")], half=False).agree
 
 
 def test_dpo_learns_once_it_was_compared() -> None:
@@ -135,8 +135,8 @@ def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(loops, "FLATTEN", concatenated)
     figures = [*honest, *train(SMALL, "stock padding_free")]
-    for precision in ("full precision", "half precision"):
-        verdict = compare(figures, precision)  # type: ignore[arg-type]
+    for half in (False, True):
+        verdict = compare(figures, half=half)
         assert not verdict.agree
         assert verdict.contestant == "stock padding_free"
     assert verdict.what == "gradients' norm"
@@ -150,8 +150,8 @@ def test_the_verdict_names_the_worst() -> None:
     first = figures_of("stock padded", [2.0, 2.0], [1.0])
     near = figures_of("fastpack", [2.0, 2.0001], [1.0])
     far = figures_of("fastpack packed", [2.0, 2.0], [1.1])
-    assert compare([first, near], "full precision").agree
-    verdict = compare([first, near, far], "full precision")
+    assert compare([first, near], half=False).agree
+    verdict = compare([first, near, far], half=False)
     assert (verdict.agree, verdict.contestant, verdict.what, verdict.step) == (
         False,
         "fastpack packed",
@@ -160,9 +160,9 @@ def test_the_verdict_names_the_worst() -> None:
     )
     assert "'fastpack packed'" in str(verdict)
     assert "losses of the first 2 steps and gradients of 1 of them DISAGREE" in str(verdict)
-    assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], "half precision").agree
-    assert compare([first], "half precision").contestant is None
-    assert compare([first, Figures("fastpack", error="out of memory")], "half precision").contestant is None
+    assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], half=True).agree
+    assert compare([first], half=True).contestant is None
+    assert compare([first, Figures("fastpack", error="out of memory")], half=True).contestant is None
 
 
 def test_the_verdict_says_what_was_compared() -> None:
@@ -171,16 +171,16 @@ def test_the_verdict_says_what_was_compared() -> None:
         ([1.0], "losses of the first 2 steps and gradients of 1 of them agree"),
         ([], "losses of the first 2 steps and gradients of 0 of them agree"),
     ):
-        verdict = compare([figures_of(name, [2.0, 2.0], norms) for name in ("a", "b")], "full precision")
+        verdict = compare([figures_of(name, [2.0, 2.0], norms) for name in ("a", "b")], half=False)
         assert str(verdict).startswith(said)
     figures = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
-    assert "gradients of 0 of them" in str(compare(figures, "full precision"))
+    assert "gradients of 0 of them" in str(compare(figures, half=False))
 
 
 def test_later_steps_may_drift_apart() -> None:
     steps = GATE_STEPS
     first = figures_of("stock padded", [2.0] * steps + [1.0], [1.0])
-    assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], "full precision").agree
+    assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], half=False).agree
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
@@ -245,7 +245,7 @@ def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.Monke
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
     figures = train(SMALL, "stock padding_free", "stock + FA2")
-    assert compare(figures, "full precision").agree
+    assert compare(figures, half=False).agree
     assert len(calls) == 4 * 2  # steps and layers
     assert figures[1].backend.startswith(("FA2", "flash"))
 
@@ -300,7 +300,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_stock_kernel_on_a_gpu() -> None:
     """FlashAttention-2 for the stock model: the losses of sdpa, and what the device tells."""
     figures = train(replace(SMALL, shape="tiny", rows=8), "stock padding_free", "stock + FA2", "fastpack packed")
-    verdict = compare(figures, "half precision")
+    verdict = compare(figures, half=True)
     assert verdict.agree, str(verdict)
     for row in figures:
         assert row.held_memory is not None
