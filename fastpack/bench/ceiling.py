@@ -48,8 +48,8 @@ def measure() -> Ceiling:
     source = torch.randn((1 << 30 if on_gpu else 1 << 26) // 4, device=device)
     target = torch.empty_like(source)
     seconds = time_calls([lambda: target.copy_(source)], device, repeats=50 if on_gpu else 5)
-    name = str(dtype).removeprefix("torch.")
-    return Ceiling(flops, 2 * 4 * source.numel() / seconds, f"{size}^3 {name}", device_name())
+    product_name = f"{size}^3 {str(dtype).removeprefix('torch.')}"
+    return Ceiling(flops, 2 * 4 * source.numel() / seconds, product_name, device_name())
 
 
 def device_name() -> str:

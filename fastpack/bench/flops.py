@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import torch
 
-from fastpack.bench.models import LORA_RANK, with_lora
+from fastpack.bench.models import LORA_RANK, make_config, with_lora
 from fastpack.bench.settings import Settings
-from fastpack.bench.shapes import make_config
 from fastpack.trainers.metrics.flops import read_flops
 
 

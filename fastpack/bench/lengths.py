@@ -55,7 +55,8 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0) -> list[
         ValueError: there is no such file, it holds no such list, or the number is below 2.
     """
     if kind == "chat":
-        return _drawn_pairs(count, seed)
+        draw = random.Random(seed)
+        return [_draw_pair(draw) for _ in range(count)]
     if kind.isdigit():
         half = int(kind) // 2
         found = [[half, int(kind) - half, int(kind) - half]]
@@ -83,16 +84,12 @@ def _log_normal(median: int, deviations: float, limits: tuple[int, int]) -> int:
     return min(max(round(median * math.exp(deviations)), limits[0]), limits[1])
 
 
-def _drawn_pairs(count: int, seed: int) -> list[Pair]:
-    draw = random.Random(seed)
-    found: list[Pair] = []
-    for _ in range(count):
-        prompt = _log_normal(PROMPT, PROMPT_SPREAD * draw.gauss(0, 1), PROMPT_RANGE)
-        shared = SHARED**0.5 * draw.gauss(0, 1)
-        own = [(1 - SHARED) ** 0.5 * draw.gauss(0, 1) for _ in range(2)]
-        chosen, rejected = (_log_normal(COMPLETION, COMPLETION_SPREAD * (shared + z), COMPLETION_RANGE) for z in own)
-        found.append((prompt, chosen, rejected))
-    return found
+def _draw_pair(draw: random.Random) -> Pair:
+    prompt = _log_normal(PROMPT, PROMPT_SPREAD * draw.gauss(0, 1), PROMPT_RANGE)
+    shared = SHARED**0.5 * draw.gauss(0, 1)
+    own = [(1 - SHARED) ** 0.5 * draw.gauss(0, 1) for _ in range(2)]
+    chosen, rejected = (_log_normal(COMPLETION, COMPLETION_SPREAD * (shared + z), COMPLETION_RANGE) for z in own)
+    return prompt, chosen, rejected
 
 
 def _read(name: str, drawn: str) -> list[Any]:

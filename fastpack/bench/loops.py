@@ -157,7 +157,8 @@ def trainer_arguments(settings: Settings, folder: str) -> dict[str, Any]:
 
 def train_plainly(model: Any, settings: Settings, clock: Clock) -> Found:
     """Train in a user's own loop over ``model(..., labels=...)`` with AdamW."""
-    variant, device = settings.variant, next(model.parameters()).device
+    variant = settings.variant
+    device = next(model.parameters()).device
     if variant.liger:  # its fused loss included; TRL's trainer does this by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 

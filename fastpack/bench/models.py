@@ -1,4 +1,4 @@
-"""The model of a variant: random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
+"""The models that are timed: real shapes and random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
 
 from __future__ import annotations
 
@@ -8,9 +8,84 @@ import torch
 
 import fastpack
 from fastpack.bench.settings import Settings
-from fastpack.bench.shapes import make_config
 
 LORA_RANK = 16
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 2048,
+    },
+    "llama1b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "llama8b": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "llama70b-2layers": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+    },
+    "qwen0.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": False,
+    },
+}
+"""Config arguments by name; ``tiny`` is for a CPU."""
+
+
+def make_config(shape: str) -> Any:
+    """Return the transformers config of a shape; its padding token is 0."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**SHAPES[shape], pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:

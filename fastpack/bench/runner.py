@@ -73,7 +73,8 @@ class Outcome:
         """Return everything measured of a variant, and what follows from it."""
         if row.error is not None:
             return asdict(row)
-        rate, tokens = row.tokens_per_second, sum(row.tokens)
+        rate = row.tokens_per_second
+        tokens = sum(row.tokens)
         stock = [other.tokens_per_second for other in self.ran if not VARIANTS[other.contestant].patched]
         return asdict(row) | {
             "step_median": statistics.median(row.seconds),
@@ -97,18 +98,16 @@ def run_all(settings: Settings, variants: Sequence[str], *, left_out: dict[str, 
     figures: list[Figures] = []
     verdict = compare(figures, half=half)
     for name in variants:
-        given = json.dumps(asdict(replace(settings, contestant=name)))
-        row = Figures(**_run(name, "fastpack.bench.variant_run", given))
+        flags = asdict(replace(settings, contestant=name))
+        row = Figures(**_run(name, "fastpack.bench.variant_run", json.dumps(flags)))
         figures.append(row)
         print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
         verdict = compare(figures, half=half)
         if not verdict.agree:
-            rest = variants[len(figures) :]
-            left_out = left_out | dict.fromkeys(rest, f"was not run: {verdict.against!r} and {name!r} disagree")
             break
-    tokens = sum(map(sum, settings.timed_batches()))
-    floor = tokens / (needed_flops(settings) / ceiling.flops)
-    return Outcome(settings, figures, verdict, ceiling, floor, found["machine"], left_out)
+    not_run = dict.fromkeys(variants[len(figures) :], f"was not run: {verdict.against!r} and {name!r} disagree")
+    floor = sum(map(sum, settings.timed_batches())) * ceiling.flops / needed_flops(settings)
+    return Outcome(settings, figures, verdict, ceiling, floor, found["machine"], left_out | not_run)
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:

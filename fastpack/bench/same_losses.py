@@ -69,6 +69,17 @@ def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
             for step, (our, their) in enumerate(zip(ours, theirs, strict=False), 1):
                 off = abs(our - their) / abs(their) if their else math.inf
                 difference = math.inf if math.isnan(off) else off
-                where = (row.contestant, ran[0].contestant, what, step, difference, bound)
-                found.append(Verdict(difference <= bound, *where, steps, norm_steps))
+                found.append(
+                    Verdict(
+                        agree=difference <= bound,
+                        contestant=row.contestant,
+                        against=ran[0].contestant,
+                        what=what,
+                        step=step,
+                        difference=difference,
+                        bound=bound,
+                        steps=steps,
+                        norm_steps=norm_steps,
+                    )
+                )
     return max(found, key=lambda verdict: verdict.difference / verdict.bound, default=Verdict(agree=True))

@@ -15,8 +15,6 @@ GATE_STEPS = 5
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = "out of memory"
 
-Mode = Literal["full", "lora", "qlora"]
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -25,7 +23,7 @@ class Settings:
     contestant: str
     trainer: str = "sft"
     shape: str = "tiny"
-    mode: Mode = "full"
+    mode: Literal["full", "lora", "qlora"] = "full"
     rows: int = 16
     steps: int = 20
     warmup: int = 3

@@ -19,10 +19,9 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
     verdict = outcome.verdict
     if verdict.agree:
         console.print(_speeds(outcome))
+        console.print(_legend(outcome), style="dim", highlight=False)
     style = "bold red" if not verdict.agree else "green" if verdict.compared else "bold yellow"
     console.print(str(verdict), style=style, highlight=False)
-    if verdict.agree:
-        console.print(_legend(outcome), style="dim", highlight=False)
     for name, reason in outcome.left_out.items():
         console.print(f"left out: {name} ({reason})", style="yellow", highlight=False)
     console.print(", ".join(f"{name} {what}" for name, what in outcome.machine.items()), style="dim", highlight=False)
@@ -30,7 +29,6 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
 
 def _speeds(outcome: Outcome) -> Table:
     table = headed(*COLUMNS, title=outcome.title, right=COLUMNS[2:])
-    best = max((row.tokens_per_second for row in outcome.ran), default=0.0)
     for row in outcome.figures:
         if row.error is not None:
             table.add_row(row.contestant, "", "", Text(row.error, style="red"))
@@ -46,7 +44,6 @@ def _speeds(outcome: Outcome) -> Table:
             f"{found['floor_share']:.0%}",
             f"{row.peak_memory:.2f}",
             "" if row.held_memory is None else f"{row.held_memory:.1f}",
-            style="bold" if row.tokens_per_second == best else None,
         )
     return without_empty(table)
 
@@ -54,12 +51,10 @@ def _speeds(outcome: Outcome) -> Table:
 def _legend(outcome: Outcome) -> str:
     """Return the meaning of the columns, and the share of padding."""
     ceiling = outcome.ceiling
-    told = [
-        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: of all of them together",
-        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "
-        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product})",
-        "GiB: in tensors, on a CPU most that the process had; held: by the allocator for them",
-    ]
     padding = max((outcome.results(row)["padding_share"] for row in outcome.ran), default=0)
-    told += [f"{padding:.0%} of the padded slots are padding"] if padding else []
-    return "; ".join(told)
+    return (
+        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: of all of them together; "
+        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "
+        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: in tensors, on a CPU most that "
+        f"the process had; held: by the allocator for them; at most {padding:.0%} of a variant's slots are padding"
+    )

@@ -13,10 +13,9 @@ import torch
 
 from fastpack.attention_dispatch import AttentionShape, Visibility, choose
 from fastpack.bench.lengths import make_lengths
-from fastpack.bench.models import dtype_of
+from fastpack.bench.models import SHAPES, dtype_of, make_config
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import Settings
-from fastpack.bench.shapes import SHAPES, make_config
 from fastpack.bench.variants import TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
@@ -129,9 +128,8 @@ def make_settings(given: argparse.Namespace, *, on_gpu: bool) -> Settings:
         "warmup": 5 if given.graphs else 3,
         "lengths": "chat" if dpo else "alpaca",
     }
-    known = {setting.name for setting in fields(Settings)}
-    asked = {name: value for name, value in vars(given).items() if name in known and value is not None}
-    return Settings("", **{**defaults, **asked})
+    flags = {setting.name: getattr(given, setting.name, None) for setting in fields(Settings)}
+    return Settings("", **defaults | {name: value for name, value in flags.items() if value is not None})
 
 
 def check(settings: Settings, *, on_gpu: bool) -> None:
@@ -144,9 +142,10 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
     """
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
     config = make_config(settings.shape)
-    heads, device = config.num_attention_heads, torch.device("cuda" if on_gpu else "cpu")
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    device = torch.device("cuda" if on_gpu else "cpu")
+    heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     choose(AttentionShape(device, dtype_of(device), heads, kv_heads, size, size, Visibility()), settings.attention)
     check_lengths(settings.lengths, settings.row_lengths)
 

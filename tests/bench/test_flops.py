@@ -12,8 +12,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack.bench.flops import needed_flops
+from fastpack.bench.models import SHAPES, make_config
 from fastpack.bench.settings import Settings
-from fastpack.bench.shapes import SHAPES, make_config
 
 HIDDEN, INNER, LAYERS, VOCABULARY, RANK = 8, 20, 3, 50, 16
 # q 8 x 8, k and v 8 x 4, o 8 x 8, gate and up 8 x 20, down 20 x 8: 64 + 32 + 32 + 64 + 3 x 160

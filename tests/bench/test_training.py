@@ -16,9 +16,9 @@ from transformers import TrainerState
 from fastpack import cli as commands
 from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, variant_run
+from fastpack.bench.models import SHAPES
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import GATE_STEPS, LEARNING_RATE, Figures, Settings
-from fastpack.bench.shapes import SHAPES
 from fastpack.bench.variants import VARIANTS
 from fastpack.cli.main import main
 
@@ -197,7 +197,7 @@ def test_quantised_as_a_checkpoint_is(tmp_path: Path) -> None:
     bnb = pytest.importorskip("bitsandbytes")
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from fastpack.bench.shapes import make_config
+    from fastpack.bench.models import make_config
 
     torch.manual_seed(0)
     ours = AutoModelForCausalLM.from_config(make_config("tiny"))

@@ -59,11 +59,11 @@ def _norm_rope_inputs(make: Maker) -> Inputs:
     return [q, k, *(make.tensor(make.sizes.head_dim, mean=1.0, scale=0.1) for _ in range(2)), cos, sin]
 
 
-def _liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _liger_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Rotate heads first, as transformers hands them over; Liger works on the memory below, in place."""
     run = liger_run("rope", "LigerRopeFunction")
-    q, k = run(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
-    return q[0].transpose(0, 1), k[0].transpose(0, 1)
+    rotated = run(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None])
+    return tuple(heads[0].transpose(0, 1) for heads in rotated)
 
 
 def _plain_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -76,9 +76,8 @@ def _our_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos
 
 def _rope_bytes(make: Maker, passes: int) -> int:
     """Count so many passes over q and k, and one in each direction over the halves of the tables that hold all."""
-    size = make.sizes
-    elements = passes * (size.num_attention_heads + size.num_key_value_heads) * size.head_dim + 2 * size.head_dim
-    return make.tokens * elements * make.dtype.itemsize
+    heads = make.sizes.num_attention_heads + make.sizes.num_key_value_heads
+    return make.tokens * (passes * heads + 2) * make.sizes.head_dim * make.dtype.itemsize
 
 
 CASES = [

@@ -30,13 +30,7 @@ def _four_bit(dense: Tensor) -> tuple[Tensor, Any]:
     """Return a weight as bitsandbytes holds it, and its state; its scales are quantised too."""
     from bitsandbytes.functional import quantize_4bit
 
-    packed, state = quantize_4bit(dense, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
-    return packed, state
-
-
-def _dequantize_inputs(make: Maker) -> Inputs:
-    hidden = make.sizes.hidden_size
-    return [*_four_bit(make.tensor(make.tokens, hidden, scale=hidden**-0.5, grad=False))]
+    return quantize_4bit(dense, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
 
 
 def _dequantize_bytes(make: Maker) -> int:
@@ -135,7 +129,7 @@ if importlib.util.find_spec("bitsandbytes") is not None:
         Case(
             "dequantize",
             "an NF4 weight of T rows made dense, its scales quantised too",
-            _dequantize_inputs,
+            lambda make: [*_four_bit(make.tensor(make.tokens, make.sizes.hidden_size, scale=0.02, grad=False))],
             lambda _: {
                 PLAIN: lambda weight, state: dequantize(weight, state, state.dtype, "torch"),
                 OURS: lambda weight, state: dequantize(weight, state, state.dtype),

@@ -18,9 +18,9 @@ def _loss_case(name: str, what: str, *, trained: bool) -> Case:
     """Return the case of a head that trains or is frozen, which makes a product less."""
 
     def inputs(make: Maker) -> Inputs:
-        size, generator = make.sizes, make.generator
+        size = make.sizes
         weight = make.tensor(size.vocab_size, size.hidden_size, scale=size.hidden_size**-0.5, grad=trained)
-        labels = torch.randint(size.vocab_size, (make.tokens,), generator=generator, device=generator.device)
+        labels = torch.randint(size.vocab_size, (make.tokens,), generator=make.generator, device=make.generator.device)
         return [make.tensor(make.tokens, size.hidden_size), weight, labels]
 
     return Case(

@@ -1,24 +1,25 @@
-"""Time every op over a sweep of T."""
+"""Time every op over a sweep of T, and print a table an op."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
+from fastpack.bench.models import make_config
 from fastpack.bench.ops import elementwise_cases, lora_cases, product_cases
-from fastpack.bench.ops.case import LIGER, SMALL, Case, Inputs, Maker, Run
-from fastpack.bench.ops.table import OpFigures, print_end, print_op
+from fastpack.bench.ops.case import LIGER, PLAIN, SMALL, Case, Inputs, Maker, Run
 from fastpack.bench.settings import OUT_OF_MEMORY
-from fastpack.bench.shapes import make_config
+from fastpack.utils.console import headed, room_for, without_empty
 
 CASES = {case.name: case for module in (elementwise_cases, product_cases, lora_cases) for case in module.CASES}
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
@@ -26,12 +27,38 @@ CACHES = 3
 """Inputs in turn hold at least so many times what the cache does."""
 MOST_SETS = 128
 
+WIDTH = 110
+COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB")
+
+
+@dataclass
+class OpFigures:
+    """The measurements of one implementation at one T.
+
+    Attributes:
+        forward, both: seconds of the forward, and of forward and backward (of ops without gradients the forward);
+            None where memory did not suffice, which ``error`` then says.
+        share: of the machine's limit, for what both can't do without.
+        peak_memory: bytes beyond inputs and gradients, for forward and backward; None on a CPU.
+    """
+
+    op: str
+    implementation: str
+    tokens: int
+    forward: float | None = None
+    both: float | None = None
+    share: float | None = None
+    peak_memory: int | None = None
+    error: str | None = None
+
 
 def run_ops(cases: Sequence[Case], sweep: Sequence[int] | None = None, lengths: str = "alpaca") -> dict[str, Any]:
     """Time each op at each T, and return everything measured. An op's table is printed when its sweep has ended."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, dtype = (make_config("llama8b"), torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
-    ceiling, measured_on, figures = measure(), machine(), []
+    ceiling = measure()
+    measured_on = machine()
+    figures: list[OpFigures] = []
     for case in cases:
         found: list[OpFigures] = []
         for tokens in sweep or SWEEP[device.type]:
@@ -75,8 +102,7 @@ def runs_of(case: Case, inputs: Inputs) -> dict[str, Run]:
 
 def leaves(inputs: Inputs) -> Inputs:
     """Return copies of the inputs that autograd sees as its own leaves."""
-    copied: Inputs = tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
-    return copied
+    return list(tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs))
 
 
 def trained(given: Inputs) -> list[Tensor]:
@@ -110,3 +136,37 @@ def _how_many(inputs: Inputs, device: torch.device) -> int:
     size = sum(value.nbytes for value in tree_leaves(inputs) if isinstance(value, Tensor))
     cache: int = torch.cuda.get_device_properties(device).L2_cache_size
     return max(1, min(MOST_SETS, -(-CACHES * cache // size)))
+
+
+def print_op(case: Case, rows: list[OpFigures]) -> None:
+    """Print the table of one op."""
+    table = headed(*COLUMNS, title=f"{case.name}: {case.what}", right=[name for name in COLUMNS if name])
+    plain = {row.tokens: row.both for row in rows if row.implementation == PLAIN}
+    for row in rows:
+        against = plain[row.tokens]
+        table.add_row(
+            f"{row.tokens:,}",
+            row.implementation,
+            _shown(row.forward, "{:,.1f}", 1e6),
+            _shown(row.both, "{:,.1f}", 1e6),
+            _shown(row.share, "{:.0%}"),
+            f"{against / row.both:.2f}" if against and row.both else row.error or "",
+            _shown(row.peak_memory, "{:,.0f}", 2**-20),
+        )
+    Console(width=room_for(WIDTH)).print(without_empty(table))
+
+
+def print_end(ceiling: Ceiling, machine: dict[str, Any]) -> None:
+    """Print what the columns mean, and the machine."""
+    console = Console(width=room_for(WIDTH), highlight=False)
+    console.print(
+        "both: forward and backward on the device, inputs not in the cache; share: of the measured copy bandwidth, "
+        f"{ceiling.bandwidth / 1e12:.3g} TB/s, or of {ceiling.flops / 1e12:,.3g} TFLOP/s of matrix products "
+        f"({ceiling.product}), for what both can't do without; MiB: peak of both beyond inputs and gradients",
+        style="dim",
+    )
+    console.print(", ".join(f"{name} {what}" for name, what in machine.items()), style="dim")
+
+
+def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "" if value is None else form.format(value * scale)
