@@ -34,7 +34,6 @@ def needed_flops(settings: Settings) -> int:
     needed = read_flops(model).of(tokens, pairs)
     forward = read_flops(model.requires_grad_(False)).of(tokens, pairs)
     head = 2 * config.hidden_size * config.vocab_size
-    trained_head = head * (3 if settings.mode == "full" else 2)
     predicted = tokens - len(lengths)
     if settings.trainer == "dpo":
         timed = settings.pair_lengths()[settings.warmup * settings.rows :]
@@ -43,4 +42,5 @@ def needed_flops(settings: Settings) -> int:
     if settings.checkpointing:
         last = config.intermediate_size if settings.mode == "full" else config.intermediate_size + LORA_RANK
         needed += forward - tokens * (head + config.num_hidden_layers * 2 * config.hidden_size * last)
-    return needed - trained_head * (tokens - predicted)
+    # the head's forward, the gradient of its input, and that of its weight where it trains
+    return needed - head * (3 if settings.mode == "full" else 2) * (tokens - predicted)

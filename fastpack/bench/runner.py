@@ -74,13 +74,12 @@ class Outcome:
         if row.error is not None:
             return asdict(row)
         rate = row.tokens_per_second
-        tokens = sum(row.tokens)
         stock = [other.tokens_per_second for other in self.ran if not VARIANTS[other.contestant].patched]
         return asdict(row) | {
             "step_median": statistics.median(row.seconds),
             "tokens_per_second": rate,
-            "tokens_per_second_overall": tokens / sum(row.seconds),
-            "padding_share": 1 - tokens / row.slots,
+            "tokens_per_second_overall": sum(row.tokens) / sum(row.seconds),
+            "padding_share": 1 - sum(row.tokens) / row.slots,
             "floor_share": rate / self.floor_rate,
             "times_best_stock": rate / max(stock) if stock else None,
         }

@@ -35,13 +35,12 @@ def run(settings: Settings) -> Figures:
         return Figures(settings.contestant, error=OUT_OF_MEMORY)
     batches = settings.timed_batches()
     tokens = [sum(batch) for batch in batches]
-    padded = sum(max(batch) * len(batch) for batch in batches)
     return Figures(
         contestant=settings.contestant,
         backend=str(fastpack.report(model).backend) if settings.variant.patched else backend,
         seconds=clock.seconds(),
         tokens=tokens,
-        slots=sum(tokens) if settings.variant.packed else padded,
+        slots=sum(tokens) if settings.variant.packed else sum(max(batch) * len(batch) for batch in batches),
         peak_memory=(torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() or 0) / 2**30,
         held_memory=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
         losses=losses,

@@ -144,9 +144,11 @@ def check(settings: Settings, *, on_gpu: bool) -> None:
     config = make_config(settings.shape)
     device = torch.device("cuda" if on_gpu else "cpu")
     heads = config.num_attention_heads
-    kv_heads = config.num_key_value_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    choose(AttentionShape(device, dtype_of(device), heads, kv_heads, size, size, Visibility()), settings.attention)
+    choose(
+        AttentionShape(device, dtype_of(device), heads, config.num_key_value_heads, size, size, Visibility()),
+        settings.attention,
+    )
     check_lengths(settings.lengths, settings.row_lengths)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,7 @@ def _loss_case(name: str, what: str, *, trained: bool) -> Case:
         lambda _: {
             PLAIN: _plain_loss,
             OURS: functools.partial(linear_cross_entropy, reduction="mean"),
-            LIGER: lambda *given: liger_run("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")(
-                *given
-            )[0],
+            LIGER: _liger_loss,
         },
         lambda make: (2 + trained) * 2 * make.tokens * make.sizes.vocab_size * make.sizes.hidden_size,
         "flops",
@@ -42,6 +41,12 @@ def _loss_case(name: str, what: str, *, trained: bool) -> Case:
 def _plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels)
+
+
+def _liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
+    """Return the loss alone; Liger's Function returns more beside it."""
+    run = liger_run("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
+    return run(hidden, weight, labels)[0]
 
 
 def _attention_inputs(make: Maker) -> Inputs:
