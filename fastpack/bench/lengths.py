@@ -22,27 +22,29 @@ SHARED = 0.5
 """Correlation of the logarithms of a pair's two lengths."""
 
 
-def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0) -> list[int]:
+def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length: int | None = None) -> list[int]:
     """Return ``count`` lengths in tokens.
 
     Args:
         kind: ``alpaca`` draws them like instruction data (log-normal, median 149, 5 % below about 40, 5 % above
             about 450, at most 663: the Alpaca data set under a 16k vocabulary); a number makes all rows that long;
             else the path of a JSON file with a list of lengths, taken in order and repeated.
+        max_length: longer rows are cut to it.
 
     Raises:
         ValueError: there is no such file, it holds no list of whole numbers, or one is below 2.
     """
     if kind == "alpaca":
         draw = random.Random(seed)
-        return [_log_normal(MEDIAN, draw.gauss(0, SPREAD), RANGE) for _ in range(count)]
-    found = [int(kind)] if kind.isdigit() else _read(kind, "alpaca")
+        found = [_log_normal(MEDIAN, draw.gauss(0, SPREAD), RANGE) for _ in range(count)]
+    else:
+        found = [int(kind)] if kind.isdigit() else _read(kind, "alpaca")
     if not all(_is_count(length, 2) for length in found):
         raise ValueError("pass lengths of rows as whole numbers from 2 on: one token alone has nothing to predict.")
-    return list(islice(cycle(found), count))
+    return [min(length, max_length or length) for length in islice(cycle(found), count)]
 
 
-def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0) -> list[Pair]:
+def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_length: int | None = None) -> list[Pair]:
     """Return the lengths of ``count`` pairs.
 
     Args:
@@ -50,14 +52,16 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0) -> list[
             a pair's two completions correlated by a half: a preference data set of LLaMA-Factory's under a 16k
             vocabulary); a number makes all rows that long, half of it the prompt; else the path of a JSON file with a
             list of ``[prompt, chosen, rejected]``, taken in order and repeated.
+        max_length: completions of longer rows are cut, as TRL cuts them; pairs whose prompt is as long are left out.
 
     Raises:
-        ValueError: there is no such file, it holds no such list, or the number is below 2.
+        ValueError: there is no such file, it holds no such list, the number is below 2, or no prompt is shorter than
+            ``max_length``.
     """
     if kind == "chat":
         draw = random.Random(seed)
-        return [_draw_pair(draw) for _ in range(count)]
-    if kind.isdigit():
+        found = [list(_draw_pair(draw)) for _ in range(count)]
+    elif kind.isdigit():
         half = int(kind) // 2
         found = [[half, int(kind) - half, int(kind) - half]]
     else:
@@ -66,7 +70,11 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0) -> list[
         raise ValueError(
             "pass lists of three positive whole numbers, tokens of prompt, chosen and rejected; or a number from 2 on."
         )
-    return list(islice(cycle([(prompt, chosen, rejected) for prompt, chosen, rejected in found]), count))
+    longest = max_length or max(map(sum, found))
+    pairs = [(p, min(c, longest - p), min(r, longest - p)) for p, c, r in found if p < longest]
+    if not pairs:
+        raise ValueError(f"no prompt of {kind} is shorter than {max_length} tokens.")
+    return list(islice(cycle(pairs), count))
 
 
 def sequences(pairs: list[Pair]) -> list[int]:

@@ -28,6 +28,7 @@ class Settings:
     steps: int = 20
     warmup: int = 3
     lengths: str = "alpaca"
+    max_length: int | None = None
     checkpointing: bool = False
     loop: str = "trl"
     attention: str = "auto"
@@ -50,13 +51,15 @@ class Settings:
 
     def pair_lengths(self) -> list[Pair]:
         """Return the tokens of every pair, those of warm-up and timed steps after each other."""
-        return make_pair_lengths(self.rows * self.total_steps, kind=self.lengths, seed=self.seed)
+        count = self.rows * self.total_steps
+        return make_pair_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
 
     def row_lengths(self) -> list[int]:
         """Return the tokens of every row, as :meth:`pair_lengths`; of a pair there are two."""
         if self.trainer == "dpo":
             return sequences(self.pair_lengths())
-        return make_lengths(self.rows * self.total_steps, kind=self.lengths, seed=self.seed)
+        count = self.rows * self.total_steps
+        return make_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
 
     def timed_batches(self) -> list[list[int]]:
         """Return the tokens of the rows of each timed step."""

@@ -17,7 +17,7 @@ from fastpack.bench.models import SHAPES, dtype_of, make_config
 from fastpack.bench.same_losses import NOT_COMPARED
 from fastpack.bench.settings import Settings
 from fastpack.bench.variants import TRAINERS, VARIANTS
-from fastpack.cli import UsageError, require, require_file, require_one_process, require_trl_on_cpu
+from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchOptions
@@ -39,6 +39,7 @@ FLAGS: dict[str, dict[str, Any]] = {
         "[prompt, chosen, rejected], all in tokens; of --ops over sequences",
     },
     "--data": {"dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
+    "--max-length": {"type": at_least(2), "help": "truncate rows to so many tokens"},
     "--loop": {
         "choices": ("trl", "plain"),
         "default": "trl",
@@ -67,6 +68,7 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "what is written": {
         "--json": {"type": Path, "help": "write the results here"},
+        "--plot": {"type": Path, "help": "draw those of training here (PNG, SVG or PDF)"},
     },
     "instead of training, each op by itself": {
         "--ops": {
@@ -209,6 +211,10 @@ def _train(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
             require_trl_on_cpu("bench")
     if given.mode == "qlora":
         require("bench --mode qlora", "bitsandbytes")
+    if given.plot:
+        require("bench --plot", "matplotlib")
+        require_picture("--plot", given.plot)
+    from fastpack.bench.plot import save_plot
     from fastpack.bench.runner import run_all
     from fastpack.bench.table import print_outcome
 
@@ -217,6 +223,8 @@ def _train(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)
+    if given.plot:
+        save_plot(outcome, given.plot)
     code = 0 if outcome.verdict.compared or len(names) == 1 else NOT_COMPARED
     return code if outcome.verdict.agree else 1, outcome.to_dict()
 

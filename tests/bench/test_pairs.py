@@ -34,6 +34,11 @@ def test_lengths_from_files_and_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(PAIRS))
     assert make_pair_lengths(3, kind=str(tmp_path / "a.json")) == [*PAIRS, PAIRS[0]]
     assert make_pair_lengths(2, kind="9") == [(4, 5, 5)] * 2
+    # rows are cut, and prompts that fill one are left out
+    assert make_pair_lengths(3, kind=str(tmp_path / "a.json"), max_length=10) == [(5, 5, 5), (3, 2, 4), (5, 5, 5)]
+    assert make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=5) == [(3, 2, 2)] * 2
+    with pytest.raises(ValueError, match="no prompt"):
+        make_pair_lengths(2, kind=str(tmp_path / "a.json"), max_length=3)
     for none in ("0", "1"):
         with pytest.raises(ValueError, match="or a number from 2 on"):
             make_pair_lengths(2, kind=none)

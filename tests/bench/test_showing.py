@@ -15,6 +15,7 @@ from rich.console import Console
 from fastpack.bench import runner
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.flops import needed_flops
+from fastpack.bench.plot import save_plot
 from fastpack.bench.runner import Outcome
 from fastpack.bench.same_losses import compare
 from fastpack.bench.settings import Figures, Settings
@@ -144,6 +145,8 @@ def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
         (("--trainer", "dpo", "--data", "1"), "--lengths 1: pass lists of three .* or a number from 2 on"),
         (("--lengths", "0"), "--lengths 0: pass lengths of rows .* from 2 on"),
         (("--json", "/nosuch/p.json"), "--json /nosuch/p.json: there is no folder /nosuch"),
+        (("--plot", "p.xyz"), "--plot p.xyz: pass a name that ends in one of .png"),
+        (("--plot", "/nosuch/p.png"), "--plot /nosuch/p.png: there is no folder /nosuch"),
         (("--attention", "sideways"), "attention='sideways' is not a backend"),
         (("--attention", "flash_attn"), "attention='flash_attn' can't serve float32 on cpu"),
         (("--kernels", "triton"), "there is no GPU here"),
@@ -185,12 +188,19 @@ def test_lengths_that_can_not_be_trained_on(
         bench.main(["--lengths", str(tmp_path / "a.json"), *flags])
 
 
+@pytest.mark.parametrize("floor", [3000.0, 500_000.0])
+def test_the_picture(tmp_path: Path, floor: float) -> None:
+    save_plot(outcome([made_up(name, 100 * i) for i, name in enumerate(VARIANTS, 1)], floor), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert len(drawn) > 5000
+
+
 def test_the_title_says_what_is_not_at_its_default() -> None:
     plain = outcome([made_up("fastpack", 5)])
     assert plain.title == "shape llama8b, mode lora, rows 16, lengths alpaca"
-    changed = replace(plain.settings, seed=64, kernels="torch", attention="reference", graphs="auto")
+    changed = replace(plain.settings, max_length=64, kernels="torch", attention="reference", graphs="auto")
     assert replace(plain, settings=changed).title == (
-        f"{plain.title}, attention reference, kernels torch, graphs auto, seed 64"
+        f"{plain.title}, max-length 64, attention reference, kernels torch, graphs auto"
     )
 
 
@@ -200,6 +210,7 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
         (("--tokens", "64"), "--tokens is the sweep of --ops"),
         (("--ops", "--rows", "4", "--trainer-waits"), "leave out --rows, --trainer-waits."),
         (("--ops", "--graphs"), "leave out --graphs."),
+        (("--ops", "--plot", "ops.png"), "leave out --plot."),
     ],
 )
 def test_flags_that_nobody_would_read(
@@ -303,6 +314,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     from fastpack import cli as commands
 
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
-    for flags, name in (([], "trl"), (["--loop", "plain", "--mode", "qlora"], "bitsandbytes")):
+    bitsandbytes, matplotlib = ["--loop", "plain", "--mode", "qlora"], ["--plot", "x.png"]
+    for flags, name in (([], "trl"), (bitsandbytes, "bitsandbytes"), (matplotlib, "matplotlib")):
         assert main(["bench", *flags]) == 2
         assert f"pip install '{name}>=" in capsys.readouterr().err

@@ -275,10 +275,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     """Two variants in processes of their own, and everything that is written."""
     if torch.cuda.is_available():
         pytest.skip("written for a CPU")
-    found = tmp_path / "bench.json"
-    flags = ["--shape", "tiny", "--rows", "2", "--steps", "2", "--warmup", "1", "--lengths", "24", "--loop", "plain"]
+    found, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    flags = ["--shape", "tiny", "--rows", "2", "--steps", "2", "--warmup", "1", "--max-length", "24", "--loop", "plain"]
     only = ["--only", "stock padded", "fastpack packed"]
-    assert main(["bench", *flags, *only, "--json", str(found)]) == 0
+    assert main(["bench", *flags, *only, "--json", str(found), "--plot", str(picture)]) == 0
     printed = capsys.readouterr().out
     for text in (
         "stock padded",
@@ -288,6 +288,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         "floor",
     ):
         assert text in printed
+    assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads(found.read_text())
     assert record["verdict"]["agree"] is True
     assert record["floor_tokens_per_second"] > 0
