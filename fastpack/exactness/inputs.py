@@ -48,6 +48,22 @@ def flat(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """``input_ids`` ``[1, T]`` and the lengths, on the sequences' device."""
+    return {"input_ids": torch.cat(list(sequences))[None], "packed_seq_lens": [len(s) for s in sequences]}
+
+
+def taken_for_one(sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """The control: the same tokens as one sequence, in which each sees all that come before it."""
+    return packed([torch.cat(list(sequences))])
+
+
+def unpadded(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Return those of a batch's values ``[B S, ...]`` that are no padding's, in order."""
+    mask = batch.get("attention_mask")
+    return values if mask is None else values[mask.flatten() != 0]
+
+
 def positions(sequences: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.arange(len(s)) for s in sequences])[None]
 
@@ -88,6 +104,6 @@ INPUT_KINDS: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {
     "padded both sides": lambda s: padded(s, "both"),
     "restarting positions": lambda s: {**flat(s), "position_ids": positions(s)},
     "TRL's keywords": lambda s: {**flat(s), **trl_keywords(s)},
-    "packed_seq_lens": lambda s: {**flat(s), "packed_seq_lens": [len(x) for x in s]},
+    "packed_seq_lens": lambda s: {**flat(s), **packed(s)},
     "several packed rows": packed_rows,
 }

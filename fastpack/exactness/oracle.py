@@ -9,8 +9,8 @@ be anywhere: it is proved in float32, on the same device and with the same heads
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
-from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences, single
-from fastpack.exactness.rule import CONTROL, Result, bound_of, compare, compare_norms, is_half, middle
+from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, single, taken_for_one, unpadded
+from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
 from fastpack.families.registry import FAMILIES
 from fastpack.utils.protocols import ModelLike
@@ -102,9 +102,7 @@ def trained_tokens(sequences: Sequence[Tensor]) -> int:
 
 def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
     """Return the logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
-    mask, flat = batch.get("attention_mask"), logits.flatten(0, -2)
-    real = flat if mask is None else flat[mask.flatten() != 0]
-    return list(real.split([len(s) for s in sequences]))
+    return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
 
 
 def _weighted_sum(logits: Tensor, total: int, start: int = 0) -> Tensor:
@@ -118,32 +116,22 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def checks_of(errors: Mapping[str, float], bound: float, control: float) -> list[Check]:
-    """Return the checks of a model against each sequence alone.
-
-    Args:
-        errors: of each kind of input, the worst of logits and gradients, relative.
-        bound: what they may be; control: the error of the logits where all tokens were taken for one sequence.
-    """
-    least = max(LEAKS, CONTROL * bound)
-    kinds = [Check(kind, error, bound) for kind, error in errors.items()]
-    return [*kinds, Check("control, taken for one sequence: logits", control, least, at_least=True)]
-
-
 @dataclass(frozen=True, eq=False)
 class Oracle:
     """Each sequence alone, how far from it a batch may be, and the precision in which that says something.
 
     Attributes:
-        results: of each draw of tokens; choices: the experts that are chosen in it, which a batch is held to.
+        draws: the sequences of each draw of tokens; results: what each of them gives alone.
+        choices: the experts that are chosen in each draw, which a batch is held to.
         routers: names of the classes that choose them.
     """
 
-    results: tuple[Result, ...]
-    choices: tuple[Choices, ...]
+    draws: Sequence[Sequence[Tensor]]
+    results: Sequence[Result]
     bound: float
     dtype: torch.dtype
     routers: Sequence[str] = ()
+    choices: Sequence[Choices] = ((),)
 
     @classmethod
     def of(cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str] = ()) -> Oracle:
@@ -158,88 +146,79 @@ class Oracle:
         """
         if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
             return oracle
-        alone = run_alone(build(torch.float32), make_sequences())
+        return cls.of_float32(build(torch.float32), make_sequences())
+
+    @classmethod
+    def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor]) -> Oracle:
+        """Return it for a stock model in float32, of which a float64 copy tells how far off it is."""
+        alone = run_alone(model, sequences)
         try:
-            own = error_of(alone, run_alone(_finer(build, torch.float32, torch.float64), make_sequences()), half=False)
+            own = compare(alone, run_alone(_finer(model, torch.float64), sequences)).of_tensors
         except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
             own = 0.0
-        return cls((alone,), (), bound_of(own, torch.float32), torch.float32)
+        return cls([sequences], [alone], bound_of(own, torch.float32), torch.float32)
 
     @classmethod
     def _of_half(
         cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str]
     ) -> Oracle | None:
         """Return a float32 copy's results; None where the model chooses freely, is far off, or can't run so."""
-        model, wide = build(dtype), _finer(build, dtype, torch.float32)
+        model = build(dtype)
+        wide = _finer(model, torch.float32)
         names = {type(module).__name__.lower() for module in model.modules()}
         if not routers and any(word in name for word in CHOOSES for name in names):
             return None
-        results, choices, own = [], [], []
-        for draw in range(DRAWS):
+        draws = [make_sequences(draw=draw) for draw in range(DRAWS)]
+        results, choices, alone = [], [], []
+        for sequences in draws:
             with recorded(choosers_of(wide, routers)) as chosen:
-                results.append(run_alone(wide, make_sequences(draw=draw)))
+                results.append(run_alone(wide, sequences))
             choices.append(chosen())
             try:
                 with held(choosers_of(model, routers), choices[-1]):
-                    alone = run_alone(model, make_sequences(draw=draw))
+                    alone.append(run_alone(model, sequences))
             except RuntimeError:  # a dtype that it does not expect, in its own forward
                 return None
-            own.append(error_of(alone, results[-1], half=True))
-        if not middle(own) <= STEADY:
-            return None
-        return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
+        own = compare_draws(alone, results, half=True).of_tensors
+        return cls(draws, results, bound_of(own, dtype), dtype, routers, choices) if own <= STEADY else None
 
     def prove(self, model: ModelLike) -> Verification:
         """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
 
         It knows of the packing of its batches, as a patched model does, and is in training mode.
         """
-        errors = {kind: self._error_of_kind(model, kind) for kind in INPUT_KINDS}
-        control = self._control(model)
+        errors = {kind: self.error(model, make).of_tensors for kind, make in INPUT_KINDS.items()}
         for reentrant in checkpointings(model):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads()
             kind = "reentrant checkpointing" if reentrant else "checkpointing"
-            errors[kind] = self._error_of_kind(model, CHECKPOINTED)
-        return Verification.of(model, self.dtype, checks_of(errors, self.bound, control))
+            errors[kind] = self.error(model, INPUT_KINDS[CHECKPOINTED]).of_tensors
+        return self.judge(model, errors)
 
-    def _error_of_kind(self, model: nn.Module, kind: str) -> float:
-        """Return the median over draws of how far a batch is from each of its sequences alone."""
-        choosers = choosers_of(model, self.routers) if self.choices else []
-        errors = []
-        for draw, true in enumerate(self.results):
-            sequences = make_sequences(draw=draw)
-            with held(choosers, self.choices[draw]) if choosers else nullcontext():
-                found = run_batch(model, INPUT_KINDS[kind](sequences), sequences)
-            errors.append(error_of(found, true, half=is_half(self.dtype)))
-        return middle(errors)
+    def judge(self, model: nn.Module, errors: Mapping[str, float]) -> Verification:
+        """Return the verdict on a model.
 
-    def _control(self, model: nn.Module) -> float:
-        """Return how far off the logits are where the same tokens are taken for one sequence."""
-        ids = torch.cat(make_sequences())[None].to(next(model.parameters()).device)
-        with torch.no_grad():
-            logits = model(input_ids=ids, packed_seq_lens=[ids.shape[1]]).logits[0].split(LENGTHS)
-        pairs = zip(logits, self.results[0].logits, strict=True)
-        return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+        Args:
+            errors: of each kind of input, the worst of logits and gradients.
+        """
+        checks = [Check(kind, error, self.bound) for kind, error in errors.items()]
+        control, least = self.error(model, taken_for_one).logits, max(LEAKS, CONTROL * self.bound)
+        checks.append(Check("control, taken for one sequence: logits", control, least, at_least=True))
+        return Verification.of(model, self.dtype, checks)
 
-
-def _finer(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, finer: torch.dtype) -> Any:
-    """Return the model of a dtype, of the same weights, in a finer one."""
-    model: Any = build(finer)
-    with torch.no_grad():
-        for parameter, given in zip(model.parameters(), build(dtype).parameters(), strict=True):
-            parameter.copy_(given)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # products over groups of rows know no float64
-    return model
+    def error(self, model: nn.Module, make: Callable[[Sequence[Tensor]], Mapping[str, Any]]) -> Error:
+        """Return how far batches made of the draws' sequences are from each of these alone."""
+        choosers, found = choosers_of(model, self.routers), []
+        for sequences, choices in zip(self.draws, self.choices, strict=True):
+            with held(choosers, choices):
+                found.append(run_batch(model, make(sequences), sequences))
+        return compare_draws(found, self.results, half=is_half(self.dtype))
 
 
-def error_of(found: Result, true: Result, half: bool) -> float:
-    """Return the worst of logits and gradients; parameters without a gradient on one side count as zero there."""
-    names = found.grads.keys() | true.grads.keys()
-    for result, other in ((found, true), (true, found)):
-        for name in names - result.grads.keys():
-            result.grads[name] = torch.zeros_like(other.grads[name])
-    measured = (compare_norms if half else compare)(found, true)
-    return max(measured.logits, measured.grads)
+def _finer(model: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of a model in a finer dtype, whose weights and buffers are those of the model."""
+    finer = copy.deepcopy(model).to(dtype)
+    if finer._can_set_experts_implementation():
+        finer.set_experts_implementation("eager")  # products over groups of rows know no float64
+    return finer

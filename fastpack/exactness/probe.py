@@ -5,17 +5,19 @@ Shape suffixes: T tokens, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fastpack.errors import PatchError
+from fastpack.exactness.inputs import unpadded
 from fastpack.exactness.rounding import Nudge, moved_by
-from fastpack.exactness.rule import errors_of, largest, middle, worst
+from fastpack.exactness.rule import Result
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
 SKETCH = 1 << 16
@@ -28,52 +30,27 @@ ENTERING = 4096
 1e-5."""
 
 
-Pass = dict[str, dict[str, Tensor]]
-"""What one pass over the tokens gave, or the mean of several: float32 tensors by kind and name, tokens in order.
-
-``logits`` ``[T, V]``; ``embeddings``, the gradients of the tokens' embeddings, ``[T, H]``; and ``weights``, of all that
-trains the gradient, flat, :data:`SKETCH` numbers at most.
-"""
-
-
-def mean(passes: Sequence[Pass]) -> Pass:
+def mean(passes: Sequence[Result]) -> Result:
     """Return the mean of passes over the same tokens."""
-    return _merged(passes, lambda _, tensors: torch.stack(tensors).mean(0))
+    found: Result = tree_map(lambda *tensors: torch.stack(tensors).mean(0), *passes)
+    return found
 
 
-def joined(passes: Sequence[Pass]) -> Pass:
-    """Return one pass over the tokens of several, one behind the other: gradients of weights add up."""
-    return _merged(passes, lambda kind, all_: torch.stack(all_).sum(0) if kind == "weights" else torch.cat(all_))
+def joined(passes: Sequence[Result]) -> Result:
+    """Return one pass over the tokens of several, one behind the other: losses and gradients of weights add up."""
+    return Result(
+        [torch.cat([found.logits[0] for found in passes])],
+        torch.stack([found.loss for found in passes]).sum(),
+        {name: torch.stack([found.grads[name] for found in passes]).sum(0) for name in passes[0].grads},
+        torch.cat([found.embeddings for found in passes if found.embeddings is not None]),
+    )
 
 
-def _merged(passes: Sequence[Pass], merge: Callable[[str, list[Tensor]], Tensor]) -> Pass:
-    return {
-        kind: {name: merge(kind, [each[kind][name] for each in passes]) for name in tensors}
-        for kind, tensors in passes[0].items()
-    }
-
-
-def without(found: Pass, tokens: slice) -> Pass:
+def without(found: Result, tokens: slice) -> Result:
     """Return what a pass gave for all other tokens. Gradients of weights are of all, and left out."""
-    logits = found["logits"]["logits"]
-    kept = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-    kept[tokens] = False
-    return {kind: {kind: found[kind][kind][kept]} for kind in ("logits", "embeddings")} | {"weights": {}}
-
-
-def distance(found: Sequence[Pass], true: Sequence[Pass], *, half: bool) -> dict[str, float]:
-    """Return by kind how far passes are from others: the tensor that is off most, by the median of the draws.
-
-    Args:
-        found: a pass for each draw of tokens; true: those that they are compared with.
-        half: measure as :mod:`fastpack.exactness.rule` says for half precision.
-    """
-    size: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if half else largest
-    apart: dict[str, float] = {}
-    for kind, tensors in true[0].items():
-        draws = [errors_of(a[kind], b[kind], size=size) for a, b in zip(found, true, strict=True)]
-        apart[kind] = worst([middle(draw[name] for draw in draws) for name in tensors])
-    return apart
+    rows = [found.logits[0], found.embeddings]
+    logits, embeddings = (torch.cat([each[: tokens.start], each[tokens.stop :]]) for each in rows if each is not None)
+    return Result([logits], found.loss, {}, embeddings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,10 +65,9 @@ class Probe:
     """
 
     model: nn.Module
-    embedding: nn.Module
+    embedding: Any
     lengths: tuple[int, ...]
     ids: Tensor
-    vocabulary: int
     seed: int
     trained: dict[str, nn.Parameter]
     stream: set[torch.dtype] = field(default_factory=set)
@@ -122,7 +98,7 @@ class Probe:
             )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         ids = plain[:count].to(weight.device)
-        return cls(model, embedding, tuple(lengths), ids, int(weight.shape[0]), seed, trained)
+        return cls(model, embedding, tuple(lengths), ids, seed, trained)
 
     def sequences(self, other: int | None = None) -> list[Tensor]:
         """Return the ids of each sequence; those of the ``other``-th are others."""
@@ -135,7 +111,7 @@ class Probe:
         """Return the ids of each sequence, and how many tokens come before it."""
         return list(zip(self.sequences(), accumulate(self.lengths, initial=0), strict=False))
 
-    def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Pass:
+    def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Result:
         """Run forward and backward of a fixed sum of the logits.
 
         Args:
@@ -156,14 +132,9 @@ class Probe:
             return leaf.clone() if nudge is None else self._moved(leaf, ids, nudge)  # which a model may scale in place
 
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                logits = self.model(**batch).logits
-        finally:
-            handle.remove()
-        mask = batch.get("attention_mask")
-        with torch.enable_grad():
-            real = logits.flatten(0, -2) if mask is None else logits.flatten(0, -2)[mask.flatten() != 0]
+        with handle, torch.enable_grad():
+            logits = self.model(**batch).logits
+            real = unpadded(logits.flatten(0, -2), batch)
             first = real[:, :ENTERING].float()
             entering = self._entering(nudge)[at : at + len(real), : first.shape[1]]
             total = (first * entering.to(real.device)).sum()
@@ -172,11 +143,7 @@ class Probe:
         of_weights = zip(self.trained.items(), gradients, strict=False)
         sketched = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
         by_token = self._by_token(batch, seen, gradients[len(self.trained) :])
-        return {
-            "logits": {"logits": real.detach().float()},
-            "embeddings": {"embeddings": by_token},
-            "weights": sketched,
-        }
+        return Result([real.detach().float()], total.detach(), sketched, by_token)
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
         """Return the gradients of the first logits of each token, the same for each pass of a nudge."""
@@ -210,7 +177,7 @@ class Probe:
 
     def _place(self, ids: Tensor) -> Tensor:
         """Return where among these each id of the vocabulary stands, -1 for the others."""
-        place = torch.full((self.vocabulary,), -1, device=ids.device)
+        place = torch.full((len(self.embedding.weight),), -1, device=ids.device)
         place[ids] = torch.arange(len(ids), device=ids.device)
         return place
 
@@ -218,8 +185,7 @@ class Probe:
         self, batch: dict[str, Any], seen: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
     ) -> Tensor:
         """Return the gradients of the tokens' embeddings, in order, whatever rows they were embedded in."""
-        ids, mask = batch["input_ids"].flatten(), batch.get("attention_mask")
-        ids = ids if mask is None else ids[mask.flatten() != 0]
+        ids = unpadded(batch["input_ids"].flatten(), batch)
         place = self._place(ids)
         width = seen[0][1].shape[-1]
         total = torch.zeros(len(ids), width, device=ids.device)

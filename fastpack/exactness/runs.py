@@ -6,7 +6,7 @@ compared: rounding, which is another each time, falls away from them, and an err
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, held, recorded
-from fastpack.exactness.inputs import single
-from fastpack.exactness.probe import Pass, Probe, distance, joined, mean, without
+from fastpack.exactness.inputs import packed, single, taken_for_one
+from fastpack.exactness.probe import Probe, joined, mean, without
 from fastpack.exactness.rounding import LIKE_ONE, NEARLY_ALL, Nudge, attending_by, coarsest_dtype, other_attention_of
-from fastpack.exactness.rule import CONTROL, bound_of, is_half
+from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check
 
 DRAWS, REPEATS = 3, 4
@@ -26,7 +26,9 @@ DRAWS, REPEATS = 3, 4
 SPREAD = 8
 """By how many roundings embeddings differ from run to run: by one alone, much would be rounded as before."""
 
-Passes = dict[str, Pass]
+Passes = dict[str, Result]
+KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of what trains"}
+"""Names of what is compared of two passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +55,26 @@ class Runs:
         other = self._other_attention(dtype, *alone)
         draws = self.probes if half else self.probes[:1]
         means = [self._mean(probe, dtype, other, mixed=mixed) for probe in draws]
-        passes = {name: [mean[name] for mean in means] for name in means[0]}
-        apart = {name: distance(each, passes["alone"], half=half) for name, each in passes.items()}
-        own = [each for name, each in apart.items() if name not in ("alone", "packed", "padded")]
-        kinds = [kind for kind, tensors in passes["alone"][0].items() if tensors]
-        bounds = {kind: bound_of(max(each[kind] for each in own), dtype) for kind in kinds}
-        apart |= self._moved_and_control(*alone, half=half)
-        moved = {kind: bound_of(error, dtype) for kind, error in apart["again"].items()}
-        if self.choosers:  # experts get other tokens beside the same ones, and may round otherwise
-            moved = bounds
-        return dtype, list(_checks(apart, bounds, moved))
+        true = [mean["alone"] for mean in means]
+        errors = {name: compare_draws([mean[name] for mean in means], true, half=half) for name in means[0]}
+        own = [error for name, error in errors.items() if name not in ("alone", *BATCHES)]
+        kinds = [kind for kind in KINDS if true[0].by_kind()[kind]]
+        bounds = {kind: bound_of(max(getattr(error, kind) for error in own), dtype) for kind in kinds}
+        again, moved, control = self._moved_and_control(*alone, half=half)
+        # experts get other tokens beside the same ones, and may round otherwise
+        still = bounds if self.choosers else {kind: bound_of(getattr(again, kind), dtype) for kind in kinds}
+        checks = [
+            Check(f"{name}, as each sequence alone: {KINDS[kind]}", getattr(errors[name], kind), bound)
+            for name in BATCHES
+            for kind, bound in bounds.items()
+        ]
+        for kind in ("logits", "embeddings"):
+            what = f"another sequence changed: {KINDS[kind]} of the rest"
+            checks.append(Check(what, getattr(moved, kind), still[kind]))
+        for kind, bound in bounds.items():
+            what = f"control, taken for one sequence: {KINDS[kind]}"
+            checks.append(Check(what, getattr(control, kind), CONTROL * bound, at_least=True))
+        return dtype, checks
 
     def _precision(self) -> tuple[torch.dtype, bool]:
         """Return the least precise dtype of the passes so far, and whether the hidden states are of a finer one."""
@@ -72,7 +84,7 @@ class Runs:
         dtype = coarsest_dtype(probe.model, stream, autocast)
         return dtype, dtype not in (stream, autocast)
 
-    def _other_attention(self, dtype: torch.dtype, alone: Pass, choices: Choices) -> str | None:
+    def _other_attention(self, dtype: torch.dtype, alone: Result, choices: Choices) -> str | None:
         """Return the stock model's other attention, where that computes the same: sdpa drops softcaps, for one."""
         probe = self.probes[0]
         other = other_attention_of(probe.model)
@@ -82,7 +94,7 @@ class Runs:
             rounded = self._one_by_one(probe, Nudge(0, dtype, share=NEARLY_ALL))
         with self.stock(), attending_by(probe.model, other), held(self.choosers, choices):
             found = self._one_by_one(probe, None)
-        by_other, by_rounding = (distance([each], [alone], half=True)["logits"] for each in (found, rounded))
+        by_other, by_rounding = (compare(each, alone, half=True).logits for each in (found, rounded))
         return other if by_other <= CONTROL * by_rounding else None
 
     def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> Passes:
@@ -102,44 +114,36 @@ class Runs:
                     nudge = replace(near or Nudge(repeat, dtype), share=NEARLY_ALL)
                     with held(self.choosers, choices):
                         passes["a rounding off"] = self._one_by_one(probe, nudge)
-            for name, batch in (("packed", _packed), ("padded", _padded)):
+            for name, batch in BATCHES.items():
                 with held(self.choosers, choices):
                     passes[name] = probe.run(batch(probe.sequences()), nudge=near)
             every.append(passes)
         return {name: mean([passes[name] for passes in every]) for name in every[0]}
 
-    def _moved_and_control(self, alone: Pass, choices: Choices, *, half: bool) -> dict[str, dict[str, float]]:
-        """Return how far others move with the tokens of one sequence, how far with nothing at all, and how far all do
-        that are taken for one."""
+    def _moved_and_control(self, alone: Result, choices: Choices, *, half: bool) -> tuple[Error, Error, Error]:
+        """Return how far all move with nothing at all, how far others do with the tokens of one sequence, and how far
+        all do that are taken for one."""
         probe, which = self.probes[0], len(self.probes[0].lengths) // 2
         ids, at = probe.places()[which]
         rest = slice(at, at + len(ids))
+        with held(self.choosers, choices):
+            first, again = (probe.run(packed(probe.sequences())) for _ in range(2))
+            moved = probe.run(packed(probe.sequences(other=which)))
+        control = probe.run(taken_for_one(probe.sequences()))
+        return (
+            compare(again, first, half=half),
+            compare(without(moved, rest), without(first, rest), half=half),
+            compare(control, alone, half=half),
+        )
 
-        def run(sequences: Sequence[Tensor]) -> Pass:
-            with held(self.choosers, choices):
-                return probe.run(_packed(sequences))
-
-        packed, again = run(probe.sequences()), run(probe.sequences())
-        moved = run(probe.sequences(other=which))
-        control = probe.run(_packed([torch.cat(probe.sequences())]))
-        return {
-            "again": distance([again], [packed], half=half),
-            "moved": distance([without(moved, rest)], [without(packed, rest)], half=half),
-            "control": distance([control], [alone], half=half),
-        }
-
-    def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Pass, Choices]:
+    def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Result, Choices]:
         """Return what the stock model gives for each sequence alone, and chooses."""
         with self.stock(), recorded(self.choosers) as choices:
             found = self._one_by_one(probe, nudge)
         return found, choices()
 
-    def _one_by_one(self, probe: Probe, nudge: Nudge | None) -> Pass:
+    def _one_by_one(self, probe: Probe, nudge: Nudge | None) -> Result:
         return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
-
-
-def _packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    return {"input_ids": torch.cat(list(sequences))[None], "packed_seq_lens": [len(ids) for ids in sequences]}
 
 
 def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
@@ -148,18 +152,4 @@ def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)}
 
 
-NAMES = {"logits": "logits", "embeddings": "gradients of embeddings", "weights": "gradients of what trains"}
-
-
-def _checks(found: dict[str, dict[str, float]], bounds: dict[str, float], moved: dict[str, float]) -> Iterator[Check]:
-    """Yield every comparison, of the kinds that there are bounds for, and the controls; ``moved`` are those of what
-    another sequence may do."""
-    for what in ("packed", "padded"):
-        for kind, bound in bounds.items():
-            yield Check(f"{what}, as each sequence alone: {NAMES[kind]}", found[what][kind], bound)
-    for kind in ("logits", "embeddings"):
-        error = found["moved"][kind]
-        yield Check(f"another sequence changed: {NAMES[kind]} of the rest", error, moved[kind])
-    for kind, bound in bounds.items():
-        error = found["control"][kind]
-        yield Check(f"control, taken for one sequence: {NAMES[kind]}", error, CONTROL * bound, at_least=True)
+BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed": packed, "padded": _padded}

@@ -6,7 +6,6 @@ the user's own, so that what it gives unpatched is what they compute.
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,8 +21,8 @@ from torch.utils._pytree import tree_map
 
 from fastpack.errors import FastpackError
 from fastpack.exactness.inputs import INPUT_KINDS
-from fastpack.exactness.oracle import error_of, run_alone, run_batch
-from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, is_half, middle, relative, verdict_of, worst
+from fastpack.exactness.oracle import Oracle
+from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, compare, is_half, middle, relative
 from fastpack.exactness.twins import build_twin, distinct_sequences
 from fastpack.families.spec import (
     AnyAttentionSpec,
@@ -117,7 +116,7 @@ class Twin:
             mask alone, of which stock attention on packed tokens knows nothing.
         half: the same in bfloat16, in evaluation mode, and without biases of projections.
         known: specs of other classes, whose source is known.
-        alone: what the stock forward gives for each sequence alone.
+        oracle: what the stock forward gives for each sequence alone.
     """
 
     model: Any
@@ -125,7 +124,7 @@ class Twin:
     half: Any
     family: Family
     known: Mapping[str, Spec]
-    alone: Result
+    oracle: Oracle
 
     @classmethod
     def of(cls, backbone: type[nn.Module], config: Any, family: Family, candidates: Mapping[str, Spec]) -> Twin:
@@ -142,7 +141,7 @@ class Twin:
                 module.bias.detach().zero_()  # DeepSpeed's product, once ZeRO-3 has put it into torch, rounds before it
         proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
-        return cls(model, dropping, half, family, known, run_alone(model, distinct_sequences()))
+        return cls(model, dropping, half, family, known, Oracle.of_float32(model, distinct_sequences()))
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
         """Try all together; where that fails, one behind the other, each beside those that have passed."""
@@ -174,26 +173,12 @@ class Twin:
 
     def _apart(self, specs: Mapping[str, Spec]) -> str | None:
         """How far a patched twin is from each sequence alone, if by more than rounding."""
-        sequences = distinct_sequences()
         with patched(self.model, self.family, specs):
-            found = [run_batch(self.model, INPUT_KINDS[kind](sequences), sequences) for kind in KINDS]
-            taken_for_one = {"input_ids": torch.cat(sequences)[None], "packed_seq_lens": [sum(map(len, sequences))]}
-            control = error_of(run_batch(self.model, taken_for_one, sequences), self.alone, half=False)
-        error, bound = worst([error_of(each, self.alone, half=False) for each in found]), FULL_BOUND
-        if error > bound and (wide := self._in_float64()) is not None:
-            error = worst([error_of(each, wide, half=False) for each in found])
-            bound = bound_of(error_of(self.alone, wide, half=False), torch.float32)
-        verdict = verdict_of(error, bound, control)
-        if verdict == "not exact":
-            return f"off by {error:.1e} in float32, where {bound:.1e} is allowed"
-        return None if verdict == "exact" else f"a leak would not be seen in its twin, by which it is off {control:.1e}"
-
-    def _in_float64(self) -> Result | None:
-        """What the stock twin gives in float64; None where its forward knows no such dtype."""
-        try:
-            return run_alone(copy.deepcopy(self.model).double(), distinct_sequences())
-        except (RuntimeError, TypeError):
-            return None
+            errors = {kind: self.oracle.error(self.model, INPUT_KINDS[kind]).of_tensors for kind in KINDS}
+            found = self.oracle.judge(self.model, errors)
+        if found.verdict == "not exact":
+            return f"off by {found.nearest.error:.1e} in float32, where {found.nearest.bound:.1e} is allowed"
+        return None if found.passed else "a leak would not be seen in its twin"
 
     def _drops_otherwise(self, specs: Mapping[str, Spec], candidates: Mapping[str, Spec]) -> str | None:
         """How far outputs are with every dropout from those of the stock layers, if by more than rounding.
@@ -338,7 +323,7 @@ def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast:
         with patched(model, family, specs):
             stock = _loss(model)
         with patched(model, family, specs, replace(OPTIONS, loss="fused")):
-            off = error_of(_loss(model, fused=True), stock, half=False)
+            off = compare(_loss(model, fused=True), stock).of_tensors
     except FOREIGN as error:
         return f"fails in its twin: {said(error)}"
     return None if off <= FULL_BOUND else f"off by {off:.1e} in float32, where {FULL_BOUND:.1e} is allowed"
