@@ -43,77 +43,68 @@ def checkpointings(model: ModelLike) -> tuple[bool, ...]:
     return (False,) if family is not None and family.shares_states else (False, True)
 
 
-def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any) -> Result:
-    """Run a stock model forwards and backwards on one sequence after the other, without padding.
-
-    Args:
-        sequences: ids, each ``[L]``, on any device.
-        own_loss: the loss is the mean cross-entropy of the next tokens, not a fixed weighted sum of the logits. Some
-            models have none of their own.
-        kwargs: for the model.
-    """
-    device = next(model.parameters()).device
-    model.zero_grad(set_to_none=True)
-    logits: list[Tensor] = []
-    total, count = torch.zeros((), device=device), trained_tokens(sequences)
-    for sequence in sequences:
-        ids = sequence.to(device)
-        found = scores_of(model(**single(model, ids), **kwargs))[0]
-        if own_loss:
-            loss = nn.functional.cross_entropy(found[:-1].float(), ids[1:], reduction="sum") / count
-        else:
-            loss = _weighted_sum(found, sum(map(len, sequences)), start=sum(map(len, logits)))
-        loss.backward()
-        total += loss.detach()
-        logits.append(found.detach())
-    return Result(logits, total, _gradients(model))
-
-
-def run_batch(
-    model: nn.Module, batch: Mapping[str, Any], sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any
-) -> Result:
-    """Run a model forwards and backwards on a batch of these sequences; the rest is as for :func:`run_alone`.
-
-    With ``own_loss`` it is the one that the model computes of the batch's labels.
-    """
-    device = next(model.parameters()).device
-    given = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.items()}
-    labels = given.pop("labels", None)
-    if own_loss:
-        given = {"labels": labels, "num_items_in_batch": trained_tokens(sequences), **given}
-    model.zero_grad(set_to_none=True)
-    found = model(**{**given, **kwargs})
-    logits = split_logits(scores_of(found), given, sequences)
-    loss = found.loss if own_loss else _weighted_sum(torch.cat(logits), sum(map(len, logits)))
-    loss.backward()
-    return Result([each.detach() for each in logits], loss.detach(), _gradients(model))
-
-
-def scores_of(outputs: Any) -> Tensor:
-    """Return a head's logits, or the last hidden state of a backbone alone."""
-    found: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-    return found
-
-
-def trained_tokens(sequences: Sequence[Tensor]) -> int:
-    """Return how many next tokens are predicted when each sequence stands alone."""
-    return sum(len(s) - 1 for s in sequences)
-
-
-def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
-    return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
-
-
-def _weighted_sum(logits: Tensor, total: int, start: int = 0) -> Tensor:
+def weighted_sum(_: Any, logits: Tensor, start: int, total: int) -> Tensor:
     """Return a sum of the logits ``[L, V]``, with fixed weights for tokens ``start`` on of so many in all."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
     return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+Objective = Callable[[Any, Tensor, int, int], Tensor]
+"""Makes a loss of a model's outputs: called as :func:`weighted_sum` is."""
+
+
+def run_alone(
+    model: nn.Module, sequences: Sequence[Tensor], loss_of: Objective = weighted_sum, **kwargs: Any
+) -> Result:
+    """Run a stock model forwards and backwards on one sequence after the other, without padding.
+
+    Args:
+        sequences: ids, each ``[L]``, on any device.
+        kwargs: for the model.
+    """
+    return _run(model, [(single(model, ids), [ids]) for ids in sequences], loss_of, kwargs)
+
+
+def run_batch(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    sequences: Sequence[Tensor],
+    loss_of: Objective = weighted_sum,
+    **kwargs: Any,
+) -> Result:
+    """Run a model forwards and backwards on a batch of these sequences, without its labels."""
+    return _run(model, [(batch, sequences)], loss_of, kwargs)
+
+
+def _run(
+    model: nn.Module,
+    batches: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]],
+    loss_of: Objective,
+    kwargs: Mapping[str, Any],
+) -> Result:
+    """Run a model on one batch after the other, each with its sequences; losses and gradients add up."""
+    device = next(model.parameters()).device
+    model.zero_grad(set_to_none=True)
+    logits: list[Tensor] = []
+    loss, tokens = torch.zeros((), device=device), sum(len(s) for _, sequences in batches for s in sequences)
+    for batch, sequences in batches:
+        given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
+        outputs = model(**{**given, **kwargs})
+        # a backbone alone has no logits
+        scores = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        found = split_logits(scores, given, sequences)
+        part = loss_of(outputs, torch.cat(found), sum(map(len, logits)), tokens)
+        part.backward()
+        loss += part.detach()
+        logits += [each.detach() for each in found]
+    grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Result(logits, loss, grads)
+
+
+def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Return the logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
+    return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -86,7 +86,6 @@ class Error:
     loss: float
     grads: float
     embeddings: float
-    worst_grad: str
 
     @property
     def worst(self) -> float:
@@ -118,9 +117,7 @@ def compare_draws(found: Sequence[Result], true: Sequence[Result], *, half: bool
         draws = [errors_of(a[kind], b[kind], size=size) for a, b in pairs]
         names = dict.fromkeys(name for draw in draws for name in draw)
         errors[kind] = {name: middle(draw.get(name, 0.0) for draw in draws) for name in names}
-    grads = errors["grads"]
-    worst_grad = max(grads, key=lambda name: grads[name], default="")
-    return Error(**{kind: worst(each.values()) for kind, each in errors.items()}, worst_grad=worst_grad)
+    return Error(**{kind: worst(each.values()) for kind, each in errors.items()})
 
 
 def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size) -> dict[str, float]:

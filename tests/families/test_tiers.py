@@ -66,7 +66,7 @@ def test_what_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle([], [], FULL_BOUND, torch.float32)
 
     def found(errors: dict[str, float], control: float) -> Verification:
-        off = Error(logits=control, loss=0.0, grads=0.0, embeddings=0.0, worst_grad="")
+        off = Error(logits=control, loss=0.0, grads=0.0, embeddings=0.0)
         monkeypatch.setattr(Oracle, "error", lambda *_: off)
         return oracle.judge(torch.nn.Linear(1, 1), errors)
 
