@@ -4,5 +4,5 @@
 (``inputs.py``) is from each sequence alone, ``choices.py`` holds one pass to the experts that another chose.
 ``tiny.py`` makes small models of every family, with a row for what is special of each in ``special.py``; ``twins.py``
 makes one of a user's own class and config. Where there is no copy in a finer dtype, as for a user's own model,
-``runs.py`` compares passes of ``probe.py``, and ``rounding.py`` runs a model again so that rounding alone differs.
+``runs.py`` compares passes of ``probe.py``, some of which differ in rounding alone.
 """

@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_map
 
 from fastpack.errors import PatchError
 from fastpack.exactness.inputs import unpadded
-from fastpack.exactness.rounding import Nudge, moved_by
 from fastpack.exactness.rule import Result
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
@@ -58,21 +57,21 @@ class Probe:
     """Runs a model on some tokens, every one of them different, so that each can be told by its id.
 
     Attributes:
-        ids: ``[2 T]``: the first half is run, the second takes its place where tokens are to be others.
+        ids: those that are run, one sequence behind the other, and behind them those that take the place of one.
+        place: ``[vocabulary]``: where among these each id stands, -1 for the others.
         trained: names and weights of all that gets a gradient.
         stream: dtypes of the embeddings that were seen; casts: those of autocasts that a pass ran under.
-        entering: gradients of the first logits of each token, by the nudge that moved them.
     """
 
     model: nn.Module
     embedding: Any
     lengths: tuple[int, ...]
     ids: Tensor
+    place: Tensor
     seed: int
     trained: dict[str, nn.Parameter]
     stream: set[torch.dtype] = field(default_factory=set)
     casts: set[torch.dtype] = field(default_factory=set)
-    entering: dict[Nudge | None, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, backbone: ModelLike, lengths: Sequence[int], seed: int) -> Probe:
@@ -98,7 +97,9 @@ class Probe:
             )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         ids = plain[:count].to(weight.device)
-        return cls(model, embedding, tuple(lengths), ids, seed, trained)
+        place = torch.full((len(weight),), -1, device=ids.device)
+        place[ids] = torch.arange(count, device=ids.device)
+        return cls(model, embedding, tuple(lengths), ids, place, seed, trained)
 
     def sequences(self, other: int | None = None) -> list[Tensor]:
         """Return the ids of each sequence; those of the ``other``-th are others."""
@@ -147,17 +148,14 @@ class Probe:
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
         """Return the gradients of the first logits of each token, the same for each pass of a nudge."""
-        if nudge not in self.entering:
-            shape = (len(self.ids), ENTERING)
-            found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
-            self.entering[nudge] = found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
-        return self.entering[nudge]
+        shape = (len(self.ids), ENTERING)
+        found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
+        return found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
 
     def _moved(self, embedded: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
-        place = self._place(self.ids)[ids]
         table = nudge.steps((len(self.ids) + 1, embedded.shape[-1]))
         table[-1] = 0  # of padding, whose place is -1
-        return moved_by(embedded, table[place.cpu()], nudge.dtype)
+        return moved_by(embedded, table[self.place[ids].cpu()], nudge.dtype)
 
     def _sketch(self, weight: Tensor, gradient: Tensor | None) -> Tensor:
         """Return a gradient flat in float32, or sums of its elements under signs that are the same in each pass."""
@@ -175,30 +173,23 @@ class Probe:
         found[: size - whole] += signed[whole:]
         return found
 
-    def _place(self, ids: Tensor) -> Tensor:
-        """Return where among these each id of the vocabulary stands, -1 for the others."""
-        place = torch.full((len(self.embedding.weight),), -1, device=ids.device)
-        place[ids] = torch.arange(len(ids), device=ids.device)
-        return place
-
     def _by_token(
         self, batch: dict[str, Any], seen: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
     ) -> Tensor:
         """Return the gradients of the tokens' embeddings, in order, whatever rows they were embedded in."""
         ids = unpadded(batch["input_ids"].flatten(), batch)
-        place = self._place(ids)
         width = seen[0][1].shape[-1]
-        total = torch.zeros(len(ids), width, device=ids.device)
+        total = torch.zeros(len(self.ids), width, device=ids.device)
         for (embedded, _), gradient in zip(seen, gradients, strict=True):
             if gradient is not None:
-                at = place[embedded.flatten()]
+                at = self.place[embedded.flatten()]
                 if bool((at < 0).any()):
                     raise PatchError(
                         "verify tells tokens by their ids, and this model embeds others beside the batch's (prompts of "
                         "its own)."
                     )
                 total.index_add_(0, at, gradient.float().reshape(-1, width))
-        return total
+        return total[self.place[ids]]
 
 
 def _special_tokens(config: ConfigLike) -> list[int]:
@@ -206,3 +197,33 @@ def _special_tokens(config: ConfigLike) -> list[int]:
     named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
     return [i for i in flat if isinstance(i, int)]
+
+
+@dataclass(frozen=True)
+class Nudge:
+    """By how many roundings each element of some values is moved.
+
+    Attributes:
+        seed: of the numbers, which are the same for each pass that is compared with another.
+        dtype: whose roundings.
+        spread: up to so many, either way: far enough that everything computed from the values is rounded anew.
+        share: of the elements that are moved by one more, either way.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    spread: int = 0
+    share: float = 0.0
+
+    def steps(self, shape: tuple[int, ...]) -> Tensor:
+        """Return by how many roundings each is moved, float32."""
+        generator = torch.Generator().manual_seed(self.seed)
+        found = torch.randint(-self.spread, self.spread + 1, shape, generator=generator).float()
+        chosen = torch.rand(shape, generator=generator)
+        return found + (chosen < self.share / 2).float() - (chosen > 1 - self.share / 2).float()
+
+
+def moved_by(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values, each off by so many roundings of a dtype; gradients pass through."""
+    step = 0.75 * torch.finfo(dtype).eps * values.detach().abs().float()  # reaches the neighbour from anywhere
+    return values + (steps.to(values.device) * step).to(values.dtype)

@@ -2,12 +2,18 @@
 
 In half precision the same tokens are run several times, each time with embeddings a few roundings away, and means are
 compared: rounding, which is another each time, falls away from them, and an error, which is the same, stays.
+
+How far apart two right results are is told by the stock model computing in another way. That is transformers' other
+attention (sdpa or eager), in half precision from inputs that are one rounding off, since fused kernels round elsewhere
+too. Inputs alone, nearly all of them a rounding off, tell it where there is no other attention, or it is another
+function; in full precision; and where a model rounds more coarsely inside than its stream of hidden states does (4-bit
+weights that compute in bfloat16 under a float32 stream).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +22,7 @@ from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, held, recorded
 from fastpack.exactness.inputs import packed, single, taken_for_one
-from fastpack.exactness.probe import Probe, joined, mean, without
-from fastpack.exactness.rounding import LIKE_ONE, NEARLY_ALL, Nudge, attending_by, coarsest_dtype, other_attention_of
+from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check
 
@@ -26,6 +31,8 @@ DRAWS, REPEATS = 3, 4
 SPREAD = 8
 """By how many roundings embeddings differ from run to run: by one alone, much would be rounded as before."""
 
+LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
+"""Shares: so many of which move as much as one rounding does (a variance of a twelfth), and some three roundings."""
 Passes = dict[str, Result]
 KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of what trains"}
 """Names of what is compared of two passes."""
@@ -153,3 +160,60 @@ def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
 
 
 BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed": packed, "padded": _padded}
+
+
+def other_attention_of(model: nn.Module) -> str | None:
+    """Return the other implementation of attention that all of a transformers model has, or None."""
+    current = {config._attn_implementation for config in _configs(model)}
+    if not current or None in current:
+        return None
+    if current != {"eager"}:
+        return "eager"
+    models = [module for module in model.modules() if hasattr(module, "_supports_sdpa")]
+    return "sdpa" if models and all(module._supports_sdpa for module in models) else None
+
+
+@contextmanager
+def attending_by(model: nn.Module, implementation: str) -> Iterator[None]:
+    """Let every part of a stock transformers model attend by this implementation, and by its own again behind it."""
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
+        for config, _ in before:
+            config._attn_implementation_internal = implementation
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configs of all modules that attend by one, each once."""
+    found = (module.__dict__.get("config") for module in model.modules())
+    return list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
+
+
+def coarsest_dtype(model: nn.Module, stream: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
+    """Return the least precise dtype that a model computes in, as far as its parts tell.
+
+    Args:
+        stream: the dtype of its embeddings.
+        autocast: the dtype of the autocast that it runs under, or None.
+    """
+    used = {stream, autocast}
+    for module in model.modules():
+        used |= {weight.dtype for weight in module._parameters.values() if weight is not None}
+        used.add(getattr(module, "compute_dtype", None))
+        if _is_quantised(module):
+            used.add(torch.bfloat16)
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in used), stream)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """True for a projection whose weight is not a plain tensor of numbers."""
+    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        return False
+    weight = getattr(module, "weight", None)
+    return not isinstance(weight, Tensor) or not weight.is_floating_point() or type(weight) not in _PLAIN
+
+
+_PLAIN = (Tensor, nn.Parameter)

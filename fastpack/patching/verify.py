@@ -2,7 +2,7 @@
 
 The oracle is the stock model on each sequence alone. Compared are logits, the gradient of every token's embedding and
 the gradient of everything that trains, by the rule of :mod:`fastpack.exactness.rule`. How far two right results may be
-apart is measured on the stock model itself (:mod:`fastpack.exactness.rounding`), and both are held to the same experts
+apart is measured on the stock model itself (:mod:`fastpack.exactness.runs`), and both are held to the same experts
 (:mod:`fastpack.exactness.choices`), since a choice that flips with rounding says nothing.
 """
 
