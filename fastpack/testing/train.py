@@ -14,8 +14,7 @@ import fastpack
 from fastpack.errors import PatchError
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
-from fastpack.testing.record import Row
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Row, Setting
 
 STEPS, BATCH = 3, 4
 LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)

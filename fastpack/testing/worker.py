@@ -20,8 +20,7 @@ from fastpack.exactness.special import NOT_BUILT
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES
 from fastpack.patching.support import too_old
-from fastpack.testing.record import Row
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Row, Setting
 from fastpack.testing.train import train_rows, verified
 
 EXACT, VERIFY = "exact", "verify"

@@ -26,7 +26,7 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.cli import families
 from fastpack.cli.main import main
-from fastpack.cli.smoke_flags import choose
+from fastpack.cli.smoke import MOST_USED, choose
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
@@ -34,9 +34,7 @@ from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.testing import processes, train, worker
-from fastpack.testing.most_used import MOST_USED
-from fastpack.testing.record import Record, Row
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Record, Row, Setting
 from fastpack.testing.worker import EACH, USUAL, Task
 
 UNTRIED = {**NOT_BUILT, **REFUSED}

@@ -9,7 +9,7 @@ import fastpack
 from fastpack.exactness import tiny
 from fastpack.exactness.oracle import DRAWS, STEADY, _finer
 from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_draws
-from fastpack.testing.setting import GPU_HEAD_DIM, Setting
+from fastpack.testing.record import GPU_HEAD_DIM, Setting
 from fastpack.testing.worker import oracle_of
 
 HALF = Setting("cpu", "bfloat16", GPU_HEAD_DIM)

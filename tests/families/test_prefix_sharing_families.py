@@ -19,7 +19,7 @@ from fastpack.families.registry import FAMILIES
 from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Setting
 
 TINY = Setting()
 BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_BUILT]

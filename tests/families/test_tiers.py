@@ -11,6 +11,7 @@ import torch
 from readme import MEND, claimed
 
 import fastpack
+from fastpack.cli.smoke import MOST_USED
 from fastpack.errors import UnsupportedModelError
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
 from fastpack.exactness.oracle import Oracle, checkpointings
@@ -25,8 +26,7 @@ from fastpack.families.registry import FAMILIES
 from fastpack.families.repadded import REPADDED_FAMILIES
 from fastpack.families.scoped import SCOPED_FAMILIES
 from fastpack.families.spec import Family
-from fastpack.testing.most_used import MOST_USED
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Setting
 from fastpack.testing.worker import oracle_of
 
 UNTRIED = {**NOT_BUILT, **REFUSED}

@@ -35,7 +35,7 @@ from fastpack.model.unwrap import find_parts
 from fastpack.patching import plan
 from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
-from fastpack.patching.twin_checks import patched as patched_by
+from fastpack.patching.twin import patched as patched_by
 
 BY_DEFAULT = (
     "llama Attention window=num_key_value_groups",
