@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness import oracle
-from fastpack.exactness.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords
-from fastpack.exactness.oracle import split_logits
+from fastpack.exactness.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords, unpadded
 from fastpack.exactness.rule import FULL_BOUND, Error, Result, compare, relative
 
 __all__ = [
@@ -55,6 +54,11 @@ def make_sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) 
 def trained_tokens(sequences: Sequence[Tensor]) -> int:
     """How many next tokens are predicted when each sequence stands alone."""
     return sum(len(s) - 1 for s in sequences)
+
+
+def split_logits(logits: Tensor, batch: dict[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
+    return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,6 @@ be anywhere: it is proved in float32, on the same device and with the same heads
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,18 +92,13 @@ def _run(
         outputs = model(**{**given, **kwargs})
         # a backbone alone has no logits
         scores = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        found = split_logits(scores, given, sequences)
-        part = loss_of(outputs, torch.cat(found), sum(map(len, logits)), tokens)
+        found = unpadded(scores.flatten(0, -2), given)
+        part = loss_of(outputs, found, sum(map(len, logits)), tokens)
         part.backward()
         loss += part.detach()
-        logits += [each.detach() for each in found]
+        logits += found.detach().split([len(each) for each in sequences])
     grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return Result(logits, loss, grads)
-
-
-def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
-    return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,14 +131,15 @@ class Oracle:
         """
         if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
             return oracle
-        return cls.of_float32(build(torch.float32), make_sequences())
+        model = build(torch.float32)
+        return cls.of_float32(model, make_sequences(), lambda: _finer(build, model, torch.float64))
 
     @classmethod
-    def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor]) -> Oracle:
-        """Return it for a stock model in float32, of which a float64 copy tells how far off it is."""
+    def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor], in_float64: Callable[[], nn.Module]) -> Oracle:
+        """Return it for a stock model in float32; what makes a copy of it in float64 tells how far off it is."""
         alone = run_alone(model, sequences)
         try:
-            own = compare(alone, run_alone(_finer(model, torch.float64), sequences)).of_tensors
+            own = compare(alone, run_alone(in_float64(), sequences)).of_tensors
         except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
             own = 0.0
         return cls([sequences], [alone], bound_of(own, torch.float32), torch.float32)
@@ -155,7 +150,7 @@ class Oracle:
     ) -> Oracle | None:
         """Return a float32 copy's results; None where the model chooses freely, is far off, or can't run so."""
         model = build(dtype)
-        wide = _finer(model, torch.float32)
+        wide = _finer(build, model, torch.float32)
         names = {type(module).__name__.lower() for module in model.modules()}
         if not routers and any(word in name for word in CHOOSES for name in names):
             return None
@@ -207,9 +202,12 @@ class Oracle:
         return compare_draws(found, self.results, half=is_half(self.dtype))
 
 
-def _finer(model: Any, dtype: torch.dtype) -> Any:
-    """Return a copy of a model in a finer dtype, whose weights and buffers are those of the model."""
-    finer = copy.deepcopy(model).to(dtype)
+def _finer(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtype: torch.dtype) -> Any:
+    """Return a model of the same weights, built in a finer dtype."""
+    finer: Any = build(dtype)
+    with torch.no_grad():
+        for parameter, given in zip(finer.parameters(), model.parameters(), strict=True):
+            parameter.copy_(given)
     if finer._can_set_experts_implementation():
         finer.set_experts_implementation("eager")  # products over groups of rows know no float64
     return finer

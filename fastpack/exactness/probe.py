@@ -168,10 +168,7 @@ class Probe:
         generator = torch.Generator(flat.device).manual_seed(size)
         signs = torch.randint(0, 2, flat.shape, generator=generator, device=flat.device, dtype=torch.int8)
         signed = torch.where(signs.bool(), flat, -flat)
-        whole = size // SKETCH * SKETCH
-        found = signed[:whole].view(-1, SKETCH).sum(0, dtype=torch.float32)
-        found[: size - whole] += signed[whole:]
-        return found
+        return nn.functional.pad(signed, (0, -size % SKETCH)).view(-1, SKETCH).sum(0, dtype=torch.float32)
 
     def _by_token(
         self, batch: dict[str, Any], seen: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]

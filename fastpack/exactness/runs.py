@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, held, recorded
-from fastpack.exactness.inputs import packed, single, taken_for_one
+from fastpack.exactness.inputs import packed, rows_of, single, taken_for_one
 from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check
@@ -97,10 +97,9 @@ class Runs:
         other = other_attention_of(probe.model)
         if other is None:
             return None
-        with self.stock(), held(self.choosers, choices):
-            rounded = self._one_by_one(probe, Nudge(0, dtype, share=NEARLY_ALL))
-        with self.stock(), attending_by(probe.model, other), held(self.choosers, choices):
-            found = self._one_by_one(probe, None)
+        with held(self.choosers, choices):
+            rounded = self._stock(probe, Nudge(0, dtype, share=NEARLY_ALL))
+            found = self._stock(probe, None, other)
         by_other, by_rounding = (compare(each, alone, half=True).logits for each in (found, rounded))
         return other if by_other <= CONTROL * by_rounding else None
 
@@ -109,20 +108,15 @@ class Runs:
         half = is_half(dtype)
         every: list[Passes] = []
         for repeat in range(REPEATS if half else 1):
-            near = Nudge(repeat, dtype, spread=SPREAD) if half else None
+            near = Nudge(repeat, dtype, spread=SPREAD if half else 0)
             alone, choices = self._alone(probe, near)
             passes = {"alone": alone}
-            with self.stock():
+            with held(self.choosers, choices):
                 if other is not None:
-                    nudge = replace(near, share=LIKE_ONE) if near else None
-                    with attending_by(probe.model, other), held(self.choosers, choices):
-                        passes[other] = self._one_by_one(probe, nudge)
+                    passes[other] = self._stock(probe, replace(near, share=LIKE_ONE if half else 0.0), other)
                 if other is None or mixed or not half:
-                    nudge = replace(near or Nudge(repeat, dtype), share=NEARLY_ALL)
-                    with held(self.choosers, choices):
-                        passes["a rounding off"] = self._one_by_one(probe, nudge)
-            for name, batch in BATCHES.items():
-                with held(self.choosers, choices):
+                    passes["a rounding off"] = self._stock(probe, replace(near, share=NEARLY_ALL))
+                for name, batch in BATCHES.items():
                     passes[name] = probe.run(batch(probe.sequences()), nudge=near)
             every.append(passes)
         return {name: mean([passes[name] for passes in every]) for name in every[0]}
@@ -145,21 +139,17 @@ class Runs:
 
     def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Result, Choices]:
         """Return what the stock model gives for each sequence alone, and chooses."""
-        with self.stock(), recorded(self.choosers) as choices:
-            found = self._one_by_one(probe, nudge)
+        with recorded(self.choosers) as choices:
+            found = self._stock(probe, nudge)
         return found, choices()
 
-    def _one_by_one(self, probe: Probe, nudge: Nudge | None) -> Result:
-        return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
+    def _stock(self, probe: Probe, nudge: Nudge | None, attention: str | None = None) -> Result:
+        """Return what the stock model gives for each sequence alone, by its own attention or another."""
+        with self.stock(), attending_by(probe.model, attention):
+            return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
 
 
-def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-    ones = [torch.ones_like(sequence) for sequence in sequences]
-    return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)}
-
-
-BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed": packed, "padded": _padded}
+BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed": packed, "padded": rows_of}
 
 
 def other_attention_of(model: nn.Module) -> str | None:
@@ -174,12 +164,12 @@ def other_attention_of(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def attending_by(model: nn.Module, implementation: str) -> Iterator[None]:
-    """Let every part of a stock transformers model attend by this implementation, and by its own again behind it."""
+def attending_by(model: nn.Module, implementation: str | None) -> Iterator[None]:
+    """Let every part of a stock transformers model attend by this implementation, if any, and by its own behind it."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     try:
-        for config, _ in before:
-            config._attn_implementation_internal = implementation
+        for config, own in before:
+            config._attn_implementation_internal = implementation or own
         yield
     finally:
         for config, own in before:

@@ -48,7 +48,6 @@ def apart() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
-        _outside_zero_init(),
         ExitStack() as later,
     ):
         warnings.simplefilter("ignore")
@@ -56,21 +55,11 @@ def apart() -> Iterator[None]:
         log.setLevel(logging.ERROR)
         later.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
+        zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")  # loaded, if somebody entered it
+        if zero is not None:
+            zero.shutdown_init_context()
+            later.callback(zero.restore_init_context)
         yield
-
-
-@contextmanager
-def _outside_zero_init() -> Iterator[None]:
-    """Leave DeepSpeed's ``zero.Init`` as ``deepspeed.initialize`` leaves it; nothing where nobody has imported it."""
-    zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if zero is None:
-        yield
-        return
-    zero.shutdown_init_context()
-    try:
-        yield
-    finally:
-        zero.restore_init_context()
 
 
 def build_twin(

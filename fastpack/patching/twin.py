@@ -15,6 +15,7 @@ they compute.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,7 +30,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from fastpack.errors import FastpackError
-from fastpack.exactness.inputs import INPUT_KINDS
+from fastpack.exactness.inputs import INPUT_KINDS, packed
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, compare, is_half, middle, relative
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
@@ -202,7 +203,8 @@ class Twin:
                 module.bias.detach().zero_()  # DeepSpeed's product, once ZeRO-3 has put it into torch, rounds before it
         proved = recognise(find_parts(model), family).specs
         known = {name: spec for name, spec in proved.items() if name not in candidates}
-        return cls(model, dropping, half, family, known, Oracle.of_float32(model, distinct_sequences()))
+        oracle = Oracle.of_float32(model, distinct_sequences(), lambda: copy.deepcopy(model).double())
+        return cls(model, dropping, half, family, known, oracle)
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
         """Try all together; where that fails, one behind the other, each beside those that have passed."""
@@ -344,9 +346,7 @@ def _unmasked(config: Any, family: Family) -> dict[str, Any]:
 
 def _packed(model: Any) -> Tensor:
     """The last hidden state of a patched backbone, ``[1, T, H]``, for packed sequences."""
-    sequences = distinct_sequences()
-    ids, lengths = torch.cat(sequences)[None], [len(each) for each in sequences]
-    found: Tensor = model(input_ids=ids, packed_seq_lens=lengths).last_hidden_state
+    found: Tensor = model(**packed(distinct_sequences())).last_hidden_state
     return found
 
 

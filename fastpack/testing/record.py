@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fastpack.exactness.verification import Verification
 
 GPU_HEAD_DIM = 64
-PACKAGES = ("transformers", "torch", "trl", "peft")
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Record:
     @classmethod
     def of_now(cls, setting: str, seconds: float, absent: Sequence[str], rows: Sequence[Row]) -> Record:
         """With today's date and what is installed."""
-        versions = {"fastpack": fastpack.__version__, **versions_of(*PACKAGES)}
+        versions = {"fastpack": fastpack.__version__, **versions_of("transformers", "torch", "trl", "peft")}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 
     @classmethod

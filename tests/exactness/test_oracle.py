@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -93,7 +95,7 @@ def test_wider_models_have_activations_of_the_same_size(model_type: str) -> None
 
 
 def test_the_float32_model_has_the_weights_of_the_other() -> None:
-    fine = _finer(HALF.build("llama"), torch.float32)
+    fine = _finer(functools.partial(HALF.build, "llama"), HALF.build("llama"), torch.float32)
     for name, parameter in HALF.build("llama").named_parameters():
         assert parameter.dtype == torch.bfloat16
         wide = fine.get_parameter(name)
