@@ -209,8 +209,11 @@ def proved(record: Record) -> str:
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
     figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
     total = len({row.family for row in record.rows})
-    of_all = f"{total} names in transformers' causal-LM mapping"
-    names = f"the {total} names that were tried" if _not_in_both(record) else of_all
+    names = (
+        f"the {total} names that were tried"
+        if _not_in_both(record)
+        else f"{total} names in transformers' causal-LM mapping"
+    )
     told = (
         f"{len(rungs)} of {names} give what each sequence alone gives, logits and every gradient, off by "
         f"{figures} at most (1e-5 is allowed, or 1.5 times what the stock model itself is off by where that is more). "

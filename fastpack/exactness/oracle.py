@@ -31,7 +31,6 @@ CHOOSES = ("expert", "router", "moe", "topk", "indexer")
 """In the names of modules that choose."""
 LEAKS = 1e-2
 """How far off the control must be at least: it sees everything that comes before."""
-CHECKPOINTED = "restarting positions"
 
 
 def checkpointings(model: ModelLike) -> tuple[bool, ...]:
@@ -179,7 +178,7 @@ class Oracle:
             if reentrant:
                 model.enable_input_require_grads()
             kind = "reentrant checkpointing" if reentrant else "checkpointing"
-            errors[kind] = self.error(model, INPUT_KINDS[CHECKPOINTED]).of_tensors
+            errors[kind] = self.error(model, INPUT_KINDS["restarting positions"]).of_tensors
         return self.judge(model, errors)
 
     def judge(self, model: nn.Module, errors: Mapping[str, float]) -> Verification:

@@ -142,9 +142,9 @@ class Probe:
         wanted = [*self.trained.values(), *(out for _, out in seen)]
         gradients = torch.autograd.grad(total, wanted, allow_unused=True)
         of_weights = zip(self.trained.items(), gradients, strict=False)
-        sketched = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
-        by_token = self._by_token(batch, seen, gradients[len(self.trained) :])
-        return Result([real.detach().float()], total.detach(), sketched, by_token)
+        sketches = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
+        tokens = self._by_token(batch, seen, gradients[len(self.trained) :])
+        return Result([real.detach().float()], total.detach(), sketches, tokens)
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
         """Return the gradients of the first logits of each token, the same for each pass of a nudge."""

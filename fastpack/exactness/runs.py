@@ -24,7 +24,7 @@ from fastpack.exactness.choices import Choices, held, recorded
 from fastpack.exactness.inputs import packed, rows_of, single, taken_for_one
 from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
-from fastpack.exactness.verification import Check
+from fastpack.exactness.verification import Check, Verification
 
 DRAWS, REPEATS = 3, 4
 """In half precision: of so many draws of tokens, how often each is run."""
@@ -33,7 +33,6 @@ SPREAD = 8
 
 LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
 """Shares: so many of which move as much as one rounding does (a variance of a twelfth), and some three roundings."""
-Passes = dict[str, Result]
 KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of what trains"}
 """Names of what is compared of two passes."""
 
@@ -54,8 +53,8 @@ class Runs:
     stock: Callable[[], AbstractContextManager[Any]]
     choosers: Sequence[nn.Module]
 
-    def compare(self) -> tuple[torch.dtype, list[Check]]:
-        """Run everything; return the dtype that sets the bounds, and the checks."""
+    def compare(self) -> Verification:
+        """Run everything, and return every comparison with its bound."""
         alone = self._alone(self.probes[0], None)
         dtype, mixed = self._precision()
         half = is_half(dtype)
@@ -81,7 +80,7 @@ class Runs:
         for kind, bound in bounds.items():
             what = f"control, taken for one sequence: {KINDS[kind]}"
             checks.append(Check(what, getattr(control, kind), CONTROL * bound, at_least=True))
-        return dtype, checks
+        return Verification.of(self.probes[0].model, dtype, checks)
 
     def _precision(self) -> tuple[torch.dtype, bool]:
         """Return the least precise dtype of the passes so far, and whether the hidden states are of a finer one."""
@@ -103,10 +102,10 @@ class Runs:
         by_other, by_rounding = (compare(each, alone, half=True).logits for each in (found, rounded))
         return other if by_other <= CONTROL * by_rounding else None
 
-    def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> Passes:
+    def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> dict[str, Result]:
         """Return each kind of pass over one draw, the mean of several in half precision."""
         half = is_half(dtype)
-        every: list[Passes] = []
+        every: list[dict[str, Result]] = []
         for repeat in range(REPEATS if half else 1):
             near = Nudge(repeat, dtype, spread=SPREAD if half else 0)
             alone, choices = self._alone(probe, near)
@@ -203,7 +202,6 @@ def _is_quantised(module: nn.Module) -> bool:
     if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
         return False
     weight = getattr(module, "weight", None)
-    return not isinstance(weight, Tensor) or not weight.is_floating_point() or type(weight) not in _PLAIN
-
-
-_PLAIN = (Tensor, nn.Parameter)
+    return (
+        not isinstance(weight, Tensor) or not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter)
+    )

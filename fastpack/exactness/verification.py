@@ -76,14 +76,13 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
-        found = [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks]
         return {
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device,
             "passed": self.passed,
             "verdict": self.verdict,
-            "checks": found,
+            "checks": [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks],
         }
 
     def __str__(self) -> str:

@@ -208,27 +208,22 @@ class Twin:
 
     def match(self, candidates: Mapping[str, Spec]) -> dict[str, str]:
         """Try all together; where that fails, one behind the other, each beside those that have passed."""
-        if all(self._runs(spec, candidates) for spec in candidates.values()) and self.problem(candidates) is None:
+        if self.problem(candidates) is None:
             return dict.fromkeys(candidates, "")
         reasons: dict[str, str] = {}
         passed: dict[str, Spec] = {}
         for name, spec in sorted(candidates.items(), key=lambda each: _ORDER.index(type(each[1]))):
-            if not self._runs(spec, passed):
-                reasons[name] = "its attention keeps the stock forward, which a fast layer does not call"
-                continue
             reasons[name] = self.problem({**passed, name: spec}) or ""
             if not reasons[name]:
                 passed[name] = spec
         return {name: reasons[name] for name in candidates}
 
-    def _runs(self, spec: Spec, others: Mapping[str, Spec]) -> bool:
-        """Whether a forward of this spec runs beside these: that of a layer does where its attention's does."""
-        fast = self.known.keys() | others.keys()
-        return not isinstance(spec, DecoderSpec) or not fast.isdisjoint(self.family.attention)
-
     def problem(self, candidates: Mapping[str, Spec]) -> str | None:
         """Why these are not what the classes compute, or None."""
         specs = {**self.known, **candidates}
+        layers = [spec for spec in candidates.values() if isinstance(spec, DecoderSpec)]
+        if layers and specs.keys().isdisjoint(self.family.attention):
+            return "its attention keeps the stock forward, which a fast layer does not call"
         try:
             return self._apart(specs) or self._drops_otherwise(specs, candidates) or self._rounds_otherwise(candidates)
         except FOREIGN as error:
