@@ -34,15 +34,7 @@ from fastpack.exactness.inputs import INPUT_KINDS, packed
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, compare, is_half, middle, relative
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
-from fastpack.families.spec import (
-    AnyAttentionSpec,
-    DecoderSpec,
-    Family,
-    HeadSpec,
-    MlpSpec,
-    NormSpec,
-    Spec,
-)
+from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
 from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.window_checks import FULL
 from fastpack.model.unwrap import find_parts
@@ -369,8 +361,7 @@ def head_problem(backbone: Any, family: Family, name: str, spec: HeadSpec, fast:
     balances experts is no sum over sequences.
     """
     try:
-        cls: Any = getattr(sys.modules[family.module], name)
-        model = build_twin(cls, backbone.config)
+        model = build_twin(getattr(sys.modules[family.module], name), backbone.config)
     except FOREIGN as error:
         return f"can't be shrunk: {said(error)}"
     try:

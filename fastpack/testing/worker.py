@@ -210,8 +210,12 @@ def _prepare(model: Any, lora: bool) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
-    excluded = list(NOT_FOR_LORA) if model.config.model_type in MAMBAS else None
-    config = LoraConfig(r=4, target_modules="all-linear", exclude_modules=excluded, lora_dropout=0.0)
+    config = LoraConfig(
+        r=4,
+        target_modules="all-linear",
+        exclude_modules=list(NOT_FOR_LORA) if model.config.model_type in MAMBAS else None,
+        lora_dropout=0.0,
+    )
     wrapped = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in wrapped.named_parameters():
