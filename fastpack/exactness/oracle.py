@@ -85,7 +85,8 @@ def _run(
     device = next(model.parameters()).device
     model.zero_grad(set_to_none=True)
     logits: list[Tensor] = []
-    loss, tokens = torch.zeros((), device=device), sum(len(s) for _, sequences in batches for s in sequences)
+    loss = torch.zeros((), device=device)
+    tokens = sum(len(each) for _, sequences in batches for each in sequences)
     for batch, sequences in batches:
         given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
         outputs = model(**{**given, **kwargs})
@@ -188,13 +189,15 @@ class Oracle:
             errors: of each kind of input, the worst of logits and gradients.
         """
         checks = [Check(kind, error, self.bound) for kind, error in errors.items()]
-        control, least = self.error(model, taken_for_one).logits, max(LEAKS, CONTROL * self.bound)
+        control = self.error(model, taken_for_one).logits
+        least = max(LEAKS, CONTROL * self.bound)
         checks.append(Check("control, taken for one sequence: logits", control, least, at_least=True))
         return Verification.of(model, self.dtype, checks)
 
     def error(self, model: nn.Module, make: Callable[[Sequence[Tensor]], Mapping[str, Any]]) -> Error:
         """Return how far batches made of the draws' sequences are from each of these alone."""
-        choosers, found = choosers_of(model, self.routers), []
+        choosers = choosers_of(model, self.routers)
+        found: list[Result] = []
         for sequences, choices in zip(self.draws, self.choices, strict=True):
             with held(choosers, choices):
                 found.append(run_batch(model, make(sequences), sequences))

@@ -162,8 +162,7 @@ def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) 
 
     if model_type in NOT_BUILT:
         raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
-    mapped = model_type in model_types()
-    config_class = model_class(model_type).config_class if mapped else CONFIG_MAPPING[model_type]
+    config_class = model_class(model_type).config_class if model_type in model_types() else CONFIG_MAPPING[model_type]
     return _shrink(config_class(), TRAITS.get(model_type, {}), overrides, head_dim, traits=False)
 
 

@@ -14,10 +14,6 @@ from typing import Any, NamedTuple
 
 from fastpack.utils.classes import unwrapped
 
-_LEFT_OUT = ("eager_attention_forward",)
-"""Attention itself, which is read from the call of the interface."""
-
-
 UNREADABLE = "no source"
 _CACHE = re.compile(r"\b(past_key_values|cache_params)\b")
 _CACHE_UPDATE = re.compile(r"(?<![\w.])(cache\.update\(.*), kwargs=kwargs\)")
@@ -46,7 +42,8 @@ def source_hash(cls: Any) -> str:
             (f"self.{n}", getattr(cls, n, None)) for n in said.own
         ]
         for other, found in called:
-            if inspect.isfunction(found) and other not in (*parts, *_LEFT_OUT):
+            # attention itself is read from the call of the interface
+            if inspect.isfunction(found) and other not in (*parts, "eager_attention_forward"):
                 helper = unwrapped(found)
                 if helper.__module__ == module.__name__:
                     waiting.append((other, _read(helper)))

@@ -217,7 +217,7 @@ class Twin:
         if layers and specs.keys().isdisjoint(self.family.attention):
             return "its attention keeps the stock forward, which a fast layer does not call"
         try:
-            return self._apart(specs) or self._drops_otherwise(specs, candidates) or self._rounds_otherwise(candidates)
+            return self._apart(specs) or self._drops_otherwise(specs) or self._rounds_otherwise(candidates)
         except FOREIGN as error:
             return f"fails in its twin: {said(error)}"
 
@@ -230,15 +230,14 @@ class Twin:
             return f"off by {found.nearest.error:.1e} in float32, where {found.nearest.bound:.1e} is allowed"
         return None if found.passed else "a leak would not be seen in its twin"
 
-    def _drops_otherwise(self, specs: Mapping[str, Spec], candidates: Mapping[str, Spec]) -> str | None:
+    def _drops_otherwise(self, specs: Mapping[str, Spec]) -> str | None:
         """How far outputs are with every dropout from those of the stock layers, if by more than rounding.
 
         Both attend by the same function and take the same random numbers, if both ask for them in the same order.
         """
-        stock = {name: spec for name, spec in specs.items() if name not in candidates}
         family = replace(self.family, mask_window=None)  # or stock attention would run on rows
         found = []
-        for each in (specs, stock):
+        for each in (specs, self.known):
             with patched(self.dropping, family, each), torch.no_grad():
                 torch.default_generator.manual_seed(0)
                 found.append(_packed(self.dropping))
