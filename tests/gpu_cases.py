@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from oracle import Error, Result, make_sequences, run_alone
+from oracle import Error, Result, compare, make_sequences, run_alone
 from tiny import VOCAB, tiny_model
 from torch import nn
 
-from fastpack.exactness.rule import FACTOR, compare
+from fastpack.exactness.rule import FACTOR
 
 LENGTHS = (70, 1, 190, 190, 333)
 

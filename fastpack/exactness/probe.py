@@ -1,4 +1,6 @@
-"""Running a model on tokens of which every one is different, and how far apart two such passes are.
+"""Running a user's model on tokens of which every one is different, and joining the results of several passes.
+
+Nothing is left on the model: gradients are taken, not accumulated, and what trains is compared by sketches of them.
 
 Shape suffixes: T tokens, V vocabulary, H hidden size.
 """

@@ -114,18 +114,20 @@ def compare_draws(found: Sequence[Result], true: Sequence[Result], *, half: bool
     pairs = [(a.by_kind(), b.by_kind()) for a, b in zip(found, true, strict=True)]
     errors: dict[str, dict[str, float]] = {}
     for kind in pairs[0][0]:
-        draws = [errors_of(a[kind], b[kind], size=size) for a, b in pairs]
+        least = 1e-3 if kind == "grads" else 0.0
+        draws = [errors_of(a[kind], b[kind], size=size, least=least) for a, b in pairs]
         names = dict.fromkeys(name for draw in draws for name in draw)
         errors[kind] = {name: middle(draw.get(name, 0.0) for draw in draws) for name in names}
     return Error(**{kind: worst(each.values()) for kind, each in errors.items()})
 
 
-def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size) -> dict[str, float]:
-    """Return the relative error of each tensor.
+def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size, least: float) -> dict[str, float]:
+    """Return the relative error of each tensor; one that only one side has is zero on the other.
 
-    None counts as smaller than 1e-3 of the largest of all; one that only one side has is zero on the other.
+    Args:
+        least: the share of the largest of all as which a smaller one counts.
     """
-    floor = 1e-3 * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
+    floor = least * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
     either = {**found, **true}
     zeros = {name: torch.zeros_like(tensor) for name, tensor in either.items() if not (name in found and name in true)}
     found, true = {**zeros, **found}, {**zeros, **true}

@@ -40,6 +40,8 @@ def test_nothing_to_compare_proves_nothing() -> None:
     true = result([3.0, 4.0], [1.0, 0.0])
     for nothing in (true._replace(logits=[]), true._replace(grads={}), result([3.0, 4.0], [0.0, 0.0])):
         assert compare(nothing, nothing).worst == float("inf")
+    one = true._replace(logits=[torch.zeros(1, 2), *true.logits])
+    assert compare(one, one).logits == float("inf"), "nothing is known of one sequence"
     unused = true._replace(grads={**true.grads, "unused": torch.zeros(2)})
     assert compare(unused, unused).worst == 0.0
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from adapter_cases import NF4, loaded_again, with_lora
 from op_checks import count_calls
-from oracle import INPUT_KINDS, Result, make_sequences, split_logits, to_device, trained_tokens
+from oracle import INPUT_KINDS, Result, compare, make_sequences, split_logits, to_device, trained_tokens
 from tiny import HEAD_DIM, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.exactness.rule import FACTOR, compare
+from fastpack.exactness.rule import FACTOR
 from fastpack.ops.implementation import use_triton
 
 cast = pytest.importorskip("fastpack.ops.kernels.cast")

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from adapter_cases import in_float32, nf4, qlora, with_lora
-from oracle import FLOAT32_BOUND
+from oracle import FLOAT32_BOUND, compare
 from test_compile import LENGTHS, SAME_SIZES, against, alone, calls_of_ours, collate, error, step
 from tiny import tiny_model
 from torch import nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 
 import fastpack
-from fastpack.exactness.rule import compare
 from fastpack.exactness.tiny import model_types
 from fastpack.families.fast import FAST_FAMILIES
 

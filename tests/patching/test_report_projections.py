@@ -186,7 +186,7 @@ def test_velora_is_isolated_or_reported(init_type: Any, order: str) -> None:
     assert max(error.logits, error.loss) <= FLOAT32_BOUND
     if init_type == "batch_average":
         assert error.grads > 0.5, "what the report says is so"
-        errors = errors_of(found.grads, alone.grads, size=largest)
+        errors = errors_of(found.grads, alone.grads, size=largest, least=1e-3)
         assert "lora_A" in max(errors, key=lambda name: errors[name])
         assert compare(run_batch(stock, sequences, "padded right"), alone).grads > 0.5, "and stock is no better"
     else:
