@@ -128,10 +128,10 @@ def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: 
         least: the share of the largest of all as which a smaller one counts.
     """
     floor = least * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
-    either = {**found, **true}
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in either.items() if not (name in found and name in true)}
-    found, true = {**zeros, **found}, {**zeros, **true}
-    return {name: relative(found[name], true[name], size=size, floor=floor) for name in either}
+    return {
+        name: relative(found.get(name, 0 * tensor), true.get(name, 0 * tensor), size=size, floor=floor)
+        for name, tensor in {**found, **true}.items()
+    }
 
 
 def largest(tensor: Tensor) -> Tensor:
