@@ -109,6 +109,7 @@ class Oracle:
         draws: the sequences of each draw of tokens; results: what each of them gives alone.
         choices: the experts that are chosen in each draw, which a batch is held to.
         routers: names of the classes that choose them.
+        finer: what a copy in float64 gives, where the results are float32's.
     """
 
     draws: Sequence[Sequence[Tensor]]
@@ -117,6 +118,7 @@ class Oracle:
     dtype: torch.dtype
     routers: Sequence[str] = ()
     choices: Sequence[Choices] = ((),)
+    finer: Sequence[Result] = ()
 
     @classmethod
     def of(cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str] = ()) -> Oracle:
@@ -139,10 +141,11 @@ class Oracle:
         """Return it for a stock model in float32; what makes a copy of it in float64 tells how far off it is."""
         alone = run_alone(model, sequences)
         try:
-            own = compare(alone, run_alone(in_float64(), sequences)).of_tensors
+            wide = run_alone(in_float64(), sequences)
         except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
-            own = 0.0
-        return cls([sequences], [alone], bound_of(own, torch.float32), torch.float32)
+            wide = alone
+        bound = bound_of(compare(alone, wide).of_tensors, torch.float32)
+        return cls([sequences], [alone], bound, torch.float32, finer=[wide])
 
     @classmethod
     def _of_half(
