@@ -30,7 +30,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_map
 
 from fastpack.errors import FastpackError
-from fastpack.exactness.inputs import INPUT_KINDS, packed
+from fastpack.exactness.inputs import INPUT_KINDS, packed, single
 from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, compare, is_half, middle, relative
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
@@ -44,7 +44,6 @@ from fastpack.patching.plan import Plan, plan_recognised
 from fastpack.patching.recognise import own_class, recognise, with_specs
 from fastpack.utils.classes import foreign_forward, stock_class
 from fastpack.utils.replacement import Replacement
-from fastpack.utils.signatures import accepted
 
 OPTIONS = PatchOptions(attention="reference", kernels="torch")
 """The definitions: the same on every machine."""
@@ -92,8 +91,6 @@ def match_by_twin(backbone: nn.Module, family: Family, candidates: Mapping[str, 
     tried = {name: spec for name, spec in candidates.items() if not reasons[name]}
     layers = {name: spec for name, spec in tried.items() if not isinstance(spec, HeadSpec)}
     heads = {name: spec for name, spec in tried.items() if isinstance(spec, HeadSpec)}
-    if not tried:
-        return reasons
     with apart():
         reasons |= match_layers(backbone, family, layers) if layers else {}
         for name, spec in heads.items():
@@ -382,8 +379,7 @@ def _loss(model: Any, *, fused: bool = False) -> Result:
     ids = max(distinct_sequences(), key=len)[None]
     model.zero_grad(set_to_none=True)
     routed = {"output_router_logits": True} if hasattr(model.config, "output_router_logits") else {}
-    uncached = accepted(type(model).forward, {"use_cache": False})
-    outputs = model(input_ids=ids, labels=ids.clone(), **routed, **uncached)
+    outputs = model(labels=ids.clone(), **single(model, ids[0]), **routed)
     if fused and outputs.logits is not None:
         raise ValueError("its loss was computed from logits")
     outputs.loss.backward()
