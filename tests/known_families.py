@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastpack.testing.most_used import MOST_USED
+from fastpack.cli.smoke import MOST_USED
 
 _OTHERS = """
     apertus1p5_text dory exaone inkling2_loop_text lara_mini sarvam_mla sarvam_moe

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness import oracle
-from fastpack.exactness.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords
-from fastpack.exactness.oracle import split_logits, trained_tokens
-from fastpack.exactness.rule import FULL_BOUND, Error, Result, compare, relative
+from fastpack.exactness import oracle, rule
+from fastpack.exactness.inputs import INPUT_KINDS, flat, packed_rows, padded, positions, trl_keywords, unpadded
+from fastpack.exactness.rule import FULL_BOUND, Error, Result, relative
 
 __all__ = [
     "FLOAT32_BOUND",
@@ -52,22 +51,47 @@ def make_sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) 
     return [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
 
 
+def trained_tokens(sequences: Sequence[Tensor]) -> int:
+    """How many next tokens are predicted when each sequence stands alone."""
+    return sum(len(s) - 1 for s in sequences)
+
+
+def compare(result: Result, reference: Result, *, half: bool = False) -> Error:
+    """By the rule, where both have gradients of the same parameters: an optimiser steps with zeros, not with None."""
+    if result.grads.keys() != reference.grads.keys():
+        raise ValueError(f"only one has gradients of {sorted(result.grads.keys() ^ reference.grads.keys())}")
+    return rule.compare(result, reference, half=half)
+
+
+def split_logits(logits: Tensor, batch: dict[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
+    """The logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
+    return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
+
+
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def run_alone(model: nn.Module, sequences: Sequence[Tensor], **kwargs: Any) -> Result:
-    """The stock model on each sequence alone."""
-    return oracle.run_alone(model, sequences, own_loss=True, **kwargs)
+    """The stock model on each sequence alone, with the mean cross-entropy of all next tokens: some have no loss of
+    their own."""
+    ids = torch.cat(list(sequences)).to(next(model.parameters()).device)
+
+    def loss_of(_: Any, logits: Tensor, start: int, __: int) -> Tensor:
+        labels = ids[start + 1 : start + len(logits)]
+        return nn.functional.cross_entropy(logits[:-1].float(), labels, reduction="sum") / trained_tokens(sequences)
+
+    return oracle.run_alone(model, sequences, loss_of, **kwargs)
 
 
 def run_batch(
     model: nn.Module, sequences: Sequence[Tensor], kind: str, *, num_items: int | None = None, **kwargs: Any
 ) -> Result:
     """A model on all sequences at once, fed as ``kind`` says; its own loss over ``labels``."""
-    if num_items is not None:
-        kwargs["num_items_in_batch"] = num_items
-    return oracle.run_batch(model, INPUT_KINDS[kind](sequences), sequences, own_loss=True, **kwargs)
+    batch = INPUT_KINDS[kind](sequences)
+    labels = batch["labels"].to(next(model.parameters()).device)
+    given = {"labels": labels, "num_items_in_batch": num_items or trained_tokens(sequences), **kwargs}
+    return oracle.run_batch(model, batch, sequences, lambda outputs, *_: outputs.loss, **given)
 
 
 def check_put_back(ours: Any, stock: Any, real: Tensor) -> None:

@@ -6,22 +6,39 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fastpack.cli import UsageError, require_file
+from fastpack.errors import UntriedVersionWarning
 from fastpack.exactness import tiny
-from fastpack.families.lock import LOCK, as_text, with_release
+from fastpack.families.lock import (
+    LOCK,
+    as_text,
+    forms_of,
+    hash_of,
+    is_proved,
+    packed_name,
+    stock_mixing,
+    with_release,
+)
 from fastpack.families.lock import proved as locked
 from fastpack.families.registry import FAMILIES
+from fastpack.families.source import UNREADABLE
 from fastpack.families.spec import Family
+from fastpack.model.unwrap import find_parts
+from fastpack.patching.match import settle
+from fastpack.patching.recognise import recognise
 from fastpack.patching.tiers import WORDS
+from fastpack.patching.twin import match_by_twin
 from fastpack.testing.record import Record
-from fastpack.testing.sources import sources_of
+from fastpack.utils.classes import stock_class
 
 BEGIN = "<!-- families: written by `fastpack families --from RUN.json --into README.md` -->"
 END = "<!-- /families -->"
@@ -192,8 +209,11 @@ def proved(record: Record) -> str:
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
     figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
     total = len({row.family for row in record.rows})
-    of_all = f"{total} names in transformers' causal-LM mapping"
-    names = f"the {total} names that were tried" if _not_in_both(record) else of_all
+    names = (
+        f"the {total} names that were tried"
+        if _not_in_both(record)
+        else f"{total} names in transformers' causal-LM mapping"
+    )
     told = (
         f"{len(rungs)} of {names} give what each sequence alone gives, logits and every gradient, off by "
         f"{figures} at most (1e-5 is allowed, or 1.5 times what the stock model itself is off by where that is more). "
@@ -207,3 +227,26 @@ def proved(record: Record) -> str:
     if refused:
         lines += ["", "Refused:", "", *(f"- `{family}`: {why}" for family, why in sorted(refused.items()))]
     return "\n".join(lines)
+
+
+def sources_of(model_type: str) -> dict[str, str]:
+    """Return the hashes of the classes of a family's tiny model: those whose forms are proved, or matched now, and
+    those that mix tokens in their stock forward; packed only those that were read.
+
+    Warns:
+        FastpackWarning: a class does not compute what its row says; it is left out.
+    """
+    parts = find_parts(tiny.build_tiny(model_type))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntriedVersionWarning)  # they are entered
+        known = settle(recognise(parts), match_by_twin, head=True)
+    family, specs = known.family, known.specs
+    modules = [*known.backbone.modules(), *([] if parts.head is None else [parts.head])]
+    classes: dict[str, Any] = {
+        cls.__name__: cls for cls in map(stock_class, modules) if cls.__module__ == family.module
+    }
+    entries = {name: classes[cls] for name, cls, form in forms_of(family) if cls in classes and specs.get(cls) == form}
+    entries |= {name: classes[name] for name in stock_mixing(family) if name in classes}
+    found = {name: hash_of(cls, family) for name, cls in entries.items()}
+    found |= {packed_name(name): h for name, h in found.items() if is_proved(packed_name(name), h)}
+    return {name: source for name, source in found.items() if source != UNREADABLE}

@@ -8,6 +8,7 @@ so that gradients are its own.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -49,14 +50,9 @@ def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
     Yields:
         What returns the choices, to be called behind the passes.
     """
-    seen: list[list[list[Tensor]]] = [[] for _ in modules]
-
-    def record(i: int) -> TorchFunctionMode:
-        seen[i].append([])
-        return _Recorder(seen[i][-1])
-
-    with _inside(modules, record):
-        yield lambda: tuple(tuple(map(torch.cat, zip(*each, strict=True))) for each in seen)
+    recorders = [_Recorder() for _ in modules]
+    with _inside(modules, recorders):
+        yield lambda: tuple(tuple(map(torch.cat, zip(*each.forwards, strict=True))) for each in recorders)
 
 
 @contextmanager
@@ -69,62 +65,59 @@ def held(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
     Raises:
         ValueError: inside, where a module chooses for other tokens, or more often.
     """
-    players = [_Player(calls) for calls in choices]
-    with _inside(modules, lambda i: players[i]):
+    with _inside(modules, [_Player(each) for each in choices]):
         yield
 
 
 @contextmanager
-def _inside(modules: Sequence[nn.Module], mode: Callable[[int], TorchFunctionMode]) -> Iterator[None]:
-    """Have a mode in force while a module's forward runs, the ``mode(i)`` of the i-th, and nowhere else."""
+def _inside(modules: Sequence[nn.Module], modes: Sequence[_Recorder]) -> Iterator[None]:
+    """Have each module's mode in force while its forward runs, and nowhere else."""
     with ExitStack() as hooks:
-        for i, module in enumerate(modules):
-            running: list[TorchFunctionMode] = []
-
-            def enter(_: nn.Module, __: Any, i: int = i, running: list[TorchFunctionMode] = running) -> None:
-                running.append(mode(i).__enter__())
-
-            def leave(_: nn.Module, __: Any, ___: Any, running: list[TorchFunctionMode] = running) -> None:
-                running.pop().__exit__(None, None, None)
-
-            hooks.callback(module.register_forward_pre_hook(enter).remove)
-            hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+        for module, mode in zip(modules, modes, strict=True):
+            hooks.enter_context(module.register_forward_pre_hook(mode.enter))
+            hooks.enter_context(module.register_forward_hook(mode.leave, always_call=True))
         yield
 
 
-def _chooses(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """True where a call picks from, or compares, floating-point numbers."""
-    if function in _COMPARES:
-        return bool(args[0].is_floating_point())
-    if function not in _PICKS or not args[0].is_floating_point():
-        return False
-    of_all = function in (torch.max, Tensor.max) and "dim" not in kwargs and not isinstance([*args, None][1], int)
-    return not of_all
-
-
 class _Recorder(TorchFunctionMode):
-    def __init__(self, seen: list[Tensor]) -> None:
+    """Notes the choices of one module, by forward: those among floating-point numbers, while it is in force."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.seen = seen
+        self.forwards: list[list[Tensor]] = []
+
+    def enter(self, *_: Any) -> None:
+        """Be in force from here on: a hook before the module's forward."""
+        self.forwards.append([])
+        self.__enter__()
+
+    def leave(self, *_: Any) -> None:
+        """Be in force no more."""
+        self.__exit__(None, None, None)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        if _chooses(function, args, kwargs or {}):
-            self.seen.append((found if function in _COMPARES else found[1]).detach())
+        run = functools.partial(function, *args, **(kwargs or {}))
+        if not (function in _COMPARES or function in _PICKS) or not args[0].is_floating_point():
+            return run()
+        by_dim = "dim" in run.keywords or isinstance([*args, None][1], int)
+        of_all = function in (torch.max, Tensor.max) and not by_dim
+        return run() if of_all else self.choose(function, args[0], run)
+
+    def choose(self, function: Any, scores: Tensor, run: Callable[[], Any]) -> Any:
+        """Return what ``run``, a call of ``function`` for the scores, is to give."""
+        found = run()
+        self.forwards[-1].append((found if function in _COMPARES else found[1]).detach())
         return found
 
 
-class _Player(TorchFunctionMode):
+class _Player(_Recorder):
     """Gives each forward of one module the choices for its tokens."""
 
     def __init__(self, calls: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls, self.start, self.taken = calls, 0, 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _chooses(function, args, kwargs or {}):
-            return function(*args, **(kwargs or {}))
-        scores = args[0]
+    def choose(self, function: Any, scores: Tensor, run: Callable[[], Any]) -> Any:
         if not self.calls:
             raise ValueError(f"a choice among scores of {tuple(scores.shape)}, where none was noted")
         all_tokens = self.calls[self.taken]

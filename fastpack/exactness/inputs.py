@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from fastpack.exactness.tiny import plain_tokens
 from fastpack.utils.signatures import accepted
@@ -48,6 +49,29 @@ def flat(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids.clone()}
 
 
+def packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """``input_ids`` ``[1, T]`` and the lengths, on the sequences' device."""
+    return {"input_ids": torch.cat(list(sequences))[None], "packed_seq_lens": [len(s) for s in sequences]}
+
+
+def rows_of(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask``, a row a sequence, padded on the right, on the sequences' device."""
+    ids = pad_sequence(list(sequences), batch_first=True)
+    mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def taken_for_one(sequences: Sequence[Tensor]) -> dict[str, Any]:
+    """The control: the same tokens as one sequence, in which each sees all that come before it."""
+    return packed([torch.cat(list(sequences))])
+
+
+def unpadded(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Return those of a batch's values ``[B S, ...]`` that are no padding's, in order."""
+    mask = batch.get("attention_mask")
+    return values if mask is None else values[mask.flatten() != 0]
+
+
 def positions(sequences: Sequence[Tensor]) -> Tensor:
     return torch.cat([torch.arange(len(s)) for s in sequences])[None]
 
@@ -70,16 +94,10 @@ def packed_rows(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
     """Several packed rows ``[2, S]``: the first sequences and the rest, the shorter row padded."""
     middle = len(sequences) // 2 + 1
     rows = [sequences[:middle], sequences[middle:]]
-    width = max(sum(map(len, row)) for row in rows)
-    ids = torch.zeros(2, width, dtype=torch.long)
-    mask, where = torch.zeros_like(ids), torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        total = sum(map(len, row))
-        ids[index, :total] = torch.cat(list(row))
-        mask[index, :total] = 1
-        where[index, :total] = positions(row)[0]
-    labels = ids.masked_fill(mask == 0, -100)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": where, "labels": labels}
+    batch = rows_of([torch.cat(list(row)) for row in rows])
+    where = pad_sequence([positions(row)[0] for row in rows], batch_first=True)
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    return {**batch, "position_ids": where, "labels": labels}
 
 
 INPUT_KINDS: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {
@@ -88,6 +106,6 @@ INPUT_KINDS: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {
     "padded both sides": lambda s: padded(s, "both"),
     "restarting positions": lambda s: {**flat(s), "position_ids": positions(s)},
     "TRL's keywords": lambda s: {**flat(s), **trl_keywords(s)},
-    "packed_seq_lens": lambda s: {**flat(s), "packed_seq_lens": [len(x) for x in s]},
+    "packed_seq_lens": lambda s: {**flat(s), **packed(s)},
     "several packed rows": packed_rows,
 }

@@ -10,7 +10,6 @@ be anywhere: it is proved in float32, on the same device and with the same heads
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, choosers_of, held, recorded
-from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences, single
-from fastpack.exactness.rule import CONTROL, Result, bound_of, compare, compare_norms, is_half, middle
+from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, single, taken_for_one, unpadded
+from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
 from fastpack.families.registry import FAMILIES
 from fastpack.utils.protocols import ModelLike
@@ -32,7 +31,6 @@ CHOOSES = ("expert", "router", "moe", "topk", "indexer")
 """In the names of modules that choose."""
 LEAKS = 1e-2
 """How far off the control must be at least: it sees everything that comes before."""
-CHECKPOINTED = "restarting positions"
 
 
 def checkpointings(model: ModelLike) -> tuple[bool, ...]:
@@ -43,91 +41,64 @@ def checkpointings(model: ModelLike) -> tuple[bool, ...]:
     return (False,) if family is not None and family.shares_states else (False, True)
 
 
-def run_alone(model: nn.Module, sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any) -> Result:
-    """Run a stock model forwards and backwards on one sequence after the other, without padding.
-
-    Args:
-        sequences: ids, each ``[L]``, on any device.
-        own_loss: the loss is the mean cross-entropy of the next tokens, not a fixed weighted sum of the logits. Some
-            models have none of their own.
-        kwargs: for the model.
-    """
-    device = next(model.parameters()).device
-    model.zero_grad(set_to_none=True)
-    logits: list[Tensor] = []
-    total, count = torch.zeros((), device=device), trained_tokens(sequences)
-    for sequence in sequences:
-        ids = sequence.to(device)
-        found = scores_of(model(**single(model, ids), **kwargs))[0]
-        if own_loss:
-            loss = nn.functional.cross_entropy(found[:-1].float(), ids[1:], reduction="sum") / count
-        else:
-            loss = _weighted_sum(found, sum(map(len, sequences)), start=sum(map(len, logits)))
-        loss.backward()
-        total += loss.detach()
-        logits.append(found.detach())
-    return Result(logits, total, _gradients(model))
-
-
-def run_batch(
-    model: nn.Module, batch: Mapping[str, Any], sequences: Sequence[Tensor], *, own_loss: bool = False, **kwargs: Any
-) -> Result:
-    """Run a model forwards and backwards on a batch of these sequences; the rest is as for :func:`run_alone`.
-
-    With ``own_loss`` it is the one that the model computes of the batch's labels.
-    """
-    device = next(model.parameters()).device
-    given = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.items()}
-    labels = given.pop("labels", None)
-    if own_loss:
-        given = {"labels": labels, "num_items_in_batch": trained_tokens(sequences), **given}
-    model.zero_grad(set_to_none=True)
-    found = model(**{**given, **kwargs})
-    logits = split_logits(scores_of(found), given, sequences)
-    loss = found.loss if own_loss else _weighted_sum(torch.cat(logits), sum(map(len, logits)))
-    loss.backward()
-    return Result([each.detach() for each in logits], loss.detach(), _gradients(model))
-
-
-def scores_of(outputs: Any) -> Tensor:
-    """Return a head's logits, or the last hidden state of a backbone alone."""
-    found: Tensor = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-    return found
-
-
-def trained_tokens(sequences: Sequence[Tensor]) -> int:
-    """Return how many next tokens are predicted when each sequence stands alone."""
-    return sum(len(s) - 1 for s in sequences)
-
-
-def split_logits(logits: Tensor, batch: Mapping[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Return the logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
-    mask, flat = batch.get("attention_mask"), logits.flatten(0, -2)
-    real = flat if mask is None else flat[mask.flatten() != 0]
-    return list(real.split([len(s) for s in sequences]))
-
-
-def _weighted_sum(logits: Tensor, total: int, start: int = 0) -> Tensor:
+def weighted_sum(_: Any, logits: Tensor, start: int, total: int) -> Tensor:
     """Return a sum of the logits ``[L, V]``, with fixed weights for tokens ``start`` on of so many in all."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
     return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+Objective = Callable[[Any, Tensor, int, int], Tensor]
+"""Makes a loss of a model's outputs: called as :func:`weighted_sum` is."""
 
 
-def checks_of(errors: Mapping[str, float], bound: float, control: float) -> list[Check]:
-    """Return the checks of a model against each sequence alone.
+def run_alone(
+    model: nn.Module, sequences: Sequence[Tensor], loss_of: Objective = weighted_sum, **kwargs: Any
+) -> Result:
+    """Run a stock model forwards and backwards on one sequence after the other, without padding.
 
     Args:
-        errors: of each kind of input, the worst of logits and gradients, relative.
-        bound: what they may be; control: the error of the logits where all tokens were taken for one sequence.
+        sequences: ids, each ``[L]``, on any device.
+        kwargs: for the model.
     """
-    least = max(LEAKS, CONTROL * bound)
-    kinds = [Check(kind, error, bound) for kind, error in errors.items()]
-    return [*kinds, Check("control, taken for one sequence: logits", control, least, at_least=True)]
+    return _run(model, [(single(model, ids), [ids]) for ids in sequences], loss_of, kwargs)
+
+
+def run_batch(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    sequences: Sequence[Tensor],
+    loss_of: Objective = weighted_sum,
+    **kwargs: Any,
+) -> Result:
+    """Run a model forwards and backwards on a batch of these sequences, without its labels."""
+    return _run(model, [(batch, sequences)], loss_of, kwargs)
+
+
+def _run(
+    model: nn.Module,
+    batches: Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]],
+    loss_of: Objective,
+    kwargs: Mapping[str, Any],
+) -> Result:
+    """Run a model on one batch after the other, each with its sequences; losses and gradients add up."""
+    device = next(model.parameters()).device
+    model.zero_grad(set_to_none=True)
+    logits: list[Tensor] = []
+    loss = torch.zeros((), device=device)
+    tokens = sum(len(each) for _, sequences in batches for each in sequences)
+    for batch, sequences in batches:
+        given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
+        outputs = model(**{**given, **kwargs})
+        # a backbone alone has no logits
+        scores = outputs.logits if "logits" in outputs else outputs.last_hidden_state
+        found = unpadded(scores.flatten(0, -2), given)
+        part = loss_of(outputs, found, sum(map(len, logits)), tokens)
+        part.backward()
+        loss += part.detach()
+        logits += found.detach().split([len(each) for each in sequences])
+    grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+    return Result(logits, loss, grads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,15 +106,19 @@ class Oracle:
     """Each sequence alone, how far from it a batch may be, and the precision in which that says something.
 
     Attributes:
-        results: of each draw of tokens; choices: the experts that are chosen in it, which a batch is held to.
+        draws: the sequences of each draw of tokens; results: what each of them gives alone.
+        choices: the experts that are chosen in each draw, which a batch is held to.
         routers: names of the classes that choose them.
+        finer: what a copy in float64 gives, where the results are float32's.
     """
 
-    results: tuple[Result, ...]
-    choices: tuple[Choices, ...]
+    draws: Sequence[Sequence[Tensor]]
+    results: Sequence[Result]
     bound: float
     dtype: torch.dtype
     routers: Sequence[str] = ()
+    choices: Sequence[Choices] = ((),)
+    finer: Sequence[Result] = ()
 
     @classmethod
     def of(cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str] = ()) -> Oracle:
@@ -158,88 +133,86 @@ class Oracle:
         """
         if is_half(dtype) and (oracle := cls._of_half(build, dtype, routers)) is not None:
             return oracle
-        alone = run_alone(build(torch.float32), make_sequences())
+        model = build(torch.float32)
+        return cls.of_float32(model, make_sequences(), lambda: _finer(build, model, torch.float64))
+
+    @classmethod
+    def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor], in_float64: Callable[[], nn.Module]) -> Oracle:
+        """Return it for a stock model in float32; what makes a copy of it in float64 tells how far off it is."""
+        alone = run_alone(model, sequences)
         try:
-            own = error_of(alone, run_alone(_finer(build, torch.float32, torch.float64), make_sequences()), half=False)
+            wide = run_alone(in_float64(), sequences)
         except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
-            own = 0.0
-        return cls((alone,), (), bound_of(own, torch.float32), torch.float32)
+            wide = alone
+        bound = bound_of(compare(alone, wide).of_tensors, torch.float32)
+        return cls([sequences], [alone], bound, torch.float32, finer=[wide])
 
     @classmethod
     def _of_half(
         cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str]
     ) -> Oracle | None:
         """Return a float32 copy's results; None where the model chooses freely, is far off, or can't run so."""
-        model, wide = build(dtype), _finer(build, dtype, torch.float32)
+        model = build(dtype)
+        wide = _finer(build, model, torch.float32)
         names = {type(module).__name__.lower() for module in model.modules()}
         if not routers and any(word in name for word in CHOOSES for name in names):
             return None
-        results, choices, own = [], [], []
-        for draw in range(DRAWS):
+        draws = [make_sequences(draw=draw) for draw in range(DRAWS)]
+        results, choices, alone = [], [], []
+        for sequences in draws:
             with recorded(choosers_of(wide, routers)) as chosen:
-                results.append(run_alone(wide, make_sequences(draw=draw)))
+                results.append(run_alone(wide, sequences))
             choices.append(chosen())
             try:
                 with held(choosers_of(model, routers), choices[-1]):
-                    alone = run_alone(model, make_sequences(draw=draw))
+                    alone.append(run_alone(model, sequences))
             except RuntimeError:  # a dtype that it does not expect, in its own forward
                 return None
-            own.append(error_of(alone, results[-1], half=True))
-        if not middle(own) <= STEADY:
-            return None
-        return cls(tuple(results), tuple(choices), bound_of(middle(own), dtype), dtype, routers)
+        own = compare_draws(alone, results, half=True).of_tensors
+        return cls(draws, results, bound_of(own, dtype), dtype, routers, choices) if own <= STEADY else None
 
     def prove(self, model: ModelLike) -> Verification:
         """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
 
         It knows of the packing of its batches, as a patched model does, and is in training mode.
         """
-        errors = {kind: self._error_of_kind(model, kind) for kind in INPUT_KINDS}
-        control = self._control(model)
+        errors = {kind: self.error(model, make).of_tensors for kind, make in INPUT_KINDS.items()}
         for reentrant in checkpointings(model):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads()
             kind = "reentrant checkpointing" if reentrant else "checkpointing"
-            errors[kind] = self._error_of_kind(model, CHECKPOINTED)
-        return Verification.of(model, self.dtype, checks_of(errors, self.bound, control))
+            errors[kind] = self.error(model, INPUT_KINDS["restarting positions"]).of_tensors
+        return self.judge(model, errors)
 
-    def _error_of_kind(self, model: nn.Module, kind: str) -> float:
-        """Return the median over draws of how far a batch is from each of its sequences alone."""
-        choosers = choosers_of(model, self.routers) if self.choices else []
-        errors = []
-        for draw, true in enumerate(self.results):
-            sequences = make_sequences(draw=draw)
-            with held(choosers, self.choices[draw]) if choosers else nullcontext():
-                found = run_batch(model, INPUT_KINDS[kind](sequences), sequences)
-            errors.append(error_of(found, true, half=is_half(self.dtype)))
-        return middle(errors)
+    def judge(self, model: nn.Module, errors: Mapping[str, float]) -> Verification:
+        """Return the verdict on a model.
 
-    def _control(self, model: nn.Module) -> float:
-        """Return how far off the logits are where the same tokens are taken for one sequence."""
-        ids = torch.cat(make_sequences())[None].to(next(model.parameters()).device)
-        with torch.no_grad():
-            logits = model(input_ids=ids, packed_seq_lens=[ids.shape[1]]).logits[0].split(LENGTHS)
-        pairs = zip(logits, self.results[0].logits, strict=True)
-        return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)
+        Args:
+            errors: of each kind of input, the worst of logits and gradients.
+        """
+        checks = [Check(kind, error, self.bound) for kind, error in errors.items()]
+        control = self.error(model, taken_for_one).logits
+        least = max(LEAKS, CONTROL * self.bound)
+        checks.append(Check("control, taken for one sequence: logits", control, least, at_least=True))
+        return Verification.of(model, self.dtype, checks)
+
+    def error(self, model: nn.Module, make: Callable[[Sequence[Tensor]], Mapping[str, Any]]) -> Error:
+        """Return how far batches made of the draws' sequences are from each of these alone."""
+        choosers = choosers_of(model, self.routers)
+        found: list[Result] = []
+        for sequences, choices in zip(self.draws, self.choices, strict=True):
+            with held(choosers, choices):
+                found.append(run_batch(model, make(sequences), sequences))
+        return compare_draws(found, self.results, half=is_half(self.dtype))
 
 
-def _finer(build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, finer: torch.dtype) -> Any:
-    """Return the model of a dtype, of the same weights, in a finer one."""
-    model: Any = build(finer)
+def _finer(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtype: torch.dtype) -> Any:
+    """Return a model of the same weights, built in a finer dtype."""
+    finer: Any = build(dtype)
     with torch.no_grad():
-        for parameter, given in zip(model.parameters(), build(dtype).parameters(), strict=True):
+        for parameter, given in zip(finer.parameters(), model.parameters(), strict=True):
             parameter.copy_(given)
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # products over groups of rows know no float64
-    return model
-
-
-def error_of(found: Result, true: Result, half: bool) -> float:
-    """Return the worst of logits and gradients; parameters without a gradient on one side count as zero there."""
-    names = found.grads.keys() | true.grads.keys()
-    for result, other in ((found, true), (true, found)):
-        for name in names - result.grads.keys():
-            result.grads[name] = torch.zeros_like(other.grads[name])
-    measured = (compare_norms if half else compare)(found, true)
-    return max(measured.logits, measured.grads)
+    if finer._can_set_experts_implementation():
+        finer.set_experts_implementation("eager")  # products over groups of rows know no float64
+    return finer

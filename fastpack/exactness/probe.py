@@ -1,21 +1,24 @@
-"""Running a model on tokens of which every one is different, and how far apart two such passes are.
+"""Running a user's model on tokens of which every one is different, and joining the results of several passes.
+
+Nothing is left on the model: gradients are taken, not accumulated, and what trains is compared by sketches of them.
 
 Shape suffixes: T tokens, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from fastpack.errors import PatchError
-from fastpack.exactness.rounding import Nudge, moved_by
-from fastpack.exactness.rule import errors_of, largest, middle, worst
+from fastpack.exactness.inputs import unpadded
+from fastpack.exactness.rule import Result
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
 SKETCH = 1 << 16
@@ -28,52 +31,27 @@ ENTERING = 4096
 1e-5."""
 
 
-Pass = dict[str, dict[str, Tensor]]
-"""What one pass over the tokens gave, or the mean of several: float32 tensors by kind and name, tokens in order.
-
-``logits`` ``[T, V]``; ``embeddings``, the gradients of the tokens' embeddings, ``[T, H]``; and ``weights``, of all that
-trains the gradient, flat, :data:`SKETCH` numbers at most.
-"""
-
-
-def mean(passes: Sequence[Pass]) -> Pass:
+def mean(passes: Sequence[Result]) -> Result:
     """Return the mean of passes over the same tokens."""
-    return _merged(passes, lambda _, tensors: torch.stack(tensors).mean(0))
+    found: Result = tree_map(lambda *tensors: torch.stack(tensors).mean(0), *passes)
+    return found
 
 
-def joined(passes: Sequence[Pass]) -> Pass:
-    """Return one pass over the tokens of several, one behind the other: gradients of weights add up."""
-    return _merged(passes, lambda kind, all_: torch.stack(all_).sum(0) if kind == "weights" else torch.cat(all_))
+def joined(passes: Sequence[Result]) -> Result:
+    """Return one pass over the tokens of several, one behind the other: losses and gradients of weights add up."""
+    return Result(
+        [torch.cat([found.logits[0] for found in passes])],
+        torch.stack([found.loss for found in passes]).sum(),
+        {name: torch.stack([found.grads[name] for found in passes]).sum(0) for name in passes[0].grads},
+        torch.cat([found.embeddings for found in passes if found.embeddings is not None]),
+    )
 
 
-def _merged(passes: Sequence[Pass], merge: Callable[[str, list[Tensor]], Tensor]) -> Pass:
-    return {
-        kind: {name: merge(kind, [each[kind][name] for each in passes]) for name in tensors}
-        for kind, tensors in passes[0].items()
-    }
-
-
-def without(found: Pass, tokens: slice) -> Pass:
+def without(found: Result, tokens: slice) -> Result:
     """Return what a pass gave for all other tokens. Gradients of weights are of all, and left out."""
-    logits = found["logits"]["logits"]
-    kept = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-    kept[tokens] = False
-    return {kind: {kind: found[kind][kind][kept]} for kind in ("logits", "embeddings")} | {"weights": {}}
-
-
-def distance(found: Sequence[Pass], true: Sequence[Pass], *, half: bool) -> dict[str, float]:
-    """Return by kind how far passes are from others: the tensor that is off most, by the median of the draws.
-
-    Args:
-        found: a pass for each draw of tokens; true: those that they are compared with.
-        half: measure as :mod:`fastpack.exactness.rule` says for half precision.
-    """
-    size: Callable[[Tensor], Tensor] = torch.linalg.vector_norm if half else largest
-    apart: dict[str, float] = {}
-    for kind, tensors in true[0].items():
-        draws = [errors_of(a[kind], b[kind], size=size) for a, b in zip(found, true, strict=True)]
-        apart[kind] = worst([middle(draw[name] for draw in draws) for name in tensors])
-    return apart
+    rows = [found.logits[0], found.embeddings]
+    logits, embeddings = (torch.cat([each[: tokens.start], each[tokens.stop :]]) for each in rows if each is not None)
+    return Result([logits], found.loss, {}, embeddings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,22 +59,21 @@ class Probe:
     """Runs a model on some tokens, every one of them different, so that each can be told by its id.
 
     Attributes:
-        ids: ``[2 T]``: the first half is run, the second takes its place where tokens are to be others.
+        ids: those that are run, one sequence behind the other, and behind them those that take the place of one.
+        place: ``[vocabulary]``: where among these each id stands, -1 for the others.
         trained: names and weights of all that gets a gradient.
         stream: dtypes of the embeddings that were seen; casts: those of autocasts that a pass ran under.
-        entering: gradients of the first logits of each token, by the nudge that moved them.
     """
 
     model: nn.Module
-    embedding: nn.Module
+    embedding: Any
     lengths: tuple[int, ...]
     ids: Tensor
-    vocabulary: int
+    place: Tensor
     seed: int
     trained: dict[str, nn.Parameter]
     stream: set[torch.dtype] = field(default_factory=set)
     casts: set[torch.dtype] = field(default_factory=set)
-    entering: dict[Nudge | None, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, backbone: ModelLike, lengths: Sequence[int], seed: int) -> Probe:
@@ -122,7 +99,9 @@ class Probe:
             )
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         ids = plain[:count].to(weight.device)
-        return cls(model, embedding, tuple(lengths), ids, int(weight.shape[0]), seed, trained)
+        place = torch.full((len(weight),), -1, device=ids.device)
+        place[ids] = torch.arange(count, device=ids.device)
+        return cls(model, embedding, tuple(lengths), ids, place, seed, trained)
 
     def sequences(self, other: int | None = None) -> list[Tensor]:
         """Return the ids of each sequence; those of the ``other``-th are others."""
@@ -135,7 +114,7 @@ class Probe:
         """Return the ids of each sequence, and how many tokens come before it."""
         return list(zip(self.sequences(), accumulate(self.lengths, initial=0), strict=False))
 
-    def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Pass:
+    def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Result:
         """Run forward and backward of a fixed sum of the logits.
 
         Args:
@@ -156,41 +135,29 @@ class Probe:
             return leaf.clone() if nudge is None else self._moved(leaf, ids, nudge)  # which a model may scale in place
 
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
-        try:
-            with torch.enable_grad():
-                logits = self.model(**batch).logits
-        finally:
-            handle.remove()
-        mask = batch.get("attention_mask")
-        with torch.enable_grad():
-            real = logits.flatten(0, -2) if mask is None else logits.flatten(0, -2)[mask.flatten() != 0]
+        with handle, torch.enable_grad():
+            logits = self.model(**batch).logits
+            real = unpadded(logits.flatten(0, -2), batch)
             first = real[:, :ENTERING].float()
             entering = self._entering(nudge)[at : at + len(real), : first.shape[1]]
             total = (first * entering.to(real.device)).sum()
         wanted = [*self.trained.values(), *(out for _, out in seen)]
         gradients = torch.autograd.grad(total, wanted, allow_unused=True)
         of_weights = zip(self.trained.items(), gradients, strict=False)
-        sketched = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
-        by_token = self._by_token(batch, seen, gradients[len(self.trained) :])
-        return {
-            "logits": {"logits": real.detach().float()},
-            "embeddings": {"embeddings": by_token},
-            "weights": sketched,
-        }
+        sketches = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
+        tokens = self._by_token(batch, seen, gradients[len(self.trained) :])
+        return Result([real.detach().float()], total.detach(), sketches, tokens)
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
         """Return the gradients of the first logits of each token, the same for each pass of a nudge."""
-        if nudge not in self.entering:
-            shape = (len(self.ids), ENTERING)
-            found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
-            self.entering[nudge] = found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
-        return self.entering[nudge]
+        shape = (len(self.ids), ENTERING)
+        found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
+        return found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
 
     def _moved(self, embedded: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
-        place = self._place(self.ids)[ids]
         table = nudge.steps((len(self.ids) + 1, embedded.shape[-1]))
         table[-1] = 0  # of padding, whose place is -1
-        return moved_by(embedded, table[place.cpu()], nudge.dtype)
+        return moved_by(embedded, table[self.place[ids].cpu()], nudge.dtype)
 
     def _sketch(self, weight: Tensor, gradient: Tensor | None) -> Tensor:
         """Return a gradient flat in float32, or sums of its elements under signs that are the same in each pass."""
@@ -203,36 +170,25 @@ class Probe:
         generator = torch.Generator(flat.device).manual_seed(size)
         signs = torch.randint(0, 2, flat.shape, generator=generator, device=flat.device, dtype=torch.int8)
         signed = torch.where(signs.bool(), flat, -flat)
-        whole = size // SKETCH * SKETCH
-        found = signed[:whole].view(-1, SKETCH).sum(0, dtype=torch.float32)
-        found[: size - whole] += signed[whole:]
-        return found
-
-    def _place(self, ids: Tensor) -> Tensor:
-        """Return where among these each id of the vocabulary stands, -1 for the others."""
-        place = torch.full((self.vocabulary,), -1, device=ids.device)
-        place[ids] = torch.arange(len(ids), device=ids.device)
-        return place
+        return nn.functional.pad(signed, (0, -size % SKETCH)).view(-1, SKETCH).sum(0, dtype=torch.float32)
 
     def _by_token(
         self, batch: dict[str, Any], seen: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
     ) -> Tensor:
         """Return the gradients of the tokens' embeddings, in order, whatever rows they were embedded in."""
-        ids, mask = batch["input_ids"].flatten(), batch.get("attention_mask")
-        ids = ids if mask is None else ids[mask.flatten() != 0]
-        place = self._place(ids)
+        ids = unpadded(batch["input_ids"].flatten(), batch)
         width = seen[0][1].shape[-1]
-        total = torch.zeros(len(ids), width, device=ids.device)
+        total = torch.zeros(len(self.ids), width, device=ids.device)
         for (embedded, _), gradient in zip(seen, gradients, strict=True):
             if gradient is not None:
-                at = place[embedded.flatten()]
+                at = self.place[embedded.flatten()]
                 if bool((at < 0).any()):
                     raise PatchError(
                         "verify tells tokens by their ids, and this model embeds others beside the batch's (prompts of "
                         "its own)."
                     )
                 total.index_add_(0, at, gradient.float().reshape(-1, width))
-        return total
+        return total[self.place[ids]]
 
 
 def _special_tokens(config: ConfigLike) -> list[int]:
@@ -240,3 +196,33 @@ def _special_tokens(config: ConfigLike) -> list[int]:
     named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
     return [i for i in flat if isinstance(i, int)]
+
+
+@dataclass(frozen=True)
+class Nudge:
+    """By how many roundings each element of some values is moved.
+
+    Attributes:
+        seed: of the numbers, which are the same for each pass that is compared with another.
+        dtype: whose roundings.
+        spread: up to so many, either way: far enough that everything computed from the values is rounded anew.
+        share: of the elements that are moved by one more, either way.
+    """
+
+    seed: int
+    dtype: torch.dtype
+    spread: int = 0
+    share: float = 0.0
+
+    def steps(self, shape: tuple[int, ...]) -> Tensor:
+        """Return by how many roundings each is moved, float32."""
+        generator = torch.Generator().manual_seed(self.seed)
+        found = torch.randint(-self.spread, self.spread + 1, shape, generator=generator).float()
+        chosen = torch.rand(shape, generator=generator)
+        return found + (chosen < self.share / 2).float() - (chosen > 1 - self.share / 2).float()
+
+
+def moved_by(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values, each off by so many roundings of a dtype; gradients pass through."""
+    step = 0.75 * torch.finfo(dtype).eps * values.detach().abs().float()  # reaches the neighbour from anywhere
+    return values + (steps.to(values.device) * step).to(values.dtype)

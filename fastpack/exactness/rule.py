@@ -12,9 +12,10 @@ would not be seen, and the answer is that nobody can tell.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +27,6 @@ FACTOR = 1.5
 CONTROL = 3.0
 """Of what is allowed: how far off the control must be at least."""
 
-Verdict = Literal["exact", "not exact", "can't tell"]
 Size = Callable[[Tensor], Tensor]
 
 
@@ -46,75 +46,92 @@ def is_half(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def verdict_of(error: float, bound: float, control: float) -> Verdict:
-    """Judge a pass by its error, what it may be, and the error of its control. NaN is never exact."""
-    if not error <= bound:
-        return "not exact"
-    return "exact" if control > CONTROL * bound else "can't tell"
-
-
-def worst(values: Sequence[float]) -> float:
-    """Return the largest, or infinity where one is NaN."""
-    return max((float("inf") if value != value else value for value in values), default=0.0)
+def worst(values: Iterable[float]) -> float:
+    """Return the largest; infinity where one is NaN, or where there is none: nothing was compared."""
+    return max((math.inf if value != value else value for value in values), default=math.inf)
 
 
 def middle(errors: Iterable[float]) -> float:
     """Return the median of one tensor's errors over several draws: rounding that one draw blows up says nothing."""
-    ordered = sorted(float("inf") if error != error else error for error in errors)
+    ordered = sorted(math.inf if error != error else error for error in errors)
     return ordered[len(ordered) // 2]
 
 
-@dataclass
-class Result:
-    """One pass over some sequences: logits of each ``[L, V]``, the loss, and every gradient."""
+class Result(NamedTuple):
+    """One pass over some sequences, or the mean of several.
+
+    Attributes:
+        logits: of each sequence ``[L, V]``, or of all tokens in order.
+        grads: the gradient of each weight that has one.
+        embeddings: the gradient of each token's embedding, ``[T, H]``, where it was asked for.
+    """
 
     logits: list[Tensor]
     loss: Tensor
-    grads: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor]
+    embeddings: Tensor | None = None
+
+    def by_kind(self) -> dict[str, dict[str, Tensor]]:
+        """Return its tensors by kind and name."""
+        logits = {str(i): each for i, each in enumerate(self.logits)}
+        tokens = {} if self.embeddings is None else {"": self.embeddings}
+        return {"logits": logits, "loss": {"": self.loss}, "grads": self.grads, "embeddings": tokens}
 
 
 @dataclass(frozen=True)
 class Error:
-    """Relative errors against the oracle."""
+    """Relative errors against the oracle, infinite for a kind of tensors of which there are none."""
 
     logits: float
     loss: float
     grads: float
-    worst_grad: str = ""
+    embeddings: float
 
     @property
     def worst(self) -> float:
-        """The largest of them."""
-        return max(self.logits, self.loss, self.grads)
+        """The largest of logits, loss and gradients."""
+        return max(self.of_tensors, self.loss)
+
+    @property
+    def of_tensors(self) -> float:
+        """The largest of logits and gradients: a loss that is a sum of weighted logits may cancel."""
+        return max(self.logits, self.grads)
 
 
-def compare(result: Result, reference: Result) -> Error:
-    """Return how far ``result`` is from ``reference``, by the largest differences.
+def compare(found: Result, true: Result, *, half: bool = False) -> Error:
+    """Return how far a pass is from another: see :func:`compare_draws`."""
+    return compare_draws([found], [true], half=half)
 
-    Raises:
-        ValueError: the two have not the same sequences, or gradients of other parameters.
+
+def compare_draws(found: Sequence[Result], true: Sequence[Result], *, half: bool) -> Error:
+    """Return how far passes are from others: of each kind the tensor that is off most, by the median of the draws.
+
+    Args:
+        found: a pass for each draw of tokens; true: those that they are compared with.
+        half: measure norms, as for half precision, which one token hardly moves; else the largest differences.
     """
-    return _compare(result, reference, largest)
+    size: Size = torch.linalg.vector_norm if half else largest
+    pairs = [(a.by_kind(), b.by_kind()) for a, b in zip(found, true, strict=True)]
+    errors: dict[str, dict[str, float]] = {}
+    for kind in pairs[0][0]:
+        least = 1e-3 if kind == "grads" else 0.0
+        draws = [errors_of(a[kind], b[kind], size=size, least=least) for a, b in pairs]
+        names = dict.fromkeys(name for draw in draws for name in draw)
+        errors[kind] = {name: middle(draw.get(name, 0.0) for draw in draws) for name in names}
+    return Error(**{kind: worst(each.values()) for kind, each in errors.items()})
 
 
-def compare_norms(result: Result, reference: Result) -> Error:
-    """The same by norms of differences, |difference| / |reference|, which one token hardly moves."""
-    return _compare(result, reference, torch.linalg.vector_norm)
+def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size, least: float) -> dict[str, float]:
+    """Return the relative error of each tensor; one that only one side has is zero on the other.
 
-
-def _compare(result: Result, reference: Result, size: Size) -> Error:
-    if result.grads.keys() != reference.grads.keys():
-        raise ValueError(f"only one has gradients of {sorted(result.grads.keys() ^ reference.grads.keys())}")
-    logits = max(relative(a, b, size=size) for a, b in zip(result.logits, reference.logits, strict=True))
-    errors = errors_of(result.grads, reference.grads, size=size)
-    worst_grad = max(errors, key=lambda name: errors[name])
-    return Error(logits, relative(result.loss, reference.loss, size=size), errors[worst_grad], worst_grad)
-
-
-def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size) -> dict[str, float]:
-    """Return the relative error of each tensor; none counts as smaller than 1e-3 of the largest of all."""
-    floor = 1e-3 * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
-    return {name: relative(found[name], tensor, size=size, floor=floor) for name, tensor in true.items()}
+    Args:
+        least: the share of the largest of all as which a smaller one counts.
+    """
+    floor = least * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
+    return {
+        name: relative(found.get(name, 0 * tensor), true.get(name, 0 * tensor), size=size, floor=floor)
+        for name, tensor in {**found, **true}.items()
+    }
 
 
 def largest(tensor: Tensor) -> Tensor:
@@ -123,11 +140,13 @@ def largest(tensor: Tensor) -> Tensor:
 
 
 def relative(value: Tensor, reference: Tensor, *, size: Size = largest, floor: float = 0.0) -> float:
-    """Return |value - reference| / |reference| in the given size, 0 for equal ones, infinite where it is no number."""
+    """Return |value - reference| / |reference| in the given size.
+
+    It is infinite where something is no number, and where the reference is all zeros and there is no floor: two
+    passes that give nothing are equal, and prove nothing.
+    """
     value, reference = value.detach().float(), reference.detach().float()
     of_reference = max(float(size(reference)), floor)
     off = float(size(value - reference))
-    if off == 0.0:
-        return 0.0
     # NaN compares as neither larger nor smaller, and would pass
-    return off / of_reference if of_reference > 0 and off == off else float("inf")
+    return off / of_reference if of_reference > 0 and off == off else math.inf

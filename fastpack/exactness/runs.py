@@ -2,12 +2,18 @@
 
 In half precision the same tokens are run several times, each time with embeddings a few roundings away, and means are
 compared: rounding, which is another each time, falls away from them, and an error, which is the same, stays.
+
+How far apart two right results are is told by the stock model computing in another way. That is transformers' other
+attention (sdpa or eager), in half precision from inputs that are one rounding off, since fused kernels round elsewhere
+too. Inputs alone, nearly all of them a rounding off, tell it where there is no other attention, or it is another
+function; in full precision; and where a model rounds more coarsely inside than its stream of hidden states does (4-bit
+weights that compute in bfloat16 under a float32 stream).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,18 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.exactness.choices import Choices, held, recorded
-from fastpack.exactness.inputs import single
-from fastpack.exactness.probe import Pass, Probe, distance, joined, mean, without
-from fastpack.exactness.rounding import LIKE_ONE, NEARLY_ALL, Nudge, attending_by, coarsest_dtype, other_attention_of
-from fastpack.exactness.rule import CONTROL, bound_of, is_half
-from fastpack.exactness.verification import Check
+from fastpack.exactness.inputs import packed, rows_of, single, taken_for_one
+from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
+from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
+from fastpack.exactness.verification import Check, Verification
 
 DRAWS, REPEATS = 3, 4
 """In half precision: of so many draws of tokens, how often each is run."""
 SPREAD = 8
 """By how many roundings embeddings differ from run to run: by one alone, much would be rounded as before."""
 
-Passes = dict[str, Pass]
+LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
+"""Shares: so many of which move as much as one rounding does (a variance of a twelfth), and some three roundings."""
+KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of what trains"}
+"""Names of what is compared of two passes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,24 +53,34 @@ class Runs:
     stock: Callable[[], AbstractContextManager[Any]]
     choosers: Sequence[nn.Module]
 
-    def compare(self) -> tuple[torch.dtype, list[Check]]:
-        """Run everything; return the dtype that sets the bounds, and the checks."""
+    def compare(self) -> Verification:
+        """Run everything, and return every comparison with its bound."""
         alone = self._alone(self.probes[0], None)
         dtype, mixed = self._precision()
         half = is_half(dtype)
         other = self._other_attention(dtype, *alone)
         draws = self.probes if half else self.probes[:1]
         means = [self._mean(probe, dtype, other, mixed=mixed) for probe in draws]
-        passes = {name: [mean[name] for mean in means] for name in means[0]}
-        apart = {name: distance(each, passes["alone"], half=half) for name, each in passes.items()}
-        own = [each for name, each in apart.items() if name not in ("alone", "packed", "padded")]
-        kinds = [kind for kind, tensors in passes["alone"][0].items() if tensors]
-        bounds = {kind: bound_of(max(each[kind] for each in own), dtype) for kind in kinds}
-        apart |= self._moved_and_control(*alone, half=half)
-        moved = {kind: bound_of(error, dtype) for kind, error in apart["again"].items()}
-        if self.choosers:  # experts get other tokens beside the same ones, and may round otherwise
-            moved = bounds
-        return dtype, list(_checks(apart, bounds, moved))
+        true = [mean["alone"] for mean in means]
+        errors = {name: compare_draws([mean[name] for mean in means], true, half=half) for name in means[0]}
+        own = [error for name, error in errors.items() if name not in ("alone", *BATCHES)]
+        kinds = [kind for kind in KINDS if true[0].by_kind()[kind]]
+        bounds = {kind: bound_of(max(getattr(error, kind) for error in own), dtype) for kind in kinds}
+        again, moved, control = self._moved_and_control(*alone, half=half)
+        # experts get other tokens beside the same ones, and may round otherwise
+        still = bounds if self.choosers else {kind: bound_of(getattr(again, kind), dtype) for kind in kinds}
+        checks = [
+            Check(f"{name}, as each sequence alone: {KINDS[kind]}", getattr(errors[name], kind), bound)
+            for name in BATCHES
+            for kind, bound in bounds.items()
+        ]
+        for kind in ("logits", "embeddings"):
+            what = f"another sequence changed: {KINDS[kind]} of the rest"
+            checks.append(Check(what, getattr(moved, kind), still[kind]))
+        for kind, bound in bounds.items():
+            what = f"control, taken for one sequence: {KINDS[kind]}"
+            checks.append(Check(what, getattr(control, kind), CONTROL * bound, at_least=True))
+        return Verification.of(self.probes[0].model, dtype, checks)
 
     def _precision(self) -> tuple[torch.dtype, bool]:
         """Return the least precise dtype of the passes so far, and whether the hidden states are of a finer one."""
@@ -72,94 +90,118 @@ class Runs:
         dtype = coarsest_dtype(probe.model, stream, autocast)
         return dtype, dtype not in (stream, autocast)
 
-    def _other_attention(self, dtype: torch.dtype, alone: Pass, choices: Choices) -> str | None:
+    def _other_attention(self, dtype: torch.dtype, alone: Result, choices: Choices) -> str | None:
         """Return the stock model's other attention, where that computes the same: sdpa drops softcaps, for one."""
         probe = self.probes[0]
         other = other_attention_of(probe.model)
         if other is None:
             return None
-        with self.stock(), held(self.choosers, choices):
-            rounded = self._one_by_one(probe, Nudge(0, dtype, share=NEARLY_ALL))
-        with self.stock(), attending_by(probe.model, other), held(self.choosers, choices):
-            found = self._one_by_one(probe, None)
-        by_other, by_rounding = (distance([each], [alone], half=True)["logits"] for each in (found, rounded))
+        with held(self.choosers, choices):
+            rounded = self._stock(probe, Nudge(0, dtype, share=NEARLY_ALL))
+            found = self._stock(probe, None, other)
+        by_other, by_rounding = (compare(each, alone, half=True).logits for each in (found, rounded))
         return other if by_other <= CONTROL * by_rounding else None
 
-    def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> Passes:
+    def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> dict[str, Result]:
         """Return each kind of pass over one draw, the mean of several in half precision."""
         half = is_half(dtype)
-        every: list[Passes] = []
+        every: list[dict[str, Result]] = []
         for repeat in range(REPEATS if half else 1):
-            near = Nudge(repeat, dtype, spread=SPREAD) if half else None
+            near = Nudge(repeat, dtype, spread=SPREAD if half else 0)
             alone, choices = self._alone(probe, near)
             passes = {"alone": alone}
-            with self.stock():
+            with held(self.choosers, choices):
                 if other is not None:
-                    nudge = replace(near, share=LIKE_ONE) if near else None
-                    with attending_by(probe.model, other), held(self.choosers, choices):
-                        passes[other] = self._one_by_one(probe, nudge)
+                    passes[other] = self._stock(probe, replace(near, share=LIKE_ONE if half else 0.0), other)
                 if other is None or mixed or not half:
-                    nudge = replace(near or Nudge(repeat, dtype), share=NEARLY_ALL)
-                    with held(self.choosers, choices):
-                        passes["a rounding off"] = self._one_by_one(probe, nudge)
-            for name, batch in (("packed", _packed), ("padded", _padded)):
-                with held(self.choosers, choices):
+                    passes["a rounding off"] = self._stock(probe, replace(near, share=NEARLY_ALL))
+                for name, batch in BATCHES.items():
                     passes[name] = probe.run(batch(probe.sequences()), nudge=near)
             every.append(passes)
         return {name: mean([passes[name] for passes in every]) for name in every[0]}
 
-    def _moved_and_control(self, alone: Pass, choices: Choices, *, half: bool) -> dict[str, dict[str, float]]:
-        """Return how far others move with the tokens of one sequence, how far with nothing at all, and how far all do
-        that are taken for one."""
+    def _moved_and_control(self, alone: Result, choices: Choices, *, half: bool) -> tuple[Error, Error, Error]:
+        """Return how far all move with nothing at all, how far others do with the tokens of one sequence, and how far
+        all do that are taken for one."""
         probe, which = self.probes[0], len(self.probes[0].lengths) // 2
         ids, at = probe.places()[which]
         rest = slice(at, at + len(ids))
+        with held(self.choosers, choices):
+            first, again = (probe.run(packed(probe.sequences())) for _ in range(2))
+            moved = probe.run(packed(probe.sequences(other=which)))
+        control = probe.run(taken_for_one(probe.sequences()))
+        return (
+            compare(again, first, half=half),
+            compare(without(moved, rest), without(first, rest), half=half),
+            compare(control, alone, half=half),
+        )
 
-        def run(sequences: Sequence[Tensor]) -> Pass:
-            with held(self.choosers, choices):
-                return probe.run(_packed(sequences))
-
-        packed, again = run(probe.sequences()), run(probe.sequences())
-        moved = run(probe.sequences(other=which))
-        control = probe.run(_packed([torch.cat(probe.sequences())]))
-        return {
-            "again": distance([again], [packed], half=half),
-            "moved": distance([without(moved, rest)], [without(packed, rest)], half=half),
-            "control": distance([control], [alone], half=half),
-        }
-
-    def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Pass, Choices]:
+    def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Result, Choices]:
         """Return what the stock model gives for each sequence alone, and chooses."""
-        with self.stock(), recorded(self.choosers) as choices:
-            found = self._one_by_one(probe, nudge)
+        with recorded(self.choosers) as choices:
+            found = self._stock(probe, nudge)
         return found, choices()
 
-    def _one_by_one(self, probe: Probe, nudge: Nudge | None) -> Pass:
-        return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
+    def _stock(self, probe: Probe, nudge: Nudge | None, attention: str | None = None) -> Result:
+        """Return what the stock model gives for each sequence alone, by its own attention or another."""
+        with self.stock(), attending_by(probe.model, attention):
+            return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
 
 
-def _packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    return {"input_ids": torch.cat(list(sequences))[None], "packed_seq_lens": [len(ids) for ids in sequences]}
+BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed": packed, "padded": rows_of}
 
 
-def _padded(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True)
-    ones = [torch.ones_like(sequence) for sequence in sequences]
-    return {"input_ids": ids, "attention_mask": torch.nn.utils.rnn.pad_sequence(ones, batch_first=True)}
+def other_attention_of(model: nn.Module) -> str | None:
+    """Return the other implementation of attention that all of a transformers model has, or None."""
+    current = {config._attn_implementation for config in _configs(model)}
+    if not current or None in current:
+        return None
+    if current != {"eager"}:
+        return "eager"
+    models = [module for module in model.modules() if hasattr(module, "_supports_sdpa")]
+    return "sdpa" if models and all(module._supports_sdpa for module in models) else None
 
 
-NAMES = {"logits": "logits", "embeddings": "gradients of embeddings", "weights": "gradients of what trains"}
+@contextmanager
+def attending_by(model: nn.Module, implementation: str | None) -> Iterator[None]:
+    """Let every part of a stock transformers model attend by this implementation, if any, and by its own behind it."""
+    before = [(config, config._attn_implementation_internal) for config in _configs(model)]
+    try:
+        for config, own in before:
+            config._attn_implementation_internal = implementation or own
+        yield
+    finally:
+        for config, own in before:
+            config._attn_implementation_internal = own
 
 
-def _checks(found: dict[str, dict[str, float]], bounds: dict[str, float], moved: dict[str, float]) -> Iterator[Check]:
-    """Yield every comparison, of the kinds that there are bounds for, and the controls; ``moved`` are those of what
-    another sequence may do."""
-    for what in ("packed", "padded"):
-        for kind, bound in bounds.items():
-            yield Check(f"{what}, as each sequence alone: {NAMES[kind]}", found[what][kind], bound)
-    for kind in ("logits", "embeddings"):
-        error = found["moved"][kind]
-        yield Check(f"another sequence changed: {NAMES[kind]} of the rest", error, moved[kind])
-    for kind, bound in bounds.items():
-        error = found["control"][kind]
-        yield Check(f"control, taken for one sequence: {NAMES[kind]}", error, CONTROL * bound, at_least=True)
+def _configs(model: nn.Module) -> list[Any]:
+    """Return the configs of all modules that attend by one, each once."""
+    found = (module.__dict__.get("config") for module in model.modules())
+    return list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
+
+
+def coarsest_dtype(model: nn.Module, stream: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
+    """Return the least precise dtype that a model computes in, as far as its parts tell.
+
+    Args:
+        stream: the dtype of its embeddings.
+        autocast: the dtype of the autocast that it runs under, or None.
+    """
+    used = {stream, autocast}
+    for module in model.modules():
+        used |= {weight.dtype for weight in module._parameters.values() if weight is not None}
+        used.add(getattr(module, "compute_dtype", None))
+        if _is_quantised(module):
+            used.add(torch.bfloat16)
+    return next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype in used), stream)
+
+
+def _is_quantised(module: nn.Module) -> bool:
+    """True for a projection whose weight is not a plain tensor of numbers."""
+    if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+        return False
+    weight = getattr(module, "weight", None)
+    return (
+        not isinstance(weight, Tensor) or not weight.is_floating_point() or type(weight) not in (Tensor, nn.Parameter)
+    )

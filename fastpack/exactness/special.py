@@ -35,13 +35,11 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
 STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
 MIXED = layers(SLIDING, FULL, SLIDING, FULL)
 MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
-STATE_AND_ATTENTION = layers(LINEAR, FULL, LINEAR, FULL)
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
 """Their sdpa in transformers 5.17 drops the softcap, or is not causal: no oracle."""
 ONE_CODEBOOK: dict[str, Any] = {"num_codebooks": 1}
 """Rows are then sequences: with more, four rows of ids are summed into one."""
 
-GEMMA4_SHARED: dict[str, Any] = {**MIXED, "num_kv_shared_layers": 2}
 GEMMA4_EXPERTS: dict[str, Any] = {
     **MIXED,
     "num_global_key_value_heads": 1,
@@ -146,11 +144,11 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gemma3n_text": {**MIXED, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
     "gemma4": {"text_config": GEMMA4_EXPERTS},
-    "gemma4_text": GEMMA4_SHARED,
+    "gemma4_text": {**MIXED, "num_kv_shared_layers": 2},
     "gemma4_unified": {"text_config": GEMMA4_UNIFIED},
     "gemma4_unified_text": GEMMA4_UNIFIED,
     "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
-    "granitemoehybrid": STATE_AND_ATTENTION,
+    "granitemoehybrid": layers(LINEAR, FULL, LINEAR, FULL),
     "hunyuan_v1_dense": STATIC_NTK,
     "hunyuan_v1_moe": STATIC_NTK,
     "laguna": layers(

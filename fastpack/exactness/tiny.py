@@ -162,8 +162,7 @@ def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) 
 
     if model_type in NOT_BUILT:
         raise ValueError(f"{model_type} can't be built: {NOT_BUILT[model_type]}")
-    mapped = model_type in model_types()
-    config_class = model_class(model_type).config_class if mapped else CONFIG_MAPPING[model_type]
+    config_class = model_class(model_type).config_class if model_type in model_types() else CONFIG_MAPPING[model_type]
     return _shrink(config_class(), TRAITS.get(model_type, {}), overrides, head_dim, traits=False)
 
 
@@ -258,7 +257,8 @@ def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool
     given = {name: _in_the_words_of(values.get(name), value) for name, value in given.items()}
     settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in WINDOWS or values[name] is not None}
     settings |= {name: min(values[name], CAPS[name]) for name in names & CAPS.keys() if values[name] is not None}
-    settings |= {name: type(value)(0) for name, value in values.items() if _random(name, value)}
+    numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+    settings |= {name: type(n)(0) for name, n in numbers.items() if any(word in name for word in RANDOM)}
     settings |= _special_tokens(values)
     if "kv_lora_rank" in names:  # latent attention: as many key heads as query heads, RoPE on the part of its own
         settings |= {"num_key_value_heads": HEADS, "head_dim": ROPE_DIM}
@@ -323,10 +323,6 @@ def _small_rope(rope: Mapping[str, Any], narrower: float) -> dict[str, Any]:
             ends = [round(sum(value[:i]) * narrower) for i in range(len(value) + 1)]
             small[name] = [end - start for start, end in itertools.pairwise(ends)]
     return small
-
-
-def _random(name: str, value: object) -> bool:
-    return type(value) in (int, float) and any(word in name for word in RANDOM)
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:

@@ -48,7 +48,6 @@ def apart() -> Iterator[None]:
         torch.autocast("cpu", enabled=False),
         torch.random.fork_rng(devices=[]),
         torch.device("cpu"),
-        _outside_zero_init(),
         ExitStack() as later,
     ):
         warnings.simplefilter("ignore")
@@ -56,21 +55,11 @@ def apart() -> Iterator[None]:
         log.setLevel(logging.ERROR)
         later.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
+        zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")  # loaded, if somebody entered it
+        if zero is not None:
+            zero.shutdown_init_context()
+            later.callback(zero.restore_init_context)
         yield
-
-
-@contextmanager
-def _outside_zero_init() -> Iterator[None]:
-    """Leave DeepSpeed's ``zero.Init`` as ``deepspeed.initialize`` leaves it; nothing where nobody has imported it."""
-    zero: Any = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    if zero is None:
-        yield
-        return
-    zero.shutdown_init_context()
-    try:
-        yield
-    finally:
-        zero.restore_init_context()
 
 
 def build_twin(
@@ -151,18 +140,14 @@ def _draw(model: nn.Module, generator: torch.Generator) -> None:
 
     All are numbers of bfloat16, so that twins of several dtypes have the same.
     """
-    drawn: set[int] = set()
-    for module in model.modules():
-        normalises = "norm" in type(module).__name__.lower()
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in drawn:
-                continue
-            drawn.add(id(parameter))
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-            if normalises and name.endswith("weight"):
-                value = 1.0 + VECTOR * noise
-            elif parameter.ndim < 2:
-                value = VECTOR * noise
-            else:
-                value = (SPREAD * GRID * noise).round() / GRID
-            parameter.copy_(value.bfloat16())
+    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    about_1 = {id(p) for norm in norms for name, p in norm.named_parameters(recurse=False) if name.endswith("weight")}
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+        if id(parameter) in about_1:
+            value = 1.0 + VECTOR * noise
+        elif parameter.ndim < 2:
+            value = VECTOR * noise
+        else:
+            value = (SPREAD * GRID * noise).round() / GRID
+        parameter.copy_(value.bfloat16())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastpack.errors import FastpackError
 from fastpack.utils.console import as_text, headed
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from torch import nn
 
-    from fastpack.exactness.rule import Verdict
+Verdict = Literal["exact", "not exact", "can't tell"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """NaN never passes."""
-        return self.error >= self.bound if self.at_least else self.error <= self.bound
+        """NaN never passes, and no infinite control: passes that are no numbers, or all zeros, show nothing."""
+        return self.bound <= self.error < math.inf if self.at_least else self.error <= self.bound
 
 
 @dataclass(frozen=True)
@@ -75,14 +76,13 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
-        found = [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks]
         return {
             "model": self.model,
             "dtype": self.dtype,
             "device": self.device,
             "passed": self.passed,
             "verdict": self.verdict,
-            "checks": found,
+            "checks": [{"what": c.what, "error": c.error, "bound": c.bound, "passed": c.passed} for c in self.checks],
         }
 
     def __str__(self) -> str:

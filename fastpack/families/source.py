@@ -6,6 +6,7 @@ import ast
 import functools
 import hashlib
 import inspect
+import re
 import sys
 import textwrap
 from types import FunctionType, ModuleType
@@ -13,12 +14,10 @@ from typing import Any, NamedTuple
 
 from fastpack.utils.classes import unwrapped
 
-_LEFT_OUT = ("eager_attention_forward",)
-"""Attention itself, which is read from the call of the interface."""
-
-
 UNREADABLE = "no source"
-_CACHE = {"past_key_values": "cache", "cache_params": "cache"}
+_CACHE = re.compile(r"\b(past_key_values|cache_params)\b")
+_CACHE_UPDATE = re.compile(r"(?<![\w.])(cache\.update\(.*), kwargs=kwargs\)")
+"""transformers 5.24 says ``cache`` for both names, and hands ``update`` keywords."""
 _ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}") for which in ("", "_gpt_oss")}
 """Liger's, each of which stands for the family's own."""
 
@@ -43,7 +42,8 @@ def source_hash(cls: Any) -> str:
             (f"self.{n}", getattr(cls, n, None)) for n in said.own
         ]
         for other, found in called:
-            if inspect.isfunction(found) and other not in (*parts, *_LEFT_OUT):
+            # attention itself is read from the call of the interface
+            if inspect.isfunction(found) and other not in (*parts, "eager_attention_forward"):
                 helper = unwrapped(found)
                 if helper.__module__ == module.__name__:
                     waiting.append((other, _read(helper)))
@@ -90,34 +90,7 @@ def _read_as_written(module: ModuleType, name: str) -> _Said | None:
     return next((_said(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
 
 
-class _OneNameForCaches(ast.NodeTransformer):
-    """transformers 5.24 says ``cache`` for ``past_key_values`` and ``cache_params``, and hands ``update`` keywords."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = _CACHE.get(node.id, node.id)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        node.attr = _CACHE.get(node.attr, node.attr)
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.arg = _CACHE.get(node.arg, node.arg)
-        return node
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        node.arg = None if node.arg is None else _CACHE.get(node.arg, node.arg)
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if ast.unparse(node.func) == "cache.update":
-            node.keywords = [each for each in node.keywords if ast.unparse(each) != "kwargs=kwargs"]
-        return node
-
-
 def _said(tree: ast.FunctionDef) -> _Said:
-    tree = _OneNameForCaches().visit(tree)
     tree.decorator_list = []
     tree.returns = None
     for argument in ast.walk(tree.args):
@@ -126,11 +99,11 @@ def _said(tree: ast.FunctionDef) -> _Said:
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and node.value is not None:
             node.annotation = ast.Constant(None)
-    first = tree.body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+    if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:] or [ast.Pass()]
     nodes = list(ast.walk(tree))
     names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    attributes = [n for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name)]
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     own = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
-    return _Said(ast.unparse(tree), tuple(sorted(names)), tuple(sorted(own)))
+    text = _CACHE.sub("cache", ast.unparse(tree))
+    return _Said(_CACHE_UPDATE.sub(r"\1)", text), tuple(sorted(names)), tuple(sorted(own)))

@@ -2,7 +2,7 @@
 
 The oracle is the stock model on each sequence alone. Compared are logits, the gradient of every token's embedding and
 the gradient of everything that trains, by the rule of :mod:`fastpack.exactness.rule`. How far two right results may be
-apart is measured on the stock model itself (:mod:`fastpack.exactness.rounding`), and both are held to the same experts
+apart is measured on the stock model itself (:mod:`fastpack.exactness.runs`), and both are held to the same experts
 (:mod:`fastpack.exactness.choices`), since a choice that flips with rounding says nothing.
 """
 
@@ -14,6 +14,9 @@ from collections.abc import Sequence
 import torch
 
 from fastpack.errors import PatchError
+from fastpack.exactness.choices import choosers_of
+from fastpack.exactness.probe import Probe
+from fastpack.exactness.runs import DRAWS, Runs
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families.registry import family_of
 from fastpack.layers.adapters import not_isolated
@@ -69,16 +72,10 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
     family = family_of(parts.backbone)
     names = () if family is None else family.routers
-    # late, since heavy: it is of no use to who only patches
-    from fastpack.exactness.choices import choosers_of
-    from fastpack.exactness.probe import Probe
-    from fastpack.exactness.runs import DRAWS, Runs
-
     with torch.inference_mode(False), evaluating(model), uncovered(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
         stock = functools.partial(disabled, state)
-        dtype, checks = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()
-    result = Verification.of(model, dtype, checks)
+        result = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()
     if result.verdict == "not exact":
         raise ContaminationError(result, "; ".join(not_isolated(parts.backbone)) or None)
     if result.verdict == "can't tell":

@@ -21,7 +21,7 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
     "transformers.models.auto.modeling_auto",
 )
-IMPORTED_TO_TRAIN = ("fastpack.testing.train", "datasets", "peft", "trl.trainer.sft_trainer")
+IMPORTED_TO_TRAIN = ("datasets", "peft", "trl.trainer.sft_trainer")
 
 
 def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> Iterator[list[Row]]:

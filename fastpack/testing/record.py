@@ -1,4 +1,4 @@
-"""A run of ``gists/smoke.sh`` as a file: when, with which versions, on what, and every row."""
+"""A run of ``gists/smoke.sh``: what its models are, and its file: when, with which versions, on what, and every row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,50 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import fastpack
+from fastpack.exactness.special import HEAD_DIM
+from fastpack.exactness.tiny import build_tiny
 from fastpack.utils.versions import versions_of
 
 if TYPE_CHECKING:
     from fastpack.exactness.verification import Verification
-    from fastpack.testing.setting import Setting
 
-PACKAGES = ("transformers", "torch", "trl", "peft")
+GPU_HEAD_DIM = 64
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Tiny and float32 on a CPU; on a GPU bfloat16, with heads of a real size.
+
+    Attributes:
+        dtype: name of a dtype of torch; head_dim: a multiple of 16.
+    """
+
+    device: str = "cpu"
+    dtype: str = "float32"
+    head_dim: int = HEAD_DIM
+
+    @classmethod
+    def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
+        """What is None is what the machine is best tried with."""
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        gpu = device != "cpu"
+        return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
+
+    def build(self, model_type: str, dtype: torch.dtype | None = None) -> Any:
+        """This family's model, in this precision or another, in training mode: some write states in place otherwise.
+
+        Raises what :func:`fastpack.exactness.tiny.build_tiny` raises.
+        """
+        dtype = dtype or getattr(torch, self.dtype)
+        return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
+
+    def named(self) -> str:
+        """For people."""
+        gpu = f" ({torch.cuda.get_device_name()})" if self.device.startswith("cuda") else ""
+        return f"{self.device}{gpu}, {self.dtype}, heads of {self.head_dim}"
 
 
 @dataclass(frozen=True)
@@ -87,7 +123,7 @@ class Record:
     @classmethod
     def of_now(cls, setting: str, seconds: float, absent: Sequence[str], rows: Sequence[Row]) -> Record:
         """With today's date and what is installed."""
-        versions = {"fastpack": fastpack.__version__, **versions_of(*PACKAGES)}
+        versions = {"fastpack": fastpack.__version__, **versions_of("transformers", "torch", "trl", "peft")}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 
     @classmethod

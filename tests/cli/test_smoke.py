@@ -26,17 +26,15 @@ from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.cli import families
 from fastpack.cli.main import main
-from fastpack.cli.smoke_flags import choose
+from fastpack.cli.smoke import MOST_USED, choose
 from fastpack.exactness.inputs import INPUT_KINDS
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.testing import processes, train, worker
-from fastpack.testing.most_used import MOST_USED
-from fastpack.testing.record import Record, Row
-from fastpack.testing.setting import Setting
+from fastpack.testing import processes, worker
+from fastpack.testing.record import Record, Row, Setting
 from fastpack.testing.worker import EACH, USUAL, Task
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
@@ -144,14 +142,14 @@ def test_what_trl_can_not_train_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The stock model, that is: a patched one that can't be trained fails."""
-    stock = train._train
+    stock = worker._train
 
     def broken(model: Any, *, packed: bool) -> Any:
         if hasattr(model, "peft_config") and not fastpack.is_patched(model):
             raise AttributeError("no such thing")
         return stock(model, packed=packed)
 
-    monkeypatch.setattr(train, "_train", broken)
+    monkeypatch.setattr(worker, "_train", broken)
     found = list(worker.rows("llama", Task(("plain", "lora"), "auto", Setting())))
     assert [row.verdict for row in found] == ["exact", "left out"]
     assert "AttributeError: no such thing" in (found[-1].left_out or "")
@@ -159,7 +157,7 @@ def test_what_trl_can_not_train_is_left_out(
     assert smoke_main(["llama", *ON_CPU]) == 0
     assert "llama (lora): left out: the stock model can't be trained" in capsys.readouterr().out
     monkeypatch.setattr(
-        train,
+        worker,
         "_train",
         lambda model, **_: broken(model, packed=False) if fastpack.is_patched(model) else ([1, 1, 1], 1),
     )
@@ -171,10 +169,10 @@ def test_losses_that_are_divided_by_another_number_of_labels() -> None:
     stock = [5.0, 6.0, 7.0]
     tokens = [70, 69, 81]
     divided = [loss * n / (n - 4) for loss, n in zip(stock, tokens, strict=True)]
-    assert train._off(divided, stock, packed=True) < 1e-12
-    assert train._off(divided, stock, packed=False) > 0.05
-    assert train._off(stock, stock, packed=True) == 0.0
-    assert train._off([5.0, 6.0, divided[2]], stock, packed=True) > 0.05
+    assert worker._off(divided, stock, packed=True) < 1e-12
+    assert worker._off(divided, stock, packed=False) > 0.05
+    assert worker._off(stock, stock, packed=True) == 0.0
+    assert worker._off([5.0, 6.0, divided[2]], stock, packed=True) > 0.05
 
 
 def test_every_backend_that_can_serve() -> None:

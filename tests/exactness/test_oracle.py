@@ -10,8 +10,8 @@ import torch
 import fastpack
 from fastpack.exactness import tiny
 from fastpack.exactness.oracle import DRAWS, STEADY, _finer
-from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_norms
-from fastpack.testing.setting import GPU_HEAD_DIM, Setting
+from fastpack.exactness.rule import FACTOR, FULL_BOUND, Result, compare, compare_draws
+from fastpack.testing.record import GPU_HEAD_DIM, Setting
 from fastpack.testing.worker import oracle_of
 
 HALF = Setting("cpu", "bfloat16", GPU_HEAD_DIM)
@@ -25,13 +25,31 @@ def result(logits: list[float], grad: list[float]) -> Result:
 def test_errors_are_those_of_the_worst_sequence_and_parameter() -> None:
     true, found = result([3.0, 4.0], [1.0, 0.0]), result([3.0, 4.4], [1.0, 0.5])
     assert compare(found, true).logits == pytest.approx(0.1)
-    assert compare_norms(found, true).logits == pytest.approx(0.08)
-    assert compare(found, true).worst == compare_norms(found, true).worst == 0.5
-    for measure in (compare, compare_norms):
-        assert measure(true, true).worst == 0.0
-        assert measure(result([3.0, float("nan")], [1.0, 0.0]), true).worst == float("inf")
-        with pytest.raises(ValueError, match="gradients of"):
-            measure(Result(true.logits, true.loss, {}), true)
+    assert compare(found, true, half=True).logits == pytest.approx(0.08)
+    assert compare(found, true).worst == compare(found, true, half=True).worst == 0.5
+    for half in (False, True):
+        assert compare(true, true, half=half).worst == 0.0
+        assert compare(result([3.0, float("nan")], [1.0, 0.0]), true, half=half).worst == float("inf")
+        without = Result(true.logits, true.loss, {})
+        assert compare(without, true, half=half).grads == 1.0, "what only one has is zero on the other"
+        assert compare(true, without, half=half).grads == float("inf")
+
+
+def test_nothing_to_compare_proves_nothing() -> None:
+    """Two passes without logits, without gradients, or with nothing but zeros in either; one zero of several is one."""
+    true = result([3.0, 4.0], [1.0, 0.0])
+    for nothing in (true._replace(logits=[]), true._replace(grads={}), result([3.0, 4.0], [0.0, 0.0])):
+        assert compare(nothing, nothing).worst == float("inf")
+    one = true._replace(logits=[torch.zeros(1, 2), *true.logits])
+    assert compare(one, one).logits == float("inf"), "nothing is known of one sequence"
+    unused = true._replace(grads={**true.grads, "unused": torch.zeros(2)})
+    assert compare(unused, unused).worst == 0.0
+
+
+def test_the_median_of_the_draws_counts() -> None:
+    true, far = result([3.0, 4.0], [1.0, 0.0]), result([3.0, 40.0], [1.0, 0.0])
+    assert compare_draws([far, true, true], [true] * 3, half=True).worst == 0.0
+    assert compare_draws([far, far, true], [true] * 3, half=True).logits == pytest.approx(7.2)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bamba", "mixtral"])
@@ -79,7 +97,7 @@ def test_wider_models_have_activations_of_the_same_size(model_type: str) -> None
 
 
 def test_the_float32_model_has_the_weights_of_the_other() -> None:
-    fine = _finer(functools.partial(HALF.build, "llama"), torch.bfloat16, torch.float32)
+    fine = _finer(functools.partial(HALF.build, "llama"), HALF.build("llama"), torch.float32)
     for name, parameter in HALF.build("llama").named_parameters():
         assert parameter.dtype == torch.bfloat16
         wide = fine.get_parameter(name)

@@ -10,16 +10,8 @@ import torch
 from tiny import tiny_model
 from torch import Tensor, nn
 
-from fastpack.exactness.probe import SKETCH, Probe
-from fastpack.exactness.rounding import (
-    LIKE_ONE,
-    NEARLY_ALL,
-    Nudge,
-    attending_by,
-    coarsest_dtype,
-    moved_by,
-    other_attention_of,
-)
+from fastpack.exactness.probe import SKETCH, Nudge, Probe, moved_by
+from fastpack.exactness.runs import LIKE_ONE, NEARLY_ALL, attending_by, coarsest_dtype, other_attention_of
 from fastpack.exactness.tiny import build_tiny
 
 

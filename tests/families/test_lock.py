@@ -11,13 +11,13 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 
+from fastpack.cli.families import sources_of
 from fastpack.exactness.tiny import model_types
 from fastpack.families import lock
 from fastpack.families.forms import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.registry import FAMILIES
 from fastpack.families.source import source_hash
 from fastpack.families.spec import Family
-from fastpack.testing.sources import sources_of
 
 HERE = [family for family in FAMILIES.values() if family.model_type in model_types()]
 

@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import FLOAT32_BOUND, INPUT_KINDS, Result, relative
+from oracle import FLOAT32_BOUND, INPUT_KINDS, Result, compare, relative
 from torch import Tensor
 
 import fastpack
 from fastpack.errors import PatchError
 from fastpack.exactness.oracle import run_alone, run_batch
-from fastpack.exactness.rule import compare
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families.registry import FAMILIES
 from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Setting
 
 TINY = Setting()
 BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_BUILT]

@@ -18,7 +18,7 @@ from fastpack.errors import FastpackWarning
 from fastpack.exactness.rule import FULL_BOUND
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families.source import UNREADABLE, source_hash
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Setting
 from fastpack.testing.worker import oracle_of
 
 LENGTHS = [5, 1, 13]

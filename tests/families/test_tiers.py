@@ -11,10 +11,11 @@ import torch
 from readme import MEND, claimed
 
 import fastpack
+from fastpack.cli.smoke import MOST_USED
 from fastpack.errors import UnsupportedModelError
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
-from fastpack.exactness.oracle import checkpointings, checks_of
-from fastpack.exactness.rule import FULL_BOUND
+from fastpack.exactness.oracle import Oracle, checkpointings
+from fastpack.exactness.rule import FULL_BOUND, Error
 from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
 from fastpack.exactness.verification import Verification
@@ -25,8 +26,7 @@ from fastpack.families.registry import FAMILIES
 from fastpack.families.repadded import REPADDED_FAMILIES
 from fastpack.families.scoped import SCOPED_FAMILIES
 from fastpack.families.spec import Family
-from fastpack.testing.most_used import MOST_USED
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Setting
 from fastpack.testing.worker import oracle_of
 
 UNTRIED = {**NOT_BUILT, **REFUSED}
@@ -60,18 +60,21 @@ def test_a_leak_is_seen(model_type: str) -> None:
     assert {check.what: check.error for check in found.checks}["packed_seq_lens"] > 0.1
 
 
-def test_what_is_no_proof() -> None:
+def test_what_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too far off, no number at all, or a control that could not have told."""
     errors = {"padded right": 1e-6, "padded left": 1e-5}
+    oracle = Oracle([], [], FULL_BOUND, torch.float32)
 
     def found(errors: dict[str, float], control: float) -> Verification:
-        return Verification("", "", "", tuple(checks_of(errors, FULL_BOUND, control)))
+        off = Error(logits=control, loss=0.0, grads=0.0, embeddings=0.0)
+        monkeypatch.setattr(Oracle, "error", lambda *_: off)
+        return oracle.judge(torch.nn.Linear(1, 1), errors)
 
     assert found(errors, 0.9).problem is None
     for error in (2e-4, float("inf")):
         problem = found({**errors, "packed_seq_lens": error}, 0.9).problem
         assert (problem or "").startswith("not exact: packed_seq_lens")
-    for control in (1e-3, float("nan")):
+    for control in (1e-3, float("nan"), float("inf")):
         assert (found(errors, control).problem or "").startswith("can't tell: control")
 
 

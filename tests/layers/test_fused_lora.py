@@ -25,7 +25,6 @@ from oracle import (
 from tiny import VOCAB, tiny_model
 
 import fastpack
-from fastpack.exactness.rule import compare_norms
 
 KIND = "TRL's keywords"
 
@@ -201,7 +200,7 @@ def test_4_bit_with_float32_norms_under_autocast(
         assert [x.dtype for x in ours] == [x.dtype for x in stock(**batch).hidden_states]
     assert any("norm" in name for name in alone.grads)
     assert any("embed_tokens" in name for name in alone.grads)
-    error, allowed = compare_norms(found, true), compare_norms(alone, true)
+    error, allowed = compare(found, true, half=True), compare(alone, true, half=True)
     assert 1e-4 < error.grads <= 1.5 * allowed.grads, (error, allowed)
     assert error.logits <= 1.5 * allowed.logits
 
@@ -274,11 +273,11 @@ def test_fp16_autocast_with_a_gradient_scaler(calls: dict[str, int]) -> None:
     found, stepped = gradients(patched=True)
     assert stepped
     assert calls == {"project": 4, "gated_mlp": 2, "add_updates": 0}
-    error, allowed = compare_norms(found, true), compare_norms(stock, true)
+    error, allowed = compare(found, true, half=True), compare(stock, true, half=True)
     assert 1e-5 < error.grads <= 1.5 * allowed.grads, (error, allowed)
     overflown, stepped = gradients(patched=True, scale=2.0**40)
     assert not stepped, "the negative control: infinite gradients are seen, and no step is taken"
-    assert compare_norms(overflown, true).grads == float("inf")
+    assert compare(overflown, true, half=True).grads == float("inf")
 
 
 def by_rows() -> dict[str, Any]:

@@ -16,12 +16,12 @@ import pytest
 import torch
 from adapter_cases import NF4, loaded_again, with_lora
 from op_checks import count_calls
-from oracle import INPUT_KINDS, Result, make_sequences, split_logits, to_device, trained_tokens
+from oracle import INPUT_KINDS, Result, compare, make_sequences, split_logits, to_device, trained_tokens
 from tiny import HEAD_DIM, VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.exactness.rule import FACTOR, compare_norms
+from fastpack.exactness.rule import FACTOR
 from fastpack.ops.implementation import use_triton
 
 cast = pytest.importorskip("fastpack.ops.kernels.cast")
@@ -156,7 +156,7 @@ def check(found: Result, stock: Result, true: Result) -> None:
     """The rule, for the logits and for each gradient."""
     for name in true.grads:
         only = [Result(each.logits, each.loss, {name: each.grads[name]}) for each in (found, stock, true)]
-        error, allowed = compare_norms(only[0], only[2]), compare_norms(only[1], only[2])
+        error, allowed = compare(only[0], only[2], half=True), compare(only[1], only[2], half=True)
         assert 1e-4 < error.grads <= BOUND * allowed.grads, f"{error}, PEFT's {allowed}"
     assert 1e-4 < error.logits <= BOUND * allowed.logits, f"{error}, PEFT's {allowed}"
 
@@ -166,7 +166,7 @@ def check_control(model: Any, stock: Result, true: Result, *given: Any) -> None:
     for name, module in model.named_modules():
         if "layers.0." in name and hasattr(module, "lora_A"):
             module.scaling["default"] *= 1.1
-    error, allowed = compare_norms(run(model, *given, packed=True), true), compare_norms(stock, true)
+    error, allowed = compare(run(model, *given, packed=True), true, half=True), compare(stock, true, half=True)
     assert error.grads > BOUND * allowed.grads, f"{error}, PEFT's {allowed}"
     assert error.logits > BOUND * allowed.logits, f"{error}, PEFT's {allowed}"
 
@@ -258,8 +258,8 @@ def test_dropout_is_no_worse_than_peft(
     assert 0.25 < 1 - torch.cat([mask.flatten() for mask in masks]).double().mean() < 0.35
     check(found, alone, true)
     torch.manual_seed(12)
-    other = compare_norms(run(model, sequences, autocast, packed=True), true)
-    assert other.grads > 2 * BOUND * compare_norms(alone, true).grads, "the control: another seed is another draw"
+    other = compare(run(model, sequences, autocast, packed=True), true, half=True)
+    assert other.grads > 2 * BOUND * compare(alone, true, half=True).grads, "the control: another seed is another draw"
 
 
 @pytest.mark.parametrize("name", ["float32", "bf16, A and B too"])

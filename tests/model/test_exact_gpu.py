@@ -13,7 +13,6 @@ import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.oracle import Oracle
-from fastpack.exactness.rule import compare_norms
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +28,7 @@ def test_backends(model_type: str, attention: str) -> None:
     wide, plain = oracle_and_plain(model_type)
     sequences = make_sequences(VOCAB, LENGTHS)
     for kind in ("padded right", "TRL's keywords"):
-        check(compare_norms(run_batch(model, sequences, kind), wide), plain)
+        check(compare(run_batch(model, sequences, kind), wide, half=True), plain)
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAST if name not in EXPERTS])
@@ -38,7 +37,7 @@ def test_families(model_type: str) -> None:
     model = fastpack.patch(build(model_type, torch.bfloat16), strict=True)
     sequences = make_sequences(VOCAB, LENGTHS)
     for kind in INPUT_KINDS:
-        check(compare_norms(run_batch(model, sequences, kind), wide), plain)
+        check(compare(run_batch(model, sequences, kind), wide, half=True), plain)
 
 
 @pytest.mark.parametrize("model_type", ["llama", *EXPERTS])
@@ -80,13 +79,13 @@ def test_lora_with_checkpointing(checkpointing: str) -> None:
         return with_lora(build("llama", dtype)).to(dtype)
 
     wide = run_alone(adapted(torch.float32), sequences)
-    plain = compare_norms(run_alone(adapted(torch.bfloat16), sequences), wide)
+    plain = compare(run_alone(adapted(torch.bfloat16), sequences), wide, half=True)
     model = fastpack.patch(adapted(torch.bfloat16))
     if checkpointing != "none":
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.enable_input_require_grads()
     for kind in INPUT_KINDS:
-        check(compare_norms(run_batch(model, sequences, kind), wide), plain)
+        check(compare(run_batch(model, sequences, kind), wide, half=True), plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -95,10 +94,10 @@ def test_autocast_over_float32_weights(dtype: torch.dtype) -> None:
     wide = run_alone(build("llama", torch.float32), sequences)
     stock = build("llama", torch.float32)
     with torch.autocast("cuda", dtype):
-        plain = compare_norms(run_alone(stock, sequences), wide)
+        plain = compare(run_alone(stock, sequences), wide, half=True)
     model = fastpack.patch(build("llama", torch.float32), attention="torch_varlen")
     with torch.autocast("cuda", dtype):
-        check(compare_norms(run_batch(model, sequences, "padded left"), wide), plain)
+        check(compare(run_batch(model, sequences, "padded left"), wide, half=True), plain)
 
 
 def test_one_synchronisation_a_step() -> None:

@@ -17,7 +17,7 @@ import fastpack
 from fastpack import PatchError
 from fastpack.model.prefix_sharing import LEAST_SAVED
 from fastpack.model.unwrap import find_parts
-from fastpack.testing.setting import Setting
+from fastpack.testing.record import Setting
 
 LONGROPE: dict[str, Any] = {
     "original_max_position_embeddings": 16,

@@ -24,8 +24,8 @@ from twin_rows import CONFIGS, WRONG, Wrong
 import fastpack
 from fastpack.errors import FastpackWarning
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
-from fastpack.exactness.oracle import error_of, run_alone, run_batch
-from fastpack.exactness.rule import FULL_BOUND
+from fastpack.exactness.oracle import run_alone, run_batch
+from fastpack.exactness.rule import FULL_BOUND, compare
 from fastpack.exactness.tiny import build_tiny, model_class, model_types
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
 from fastpack.families import lock
@@ -35,7 +35,7 @@ from fastpack.model.unwrap import find_parts
 from fastpack.patching import plan
 from fastpack.patching.support import covered_family
 from fastpack.patching.twin import match_by_twin
-from fastpack.patching.twin_checks import patched as patched_by
+from fastpack.patching.twin import patched as patched_by
 
 BY_DEFAULT = (
     "llama Attention window=num_key_value_groups",
@@ -282,7 +282,7 @@ def test_a_release_that_nobody_has_proved_is_matched_whole() -> None:
     assert {*report.matched} == {*FAMILIES["llama"].fast}
     assert (report.rung, report.skipped) == ("fast", ())
     found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
-    assert error_of(found, alone, half=False) <= FULL_BOUND
+    assert compare(found, alone).of_tensors <= FULL_BOUND
 
 
 @pytest.mark.usefixtures("nothing_proved")
@@ -296,7 +296,7 @@ def test_one_of_its_classes_that_computes_otherwise_keeps_its_forward(monkeypatc
     assert [name for name, _ in report.skipped] == ["LlamaMLP"]
     assert "layer" in report.swapped
     found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
-    assert error_of(found, alone, half=False) <= FULL_BOUND
+    assert compare(found, alone).of_tensors <= FULL_BOUND
 
 
 def test_a_foreign_forward_is_not_proved_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -124,6 +124,16 @@ def test_a_check_that_could_not_fail_fails() -> None:
     assert not fastpack.is_patched(model)
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_model_that_gives_no_numbers_or_zeros_is_not_found_exact(value: float) -> None:
+    """Nothing differs from anything then, whatever it does to sequences."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(value)
+    with pytest.raises(fastpack.InconclusiveError, match="nobody can tell"):
+        fastpack.verify(fastpack.patch(model))
+
+
 def test_nothing_is_left_behind() -> None:
     model = fastpack.patch(tiny_model("llama"), attention="reference", kernels="torch")
     model.model.layers[0].eval()
