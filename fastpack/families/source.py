@@ -90,34 +90,21 @@ def _read_as_written(module: ModuleType, name: str) -> _Said | None:
     return next((_said(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
 
 
-class _OneNameForCaches(ast.NodeTransformer):
+def _name_caches_alike(tree: ast.FunctionDef) -> None:
     """transformers 5.24 says ``cache`` for ``past_key_values`` and ``cache_params``, and hands ``update`` keywords."""
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        node.id = _CACHE.get(node.id, node.id)
-        return node
-
-    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        node.attr = _CACHE.get(node.attr, node.attr)
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.arg = _CACHE.get(node.arg, node.arg)
-        return node
-
-    def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        node.arg = None if node.arg is None else _CACHE.get(node.arg, node.arg)
-        return self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        if ast.unparse(node.func) == "cache.update":
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        for place in ("id", "attr", "arg"):
+            name = getattr(node, place, None)
+            if name in _CACHE:
+                setattr(node, place, _CACHE[name])
+    for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "cache.update":
             node.keywords = [each for each in node.keywords if ast.unparse(each) != "kwargs=kwargs"]
-        return node
 
 
 def _said(tree: ast.FunctionDef) -> _Said:
-    tree = _OneNameForCaches().visit(tree)
+    _name_caches_alike(tree)
     tree.decorator_list = []
     tree.returns = None
     for argument in ast.walk(tree.args):
