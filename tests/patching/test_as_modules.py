@@ -22,7 +22,7 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.layers.adapters import read_projection
+from fastpack.layers.read_projection import read_projection
 
 KIND = "TRL's keywords"
 WHERE = "layers.1.mlp.up_proj"
