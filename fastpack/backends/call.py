@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,8 +30,10 @@ class Visibility:
 
     def rejects(self, serves: Collection[str]) -> str | None:
         """Say why a backend that serves these attributes alone can't compute it, or return None."""
-        asked = [part.name for part in fields(self) if getattr(self, part.name) != part.default]
-        return next((f"serves no {name}" for name in asked if name not in serves), None)
+        for part in type(self).__dataclass_fields__.values():  # fields() would filter them anew in each layer
+            if part.name not in serves and getattr(self, part.name) != part.default:
+                return f"serves no {part.name}"
+        return None
 
     def block(self, at: int, end: int, device: torch.device) -> tuple[int, Tensor]:
         """Find the keys of a block of queries, those at positions ``[at, end)`` of a sequence.

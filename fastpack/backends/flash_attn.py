@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, needs_cuda, wrong_dtype
+from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, lacks, needs_cuda, wrong_dtype
 from fastpack.utils.compile import known_once
 
 SERVES = ("window",)
@@ -36,19 +36,16 @@ class Generation:
     module: str
     capabilities: tuple[int, ...]
     """Major compute capabilities that it is the better choice on, in its order of preference."""
-    softcap: bool
-    """Forward and backward."""
-    sinks: bool
-    """Forward only: none is counted on to give the sinks a gradient."""
-    dropout: bool
+    lacks: tuple[str, ...]
+    """Features, as :func:`fastpack.backends.limits.lacks` names them, that its forward or backward does not have."""
     no_window: int | None
     """What stands for "no limit" on the left of a window."""
 
 
 GENERATIONS = (
-    Generation(3, "flash_attn_interface", (9,), softcap=True, sinks=False, dropout=False, no_window=-1),
-    Generation(4, "flash_attn.cute", (9, 10), softcap=False, sinks=True, dropout=False, no_window=None),
-    Generation(2, "flash_attn", (8, 9, 10, 12), softcap=True, sinks=False, dropout=True, no_window=-1),
+    Generation(3, "flash_attn_interface", (9,), ("attention sinks", "dropout"), no_window=-1),
+    Generation(4, "flash_attn.cute", (9, 10), ("softcap", "dropout"), no_window=None),
+    Generation(2, "flash_attn", (8, 9, 10, 12), ("attention sinks",), no_window=-1),
 )
 
 
@@ -129,14 +126,11 @@ def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
     capability = cuda_capability(shape)
     if capability is not None and capability[0] not in generation.capabilities:
         return f"does not serve compute capability {capability[0]}.{capability[1]}"
-    if shape.softcap is not None and not generation.softcap:
-        return "no softcap"
-    if shape.sinks and not generation.sinks:
-        return "no attention sinks"
+    why = lacks(shape, "it", *generation.lacks)
+    if why is not None:
+        return why
     if shape.sinks and shape.needs_grad:
         return "no gradient of attention sinks"
-    if shape.dropout and not generation.dropout:
-        return "no dropout"
     if shape.dropout and shape.softcap is not None:
         return "no dropout with a softcap"
     if generation.number == 2:

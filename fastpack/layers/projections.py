@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import NormSpec
-from fastpack.layers.adapters import read_projection, read_update, refuse_rows, takes
 from fastpack.layers.liger import is_drop_in
 from fastpack.layers.norm import norm_forward
+from fastpack.layers.read_projection import read_projection, read_update, refuse_rows, takes
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.linear.lora import add_updates
 from fastpack.ops.linear.parts import Norm, Projection

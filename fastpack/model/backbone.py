@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import Family
-from fastpack.layers.adapters import refuse_rows_at_the_door
+from fastpack.layers.read_projection import refuse_rows_at_the_door
 from fastpack.model.checks import (
     refuse_packed_stock,
     refuse_positions,

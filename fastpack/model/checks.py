@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
 from fastpack.families.spec import Family, MixerSpec
-from fastpack.layers.adapters import method_of
+from fastpack.layers.read_projection import method_of
 from fastpack.layers.rope_tables import is_served
 from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
 from fastpack.packing.seqlens import PackedSeqLens

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fastpack.errors import FastpackWarning
 from fastpack.families.spec import HeadSpec
-from fastpack.layers.adapters import read_projection
+from fastpack.layers.read_projection import read_projection
 from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation

@@ -18,7 +18,7 @@ Suffixes: T tokens, H query heads, K key heads, D head size, R rotated elements 
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -31,15 +31,6 @@ from fastpack.ops.norm import rms_norm
 Layout = Literal["half", "interleaved"]
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-class Turn(NamedTuple):
-    """How heads are rotated: all that is no tensor."""
-
-    layout: Layout
-    in_float32: bool
-    kernel: bool
-    inverse: bool = False
 
 
 def apply_rope(
@@ -74,13 +65,15 @@ def apply_rope(
         ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve.
     """
     _check_shapes(q, k, cos, sin, positions)
-    kernel = _kernel_serves(implementation, (q, k, cos, sin), positions)
-    turn = Turn(layout, compute_in_float32, kernel)
-    if not kernel:
-        cos, sin, positions = *_rows(cos, sin, positions, turn), None
-        if torch.compiler.is_compiling():
-            return _turned(q, cos, sin, layout), _turned(k, cos, sin, layout)
-    return _Rope.apply(q, k, cos, sin, positions, turn)
+    if _kernel_serves(implementation, (q, k, cos, sin), positions):
+        return _Rope.apply(q, k, cos, sin, positions, layout == "interleaved", False)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
+    if compute_in_float32:
+        cos, sin = cos.float(), sin.float()
+    cos, sin = cos[:, None], sin[:, None]
+    with torch.autocast(q.device.type, enabled=False):  # which would have parts of other dtypes joined in its own
+        return _turned(q, cos, sin, layout), _turned(k, cos, sin, layout)
 
 
 def norm_rope(
@@ -123,9 +116,8 @@ def norm_rope(
             f"{[*q_weight.shape]} and {[*k_weight.shape]}. Other norms: normalise, then apply_rope."
         )
     if _kernel_serves(implementation, (q, k, cos, sin, q_weight, k_weight), positions):
-        how = Turn(layout, compute_in_float32, True)
         return _NormRope.apply(
-            q, k, q_weight, k_weight, cos, sin, positions, eps, how, rounding == "before", unit_offset
+            q, k, q_weight, k_weight, cos, sin, positions, eps, layout, rounding == "before", unit_offset
         )
     q, k = (
         rms_norm(x, weight, eps, rounding=rounding, unit_offset=unit_offset, implementation=implementation)
@@ -144,21 +136,32 @@ def norm_rope(
 
 
 class _Rope(torch.autograd.Function):
-    """Rotates q ``[T, H, D]`` and k ``[T, K, D]``; one of them may be None."""
+    """The kernel of :func:`apply_rope`, one launch for q ``[T, H, D]`` and k ``[T, K, D]``; one may be None."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn
+        ctx: Any,
+        q: Tensor | None,
+        k: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        interleaved: bool,
+        inverse: bool,
     ) -> tuple[Tensor | None, ...]:
+        from fastpack.ops.kernels import rope as kernels
+
         ctx.save_for_backward(cos, sin, positions)
-        ctx.turn = turn
-        return _turn_heads(q, k, cos, sin, positions, turn)
+        ctx.interleaved, ctx.inverse = interleaved, inverse
+        outs = tuple(None if x is None else x.new_empty(x.shape) for x in (q, k))
+        pairs = [(x, out) for x, out in zip((q, k), outs, strict=True) if x is not None and out is not None]
+        kernels.rotate(pairs, cos, sin, positions, interleaved=interleaved, inverse=inverse)
+        return outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        turn = ctx.turn._replace(inverse=not ctx.turn.inverse)
         q, k = (_unit(grad) if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return *_Rope.apply(q, k, *ctx.saved_tensors, turn), None, None, None, None
+        return *_Rope.apply(q, k, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse), *(None,) * 5
 
 
 class _NormRope(torch.autograd.Function):
@@ -175,14 +178,14 @@ class _NormRope(torch.autograd.Function):
         sin: Tensor,
         positions: Tensor | None,
         eps: float,
-        turn: Turn,
+        layout: Layout,
         round_before: bool,
         unit_offset: bool,
     ) -> tuple[Tensor, Tensor]:
         from fastpack.ops.kernels import norm_rope as kernels
 
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, positions)
-        ctx.settings = kernels.Norm(eps, unit_offset, turn.layout == "interleaved")
+        ctx.settings = kernels.Norm(eps, unit_offset, layout == "interleaved")
         q_out, k_out = (
             x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype) if round_before else x.dtype)
             for x, weight in ((q, q_weight), (k, k_weight))
@@ -211,55 +214,14 @@ def _unit(grad: Tensor) -> Tensor:
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
-def _turn_heads(
-    q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn
-) -> tuple[Tensor | None, ...]:
-    """q and k rotated, in new memory; by the kernel in one launch."""
-    outs = tuple(None if x is None else x.new_empty(x.shape) for x in (q, k))
-    pairs = [(x, out) for x, out in zip((q, k), outs, strict=True) if x is not None and out is not None]
-    if turn.kernel:
-        from fastpack.ops.kernels import rope as kernels
-
-        kernels.rotate(pairs, cos, sin, positions, interleaved=turn.layout == "interleaved", inverse=turn.inverse)
-    else:
-        for x, out in pairs:
-            _turn(x, out, cos, sin, turn)
-    return outs
-
-
-def _rows(cos: Tensor, sin: Tensor, positions: Tensor | None, turn: Turn) -> tuple[Tensor, Tensor]:
-    """The tables' rows of the tokens, ``[T, 1, R]``."""
-    if positions is not None:
-        cos, sin = cos[positions], sin[positions]
-    if turn.in_float32:
-        cos, sin = cos.float(), sin.float()
-    return cos[:, None], sin[:, None]
-
-
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """The definition, for a compiler."""
+    """The definition, for tables ``[T, 1, R]``."""
     rotary = cos.shape[-1]
     first, second = _pairs(x[..., :rotary], layout)
     (cos, _), (sin, _) = _pairs(cos, layout), _pairs(sin, layout)
     parts = first * cos - second * sin, second * cos + first * sin
     turned = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
     return torch.cat((turned.to(x.dtype), x[..., rotary:]), -1)
-
-
-def _turn(x: Tensor, out: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> None:
-    """The definition with as few passes over memory as torch can: ``x`` to ``out``."""
-    rotary = cos.shape[-1]
-    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
-    target = out if wide is x else torch.empty_like(wide)
-    first, second = _pairs(wide[..., :rotary], turn.layout)
-    out_first, out_second = _pairs(target[..., :rotary], turn.layout)
-    (cos, _), (sin, _) = _pairs(cos, turn.layout), _pairs(sin, turn.layout)
-    sign = 1 if turn.inverse else -1
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=-sign)
-    if target is not out:
-        out[..., :rotary] = target[..., :rotary]
-    out[..., rotary:] = x[..., rotary:]
 
 
 def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from fastpack.layers.adapters import count_opaque, count_projections, not_isolated
 from fastpack.layers.liger import count_unknown
+from fastpack.layers.read_projection import count_opaque, count_projections, not_isolated
 from fastpack.layers.rope_tables import unserved
 from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails

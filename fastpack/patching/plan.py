@@ -23,13 +23,13 @@ from fastpack.families.spec import (
     Rung,
     Spec,
 )
-from fastpack.layers.adapters import count_opaque, count_projections
 from fastpack.layers.attention import attention_forward
 from fastpack.layers.decoder import decoder_forward
 from fastpack.layers.liger import spec_of, stands_for
 from fastpack.layers.mixers.forward import mixer_forward, packed_alibi
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
+from fastpack.layers.read_projection import count_opaque, count_projections
 from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, rotary_forward
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import Form, LayerOrder, narrowest_window, refuse_misplaced

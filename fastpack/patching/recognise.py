@@ -11,7 +11,7 @@ from torch import nn
 from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_form, stock_mixing
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
-from fastpack.layers.adapters import refuse_rows
+from fastpack.layers.read_projection import refuse_rows
 from fastpack.layers.rope_tables import gives_known_tables, is_rotary
 from fastpack.layers.stock_attention import StockAttention
 from fastpack.model.unwrap import Parts

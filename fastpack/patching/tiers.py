@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.families.spec import RUNGS, Rung
-from fastpack.layers.adapters import linear_sizes
+from fastpack.layers.read_projection import linear_sizes
 from fastpack.utils.protocols import ConfigLike
 
 WORDS: dict[str, str] = {

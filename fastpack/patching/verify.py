@@ -19,7 +19,7 @@ from fastpack.exactness.probe import Probe
 from fastpack.exactness.runs import DRAWS, Runs
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families.registry import family_of
-from fastpack.layers.adapters import not_isolated
+from fastpack.layers.read_projection import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
 from fastpack.patching.apply import disabled, uncovered
 from fastpack.patching.state import is_patched

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import stand_ins
 import torch
 from attention_cases import Case
 from machines import A100, B200, BF16, DOUBLE, FLOAT, H100, HALF, RTX4090, T4, V100, Machine, shape
+from torch import Tensor
 
 from fastpack import BackendUnavailableError
 from fastpack.attention_dispatch import BACKENDS, AttentionCall, Visibility, attend, check_name, choose, explain
@@ -231,6 +232,23 @@ def test_no_backend_sees_earlier_segments() -> None:
     with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: serves no segments; "):
         choose(asked)
     assert None in explain(shape("cpu")).values(), "nothing else is wrong with it"
+
+
+def test_what_visibility_is_given_later_is_refused() -> None:
+    """Also compiled, where a region asks for it."""
+
+    @dataclass(frozen=True)
+    class Ahead(Visibility):
+        ahead: int = 0
+
+    def served(x: Tensor, window: int | None, ahead: int) -> Tensor:
+        return x + (Ahead(window, ahead=ahead).rejects(("window",)) is None)
+
+    assert Ahead(7, ahead=2).rejects(("window",)) == "serves no ahead"
+    assert Ahead(7).rejects(("window",)) is None
+    assert Ahead(7, ahead=2).rejects(("window", "ahead")) is None
+    compiled = torch.compile(served, backend="eager", fullgraph=True)
+    assert [int(compiled(torch.zeros(()), 7, ahead)) for ahead in (0, 2)] == [1, 0]
 
 
 def test_a_backend_without_windows_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.layers.adapters import read_projection
 from fastpack.layers.projections import read_norm
+from fastpack.layers.read_projection import read_projection
 
 
 class Partition:

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import torch
 from adapter_cases import lora_config, nf4, with_ia3, with_lora
+from op_checks import count_calls
 from oracle import FLOAT32_BOUND, INPUT_KINDS, compare, make_sequences, relative, run_alone, run_batch, split_logits
 from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.layers.adapters import read_projection
+from fastpack.layers.read_projection import read_projection
 
 KIND = "TRL's keywords"
 WHERE = "layers.1.mlp.up_proj"
@@ -314,11 +315,8 @@ def test_merged_and_disabled(tmp_path: Path, calls: dict[str, int]) -> None:
 def test_updates_over_modules_take_the_chosen_kernels(
     kernels: Any, tmp_path: Path, calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of float32 A and B beside activations in half precision: one kernel brings all of a group to their dtype."""
-    cast = pytest.importorskip("fastpack.ops.kernels.cast")
-    groups: list[int] = []
-    stock = cast.cast_together
-    monkeypatch.setattr(cast, "cast_together", lambda xs, dtype: groups.append(len(xs)) or stock(xs, dtype))
+    """Of float32 A and B beside activations in half precision: one kernel expands all updates of a group."""
+    expansions = count_calls(monkeypatch, pytest.importorskip("fastpack.ops.kernels.lora"), "expand")
     (sequence,) = make_sequences(VOCAB, [19])
     model = lora(tmp_path)
     for name, module in model.named_modules():
@@ -330,4 +328,4 @@ def test_updates_over_modules_take_the_chosen_kernels(
         found = model(input_ids=sequence[None], packed_seq_lens=[19]).logits
     assert relative(found, wanted) <= 1e-2
     assert calls["add_updates"] == 8, "q, k, v; o; gate and up; down, of two layers"
-    assert bool(groups) == (kernels == "triton")
+    assert len(expansions) == (8 if kernels == "triton" else 0)

@@ -21,7 +21,7 @@ from transformers.integrations.higgs import HiggsLinear
 import fastpack
 from fastpack.exactness.rule import errors_of, largest
 from fastpack.exactness.tiny import build_tiny
-from fastpack.layers.adapters import linear_sizes
+from fastpack.layers.read_projection import linear_sizes
 
 
 class HQQLinear(nn.Module):

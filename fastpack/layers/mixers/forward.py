@@ -8,6 +8,8 @@ Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -49,7 +51,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     dtype = _hidden(args, kwargs).dtype if spec.mask == "added" else torch.bool
     results = []
     for i, rows in enumerate(groups.groups):
-        mask = _Mask(module, spec, rows, dtype)
+        mask = functools.partial(_mask, module, spec, rows, dtype)
         positional = [_argument(None, value, spec, packed, rows, mask) for value in args]
         named = {name: _argument(name, value, spec, packed, rows, mask) for name, value in kwargs.items()}
         if carried is not None:
@@ -128,10 +130,17 @@ def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
     return hidden.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def _argument(name: str | None, value: Any, spec: MixerSpec, packed: PackedSeqLens, rows: Rows, mask: _Mask) -> Any:
-    """What the rows get for an argument of the whole batch."""
+def _argument(
+    name: str | None,
+    value: Any,
+    spec: MixerSpec,
+    packed: PackedSeqLens,
+    rows: Rows,
+    mask: Callable[[torch.device], Tensor | None],
+) -> Any:
+    """What the rows get for an argument of the whole batch; ``mask`` makes the one that takes the stand-in's place."""
     if is_stand_in(value):
-        return mask.make(value.device)
+        return mask(value.device)
     if name in spec.kept:
         return value
     if name is not None and name == spec.alibi:  # [H, 1, T], of positions from 0 on, which are those of any row
@@ -147,36 +156,23 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
     return patched.stock(mask, num_heads, dtype)
 
 
-class _Mask:
-    """Makes the mask of a group of rows in the form that a module takes.
+def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+    """The mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
 
     What is added is of the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
     """
-
-    def __init__(self, module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype) -> None:
-        self.module, self.spec, self.rows, self.dtype = module, spec, rows, dtype
-
-    def make(self, device: torch.device) -> Tensor | None:
-        """``[n, 1, L, L]``, or None."""
-        if self.spec.mask is None:
-            return None
-        seen = self._seen(device)
-        if self.spec.mask == "added":
-            made = torch.zeros(seen.shape, dtype=self.dtype, device=device)
-            made = made.masked_fill(~seen, torch.finfo(self.dtype).min)
-        else:
-            made = ~seen if self.spec.mask == "hidden" else seen
-        return made.expand(self.rows.count, 1, -1, -1)
-
-    def _seen(self, device: torch.device) -> Tensor:
-        """bool ``[L, L]``: which keys (columns) each query sees."""
-        at = torch.arange(self.rows.length, device=device)
-        distance = at[:, None] - at
-        seen = distance >= 0
-        window = masked_size(self.module, self.spec, self.spec.window, SLIDING)
-        if window is not None:
-            seen &= distance < window
-        chunk = masked_size(self.module, self.spec, self.spec.chunk, CHUNKED)
-        if chunk is not None:
-            seen &= at[:, None] // chunk == at // chunk
-        return seen
+    if spec.mask is None:
+        return None
+    at = torch.arange(rows.length, device=device)
+    distance = at[:, None] - at
+    seen = distance >= 0
+    window = masked_size(module, spec, spec.window, SLIDING)
+    if window is not None:
+        seen &= distance < window
+    chunk = masked_size(module, spec, spec.chunk, CHUNKED)
+    if chunk is not None:
+        seen &= at[:, None] // chunk == at // chunk
+    made = ~seen if spec.mask == "hidden" else seen
+    if spec.mask == "added":
+        made = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+    return made.expand(rows.count, 1, -1, -1)

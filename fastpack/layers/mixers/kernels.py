@@ -92,48 +92,17 @@ def packed_conv(
     return kernel.run(_function(kernel.module, kernel.name), packed, x_1CT, weight_CW, bias_C, activation)
 
 
-def packed_gated_delta(
-    packed: PackedSeqLens, q_1THK: Tensor, k_1THK: Tensor, v_1THV: Tensor, g: Tensor, beta: Tensor, normalised: bool
-) -> Tensor:
-    """The gated delta rule, chunk by chunk; ``g`` and ``beta`` ``[1, T, H]``, the decay's logarithm and the rate.
+def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Tensor:
+    """A recurrence, in each sequence by itself, chunk by chunk: ``[1, T, H, V]``.
 
-    Args:
-        normalised: whether queries and keys are brought to length 1 first.
+    - ``gated_delta``: the gated delta rule of q, k ``[1, T, H, K]``, v ``[1, T, H, V]``, g and beta ``[1, T, H]``, the
+      decay's logarithm and the rate, and whether queries and keys are brought to length 1 first.
+    - ``kda``: Kimi's, the same with a decay for each channel of a key, g ``[1, T, H, K]``.
+    - ``ssd``: Mamba-2's scan, ``h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]``, ``y[t] = C[t] h[t] + D x[t]``, of x
+      ``[1, T, H, V]``, dt ``[1, T, H]`` in float32 (after bias, softplus and limits), A ``[H]``, B and C
+      ``[1, T, G, K]``, D ``[H]`` or None, and a chunk's size for a kernel that lets one choose; in x's dtype or in
+      float32.
     """
-    return _recurrence("gated_delta", packed, q_1THK, k_1THK, v_1THV, g, beta, normalised)
-
-
-def packed_kda(
-    packed: PackedSeqLens, q_1THK: Tensor, k_1THK: Tensor, v_1THV: Tensor, g: Tensor, beta: Tensor, normalised: bool
-) -> Tensor:
-    """Kimi's delta rule: the one above with a decay for each channel of a key, ``g`` ``[1, T, H, K]``."""
-    return _recurrence("kda", packed, q_1THK, k_1THK, v_1THV, g, beta, normalised)
-
-
-def packed_ssd(
-    packed: PackedSeqLens,
-    x_1THV: Tensor,
-    dt_1TH: Tensor,
-    A_H: Tensor,
-    B_1TGK: Tensor,
-    C_1TGK: Tensor,
-    D_H: Tensor | None,
-    *,
-    chunk_size: int,
-) -> Tensor:
-    """Mamba-2's scan: ``h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]``, ``y[t] = C[t] h[t] + D x[t]``.
-
-    Args:
-        dt_1TH: float32, after bias, softplus and limits.
-        chunk_size: for a kernel that lets one choose.
-
-    Returns:
-        ``[1, T, H, V]``, in ``x``'s dtype or in float32.
-    """
-    return _recurrence("ssd", packed, x_1THV, dt_1TH, A_H, B_1TGK, C_1TGK, D_H, chunk_size)
-
-
-def _recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Tensor:
     kernel = _serving(op, first.device, first.dtype)
     if kernel is None:  # asked before the forward, for what its projections were expected to give
         raise PatchError(

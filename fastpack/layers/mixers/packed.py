@@ -25,7 +25,7 @@ from fastpack.families.lock import is_proved, packed_name
 from fastpack.families.source import forward_hash
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
-from fastpack.layers.mixers.kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
+from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence
 from fastpack.packing.mask import is_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
@@ -97,7 +97,7 @@ def _conv(
 
 
 def _delta(
-    op: Callable[..., Tensor],
+    op: Op,
     packed: PackedSeqLens,
     dtype: torch.dtype,
     query: Tensor,
@@ -112,7 +112,7 @@ def _delta(
 ) -> tuple[Tensor, None]:
     _stateless(initial_state, output_final_state)
     query, key, value = (_narrowed(x, dtype) for x in (query, key, value))
-    return op(packed, query, key, value, g, beta, use_qk_l2norm_in_kernel), None
+    return packed_recurrence(op, packed, query, key, value, g, beta, use_qk_l2norm_in_kernel), None
 
 
 def _ssd(
@@ -143,7 +143,7 @@ def _ssd(
         dt = F.softplus(dt)
     dt = dt.clamp(*dt_limit)
     x, B, C = (_narrowed(y, dtype) for y in (hidden_states, B, C))
-    return packed_ssd(packed, x, dt, A, B, C, D, chunk_size=chunk_size)
+    return packed_recurrence("ssd", packed, x, dt, A, B, C, D, chunk_size)
 
 
 def _not_fused(packed: PackedSeqLens, dtype: torch.dtype, /, *_: Any, **__: Any) -> None:
@@ -164,8 +164,8 @@ def _stateless(state: object, wanted: bool) -> None:
 
 _SCANS: dict[str, dict[str, Callable[..., Any]]] = {
     "conv": {},
-    "gated_delta": {"torch_chunk_gated_delta_rule": functools.partial(_delta, packed_gated_delta)},
-    "kda": {"chunk_kimi_delta_attention": functools.partial(_delta, packed_kda)},
+    "gated_delta": {"torch_chunk_gated_delta_rule": functools.partial(_delta, "gated_delta")},
+    "kda": {"chunk_kimi_delta_attention": functools.partial(_delta, "kda")},
     "ssd": {"mamba2_split_conv1d_scan_combined": _not_fused, "mamba2_chunk_scan": _ssd},
 }
 """What else a forward calls, by what it mixes tokens with."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 import triton
@@ -95,13 +95,9 @@ def threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]
         yield some, [argument for each in filled(given[some]) for argument in each]
 
 
-@overload
-def in_rows(x: Tensor, width: int) -> tuple[Tensor, int]: ...
-@overload
-def in_rows(x: Tensor | None, width: int) -> tuple[Tensor | None, int]: ...
-def in_rows(x: Tensor | None, width: int) -> tuple[Tensor | None, int]:
+def in_rows(x: Tensor, width: int) -> tuple[Tensor, int]:
     """``[..., width]``, and the distance of its rows: a view where they lie evenly, else a contiguous copy."""
-    if x is None or x.is_contiguous():
+    if x.is_contiguous():
         return x, width
     rows = x.reshape(-1, width)
     if rows.stride(1) != 1:

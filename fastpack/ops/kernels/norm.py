@@ -255,7 +255,7 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=device) if needed[0] else None
     grad, grad_stride = in_rows(grad, width)
     x, x_stride = in_rows(x, width)
-    grad_summed, grad_sum_stride = in_rows(grad_summed, width)
+    grad_summed, grad_sum_stride = (None, width) if grad_summed is None else in_rows(grad_summed, width)
     tensors = (grad, x, weight.contiguous(), grad_summed, dx, normed, mean, rstd)
     strides = (grad_stride, x_stride, grad_sum_stride)
     constants = (heads, width, kind.round_before, kind.unit_offset)

@@ -1,7 +1,7 @@
 """LoRA's low-rank updates of a group of projections: the thin products, forward and backward.
 
 Definition, for each projection i: ``scale_i dropout_i(n) A_i^T B_i^T`` (Hu et al., "LoRA", arXiv:2106.09685, eq. 3).
-A and B are brought to the activations' dtype, all of a group in one launch; where every update has the same scale and
+A and B are brought to the activations' dtype, all of a group at once; where every update has the same scale and
 no dropout, one product serves all A. The scale is part of that product. Where kernels gain by it, one launch expands
 all updates of a group (and adds a residual), shrinks all its gradients, or makes the gradients of all its B
 (:mod:`fastpack.ops.kernels.lora`); torch's products do the rest.
@@ -49,8 +49,8 @@ def expand_forward(
     owners = settings.owners
     if not owners:
         return {}
-    stacked, wide = _brought_together([_present(flat[4 * i + 2]) for i in owners],
-                                      [_present(flat[4 * i + 3]) for i in owners], settings)  # fmt: skip
+    all_a, all_b = ([_present(flat[4 * i + place]) for i in owners] for place in (2, 3))
+    stacked, wide = _brought_together(all_a, all_b, settings.dtype)
     ranks = [b.shape[1] for b in wide]
     together = torch.empty(len(n), sum(ranks), dtype=n.dtype, device=n.device)
     if settings.uniform:
@@ -182,18 +182,13 @@ def scaled_mm(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
     return torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
-def _brought_together(all_a: list[Tensor], all_b: list[Tensor], settings: Settings) -> tuple[Tensor, list[Tensor]]:
-    """Every A under each other, ``[sum of R, H]``, and every B, in the group's dtype."""
-    dtype = settings.dtype
-    if any(t.dtype != dtype for t in (*all_a, *all_b)) and use_triton(settings.implementation, all_a[0]):
-        from fastpack.ops.kernels import cast
-
-        flat = cast.cast_together([*all_a, *all_b], dtype)
-        stacked = flat[: sum(a.numel() for a in all_a)].view(-1, all_a[0].shape[1])
-        wide = flat[stacked.numel() :].split([b.numel() for b in all_b])
-        return stacked, [piece.view(b.shape) for piece, b in zip(wide, all_b, strict=True)]
-    stacked = torch.cat(all_a) if len(all_a) > 1 else all_a[0]
-    return stacked.to(dtype), [b.to(dtype) for b in all_b]
+def _brought_together(all_a: list[Tensor], all_b: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Every A under each other, ``[sum of R, H]``, and every B, in ``dtype``; in two launches where it is another."""
+    if all(t.dtype == dtype for t in (*all_a, *all_b)):
+        return torch.cat(all_a) if len(all_a) > 1 else all_a[0], all_b
+    flat = torch.cat([t.flatten() for t in (*all_a, *all_b)]).to(dtype)
+    stacked, *wide = flat.split([sum(a.numel() for a in all_a), *(b.numel() for b in all_b)])
+    return stacked.view(-1, all_a[0].shape[1]), [piece.view(b.shape) for piece, b in zip(wide, all_b, strict=True)]
 
 
 def _ranks(settings: Settings, kept: dict[str, Tensor], prefix: str) -> list[int]:

@@ -13,8 +13,7 @@ the logits anew.
 
 The gradients are rounded once, as the definition's are: ``1 / count`` of a mean goes into the gradient of the logits.
 In float16 it would be too small there: it is m 2^e, of which m goes there, and 2^e, which rounds nothing, into the
-backward's factor. Where that factor turns out to be 1, as under a trainer's loss, the backward leaves the gradients as
-they are.
+backward's factor.
 
 Shape suffixes: T tokens, K tokens whose label is not ignored, C tokens in a chunk, H hidden, V vocabulary, R rank of
 LoRA.
@@ -218,26 +217,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             *grads, power = ctx.saved_tensors
             scale = grad if power is None else grad * power
-            made = [
-                x if x is None else _times(x, scale, dtype, settings)
-                for x, dtype in zip(grads, ctx.dtypes, strict=True)
-            ]
+            made = [x if x is None else _times(x, scale, dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
         return None, *made, None, None, None
 
 
-def _times(x: Tensor, scale: Tensor, dtype: torch.dtype, settings: _Settings) -> Tensor:
+def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """``x * scale`` in float32, rounded once, in place of x where nobody can read it again."""
+    factor = scale.reshape((1,) * x.ndim)  # a 0-d factor would be rounded to x's dtype first
     if torch.compiler.is_compiling():
-        return (x * scale.reshape((1,) * x.ndim)).to(dtype)  # a 0-d factor would be rounded to x's dtype first
-    x = x.contiguous()  # whatever hooks made of what was saved
-    out = x if x.dtype == dtype and is_last_pass() else torch.empty_like(x, dtype=dtype)
-    if settings.triton:
-        from fastpack.ops.kernels.scale import times
-
-        times(x, scale, out)
-        torch.autograd.graph.increment_version(out)  # a backward that failed can't be tried again, and is told so
-        return out
-    return torch.mul(x, scale.reshape((1,) * x.ndim), out=out)
+        return (x * factor).to(dtype)
+    return torch.mul(x, factor, out=x if x.dtype == dtype and is_last_pass() else torch.empty_like(x, dtype=dtype))
 
 
 def _by_chunks(

@@ -23,7 +23,7 @@ from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.forward import mixer_rung
-from fastpack.layers.mixers.kernels import packed_conv, packed_ssd
+from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
 BOUND = 1e-4
@@ -248,7 +248,7 @@ def test_gradient_of_a_skip_before_a_norm(package: str, kernels: Kernels) -> Non
 
     def gradient(dtype: torch.dtype, rounded: bool = False) -> Tensor:
         D = torch.ones(heads, dtype=dtype, requires_grad=True)
-        y = packed_ssd(packed, x.to(dtype), dt, A, B.to(dtype), C.to(dtype), D, chunk_size=8)
+        y = packed_recurrence("ssd", packed, x.to(dtype), dt, A, B.to(dtype), C.to(dtype), D, 8)
         y = (y.to(dtype) if rounded else y).float()
         ((y * y.pow(2).mean(-1, keepdim=True).rsqrt()) * direction).sum().backward()
         assert D.grad is not None

@@ -23,7 +23,7 @@ import fastpack
 from fastpack import PackedSeqLens
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers import packed as packed_mixer
-from fastpack.layers.mixers.kernels import packed_conv, packed_gated_delta, packed_kda, packed_ssd
+from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -66,7 +66,7 @@ def conv(packed: PackedSeqLens) -> Sides:
     return ours, alone, inputs
 
 
-def delta(packed: PackedSeqLens, op: Callable[..., Tensor], family: str, name: str, wide: bool) -> Sides:
+def delta(packed: PackedSeqLens, op: Op, family: str, name: str, wide: bool) -> Sides:
     function = torch_function(family, name)
     heads, size = (4, 128) if GPU else (1, 16)
     q, k, v = (numbers(1, TOTAL, heads, size, seed=i) for i in range(3))
@@ -80,15 +80,15 @@ def delta(packed: PackedSeqLens, op: Callable[..., Tensor], family: str, name: s
         )
         return torch.cat([part[0] for part in parts], 1)
 
-    return lambda *xs: op(packed, *xs, True), alone, inputs
+    return lambda *xs: packed_recurrence(op, packed, *xs, True), alone, inputs
 
 
 def gated_delta(packed: PackedSeqLens) -> Sides:
-    return delta(packed, packed_gated_delta, "qwen3_next", "torch_chunk_gated_delta_rule", False)
+    return delta(packed, "gated_delta", "qwen3_next", "torch_chunk_gated_delta_rule", False)
 
 
 def kda(packed: PackedSeqLens) -> Sides:
-    return delta(packed, packed_kda, "kimi_linear", "chunk_kimi_delta_attention", True)
+    return delta(packed, "kda", "kimi_linear", "chunk_kimi_delta_attention", True)
 
 
 def ssd(packed: PackedSeqLens) -> Sides:
@@ -107,7 +107,7 @@ def ssd(packed: PackedSeqLens) -> Sides:
         parts = (function(x[:, a:z], dt[:, a:z], A, B[:, a:z], C[:, a:z], chunk_size=64, D=D) for a, z in STARTS)
         return torch.cat(list(parts), 1)
 
-    return lambda *xs: packed_ssd(packed, *xs, chunk_size=64), alone, inputs
+    return lambda *xs: packed_recurrence("ssd", packed, *xs, 64), alone, inputs
 
 
 KEPT_WIDE = {"conv": (), "gated_delta": (3,), "kda": (3,), "ssd": (1, 2)}

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.lora import add_updates
+from fastpack.ops.linear.lora_matmul import _brought_together
 from fastpack.ops.linear.parts import Lora, Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.norm import rms_norm
@@ -342,18 +343,12 @@ def test_no_copy_of_the_activations_in_float32() -> None:
     assert seen, "PEFT's own way makes them: the check can fail"
 
 
-def test_the_kernel_that_casts_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    from fastpack.ops.kernels import cast
-
-    calls: list[int] = []
-    stock = cast.cast_together
-    monkeypatch.setattr(cast, "cast_together", lambda tensors, dtype: calls.append(1) or stock(tensors, dtype))
-    group = [projection(32, dtype=torch.float16), projection(16, dtype=torch.float16, lora=False)]
-    x = leaf(T, H, dtype=torch.float16)
-    results = []
-    for implementation in ("torch", "triton"):
-        outputs, _ = project(x, group, implementation=implementation)  # type: ignore[arg-type]
-        results.append([*outputs, *gradients(list(outputs), leaves(x, *group), [torch.ones_like(o) for o in outputs])])
-    assert calls == [1]
-    agree(results[1], results[0], bound=0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_and_b_are_each_rounded_once(dtype: torch.dtype) -> None:
+    """Whatever dtypes a group's have, and in whatever order they lie in memory."""
+    all_a = [torch.randn(R, H), torch.randn(H, R).t(), torch.randn(R + 2, H, dtype=torch.bfloat16)]
+    all_b = [torch.randn(32, R), torch.randn(R, 16).t().half(), torch.randn(7, R + 2, dtype=torch.float64)]
+    stacked, wide = _brought_together(all_a, all_b, dtype)
+    assert torch.equal(stacked, torch.cat([a.to(dtype) for a in all_a]))
+    assert all(torch.equal(b, other.to(dtype)) for b, other in zip(wide, all_b, strict=True))
+    assert not torch.equal(wide[0], all_b[0].flip(0).to(dtype))
