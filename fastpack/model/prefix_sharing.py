@@ -139,10 +139,7 @@ class PrefixSharing:
             batches = counted(stats.batches, "batch", "es")
             parts = [f"shared in {stats.shared} of {batches}, {stats.saved:,} of {stats.tokens:,} tokens saved"]
         parts += [f"{count} whole: {why}" for why, count in stats.whole.most_common()]
-        return f"{NOTE} {'; '.join(parts)}"
-
-
-NOTE = "prefixes:"
+        return f"prefixes: {'; '.join(parts)}"
 
 
 def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:

@@ -12,11 +12,11 @@ from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_form, stock_mixing
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
 from fastpack.layers.adapters import refuse_rows
-from fastpack.layers.rope_tables import gives_known_tables, is_rotary
+from fastpack.layers.rope_tables import unknown_tables
 from fastpack.layers.stock_attention import StockAttention
 from fastpack.model.unwrap import Parts
 from fastpack.patching.support import covered_family
-from fastpack.utils.classes import changes_of, mentions, place_of, replaced_forward, stock_class
+from fastpack.utils.classes import changes_of, mentions, place_of, replaced_forward, shadowed, stock_class
 from fastpack.utils.hooks import own_forward
 
 
@@ -79,10 +79,10 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
         classes.append(stock_class(parts.head))
     forms = {cls.__name__: proved_form(cls, family) for cls in classes if cls.__name__ in family.fast}
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
-    if strange := [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]:
+    if (strange := unknown_tables(backbone)) is not None:
         attention = [name for name in forms if isinstance(family.fast[name], AnyAttentionSpec)]
         forms = {name: form for name, form in forms.items() if name not in attention}
-        others += tuple((name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in attention)
+        others += tuple((name, f"{strange}: stock forward") for name in attention)
     return Recognised(
         backbone,
         family,
@@ -144,7 +144,8 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
 
 
 def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
-    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class.
+    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class; or on the
+    module a method that its forward calls.
 
     Raises:
         PatchError: how it mixes them is not known, and nothing says that it would be told of the packing.
@@ -152,8 +153,8 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
     for module in backbone.modules():
         if own_class(module, family) not in family.attention:
             continue
-        own, replaced = _put_on(module), replaced_forward(module)
-        if own is not None:
+        own, replaced = put_on(module) or ", ".join(shadowed(module)), replaced_forward(module)
+        if own:
             raise PatchError(
                 f"the forward of a {stock_class(module).__name__} was already replaced ({own!r}); undo that first: its "
                 "attention would not be packed. Nothing was changed."
@@ -167,7 +168,7 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
             )
 
 
-def _put_on(module: nn.Module) -> Any:
+def put_on(module: nn.Module) -> Any:
     """The forward that somebody has put on an instance; None for none, and for accelerate's hooks."""
     return None if hasattr(module, "_hf_hook") else own_forward(module)
 
@@ -183,7 +184,7 @@ def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module
     for module in backbone.modules():
         if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
             continue
-        own = _put_on(module)
+        own = put_on(module)
         if own is not None:
             skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
         if own is not None or replaced_forward(module) is not None:

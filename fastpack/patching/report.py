@@ -39,7 +39,7 @@ class PatchReport:
 
     model: str
     family: str
-    rung: str
+    rung: str = "stock"
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unpadded: float | None = None
     attention: str = "auto"
@@ -55,7 +55,7 @@ class PatchReport:
     @classmethod
     def stock(cls, model: ModelLike) -> PatchReport:
         """The report of a head or a bare backbone that is not patched."""
-        return cls(type(model).__name__, getattr(model.config, "model_type", "?"), "stock")
+        return cls(type(model).__name__, getattr(model.config, "model_type", "?"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.layers.hf_attention import register_interface
+from fastpack.model.runtime import ModelRuntime
 from fastpack.model.unwrap import STATE, find_parts, models_of
 from fastpack.patching.changes import Change
 from fastpack.patching.options import PatchOptions
@@ -25,11 +26,12 @@ def kept_on(target: object, name: str) -> Any:
 
 @dataclass
 class PatchState:
-    """What was changed on one model, in order."""
+    """The record of one model's patch: what was changed, in order, and what was known of it beforehand."""
 
     options: PatchOptions
     report: PatchReport
     mixing: Mixing
+    runtime: ModelRuntime
     changes: list[Change]
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -12,10 +12,7 @@ from fastpack.families.spec import RUNGS, MixerSpec, Rung
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
 from fastpack.layers.window_checks import forms_of, misplaced
 from fastpack.patching.changes import carries_ours, contexts_of
-from fastpack.patching.report import PatchReport
 from fastpack.patching.tiers import layer_rungs, unpadded_share
-
-NOTE = "mixers:"
 
 
 @dataclass(frozen=True)
@@ -73,12 +70,6 @@ class Mixing:
             ("layers", f"{found.what}; {why}, {found.mend}, and patch it")
             for found in misplaced(self.backbone, forms_of(self.backbone))
         )
-
-    def refreshed(self, report: PatchReport) -> dict[str, Any]:
-        """All of this, with what else the report counts and notes."""
-        others = {kind: count for kind, count in report.swapped.items() if kind not in _KINDS.values()}
-        notes = tuple(note for note in report.notes if not note.startswith(NOTE))
-        return {**self.describe(), "swapped": {**others, **self.kinds()}, "notes": (*notes, *self.notes())}
 
     def _mixers(self) -> list[tuple[nn.Module, MixerSpec]]:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]

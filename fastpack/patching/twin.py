@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.families.spec import AnyAttentionSpec, Family, HeadSpec, Spec
-from fastpack.layers.rope_tables import gives_known_tables, is_rotary
+from fastpack.layers.rope_tables import unknown_tables
 from fastpack.patching.recognise import own_class
 from fastpack.utils.classes import foreign_forward, stock_class
 
@@ -64,10 +64,8 @@ def _not_to_be_tried(backbone: nn.Module, family: Family, name: str, spec: Spec)
     if isinstance(spec, HeadSpec):
         cls = getattr(sys.modules[family.module], name, None)
         return f"its file has no {name}" if cls is None else _foreign(cls)
-    if isinstance(spec, AnyAttentionSpec):
-        strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
-        if strange:
-            return f"its cos and sin may be any of {strange[0]}'s"
+    if isinstance(spec, AnyAttentionSpec) and (strange := unknown_tables(backbone)) is not None:
+        return strange
     mine = [module for module in backbone.modules() if own_class(module, family) == name]
     if not mine:
         return f"the model has no {name}"

@@ -225,10 +225,10 @@ class Twin:
         found = _Comparison()
         fast = _plan(self.half, family, {**beside, **candidates})
         with patched(self.half, family, beside) as plan, ExitStack() as hooks, torch.no_grad():
-            for each in fast.planned:
+            for each in fast.replacements:
                 name = own_class(each.module, family) or ""
                 if name in candidates:
-                    hook = partial(found.compare, name, replace(each.replacement, runtime=plan.runtime.layers))
+                    hook = partial(found.compare, name, replace(each, runtime=plan.runtime.layers))
                     hooks.callback(each.module.register_forward_hook(hook, with_kwargs=True).remove)
             _packed(self.half)
         unseen = candidates.keys() - found.seen
