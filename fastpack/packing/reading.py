@@ -78,7 +78,8 @@ def read_inputs(
             f"attention_mask has a hole: row {int(row[at])} has real tokens in columns {int(index[at] % columns)} "
             f"and {int(index[at + 1] % columns)} with padding between them. Padding may stand left and right of a "
             "sequence, not inside it. Number the segments (1, 1, 0, 2, 2) if they are separate sequences; if a prompt "
-            "was padded before its completion, pad it left (tokenizer.padding_side='left')."
+            "was padded before its completion, pad it left (tokenizer.padding_side='left'); if PEFT put its virtual "
+            "tokens before the padding, pad on the right."
         )
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 

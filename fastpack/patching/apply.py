@@ -81,7 +81,7 @@ def apply(plan: Plan, options: PatchOptions) -> None:
         if id(original) not in configs:
             configs[id(original)] = private_config(original, options.attention, plan.runtime.layers.context)
         changes.append(Attribute(module, "config", configs[id(original)]))
-    changes += plan.pre_hooks
+    changes.append(plan.pre_hook)
     for change in changes:
         change.put()
     plan.runtime.watch.configs += configs.values()

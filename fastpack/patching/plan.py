@@ -33,14 +33,14 @@ from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, r
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import Form, LayerOrder, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
-from fastpack.model.checks import learns_prompts, prompts_pre_hook, replica_pre_hook
+from fastpack.model.checks import replica_pre_hook
 from fastpack.model.drift import Watch
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
 from fastpack.model.loss import FusedLoss, fused_loss_rejects
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
 from fastpack.model.runtime import ModelRuntime
-from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
+from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends
 from fastpack.patching.match import Match, settle
@@ -95,7 +95,7 @@ class Plan:
     runtime: ModelRuntime
     replacements: tuple[Replacement[Any, Any], ...]
     interface_modules: tuple[Any, ...]
-    pre_hooks: tuple[PreHook[Any, Any], ...]
+    pre_hook: PreHook[Any, Any]
     mixing: Mixing
     report: PatchReport
 
@@ -110,10 +110,10 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
     parts = find_parts(model)
     refuse_kept_forward(model, parts.head)
     found = settle(recognise(parts), match, head=options.loss is not None)
-    return plan_recognised(model, parts, found, options)
+    return plan_recognised(parts, found, options)
 
 
-def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
+def plan_recognised(parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
     """Plan a patch of a model that is known to be this."""
     _refuse_options(options, found)
     backbone, family, specs = found.backbone, found.family, found.specs
@@ -136,7 +136,7 @@ def plan_recognised(model: nn.Module, parts: Parts, found: Recognised, options: 
         runtime,
         replacements,
         through_interface,
-        _plan_hooks(model, parts, runtime, around),
+        _plan_hook(parts, runtime, around),
         Mixing(backbone, tuple(_mixing_modules(found, replacements, through_interface))),
         replace(report, skipped=tuple(dict.fromkeys(found.skipped + skipped))),
     )
@@ -206,17 +206,12 @@ def _plan_model(
     return planned, () if reason is None else (("loss", f"{reason}: the stock loss runs"),)
 
 
-def _plan_hooks(
-    model: nn.Module, parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement[Any, Any]]
-) -> tuple[PreHook[Any, Any], ...]:
-    """Hooks before the head, or a bare backbone, and before wrappers that learn prompts."""
+def _plan_hook(parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement[Any, Any]]) -> PreHook[Any, Any]:
+    """The hook before the head, or before a bare backbone."""
     if parts.head is None:
-        hooks: list[PreHook[Any, Any]] = [PreHook(parts.backbone, replica_pre_hook, None, None)]
-    else:
-        spec = next(each.spec for each in around if each.function is head_forward)
-        hooks = [PreHook(parts.head, head_pre_hook, spec, runtime)]
-    hooks += [PreHook(wrapper, prompts_pre_hook, None, None) for wrapper in filter(learns_prompts, way_in(model))]
-    return tuple(hooks)
+        return PreHook(parts.backbone, replica_pre_hook, None, None)
+    spec = next(each.spec for each in around if each.function is head_forward)
+    return PreHook(parts.head, head_pre_hook, spec, runtime)
 
 
 def _head_loss(

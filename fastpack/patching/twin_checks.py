@@ -308,7 +308,7 @@ def _packed(model: Any) -> Tensor:
 def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Plan:
     """Plan a patch by which these classes compute this, and all others keep their own forward."""
     parts = find_parts(model)
-    return plan_recognised(model, parts, with_specs(recognise(parts, family), specs), options)
+    return plan_recognised(parts, with_specs(recognise(parts, family), specs), options)
 
 
 @contextmanager
