@@ -41,15 +41,6 @@ class PackingContext(threading.local):
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
         return PackingContext, ()  # a pickle holds no batch
 
-    @contextmanager
-    def offering(self, source: Tensor, packed: PackedSeqLens) -> Iterator[None]:
-        """:meth:`offer` until a head's forward ends, however it does."""
-        self.offer(source, packed)
-        try:
-            yield
-        finally:
-            self._offered = None
-
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
         """Before a head's forward: what it read of a batch, for the backbone that will be given the same ``source``,
         the ids or embeddings."""

@@ -21,7 +21,7 @@ from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
-from fastpack.utils.replacement import KEPT_FORWARD, Restore, replaces
+from fastpack.utils.replacement import KEPT_FORWARD, Replacement, Restore, replaces
 
 
 def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[Plan]:
@@ -129,7 +129,8 @@ def uncovered(model: nn.Module) -> Iterator[PatchState]:
                 later.callback(setattr, module, "forward", module.__dict__["forward"])
                 module.forward = wrapped
         for change in state.changes:
-            later.callback(change.uncover())
+            if isinstance(change, Replacement):
+                later.callback(change.uncover())
         yield state
 
 

@@ -41,7 +41,7 @@ _PARTS = (attention_forward, mlp_forward, norm_forward)
 class Attribute:
     """An attribute of a module that is no forward: a private config, or a forward kept under a second name.
 
-    Its methods are those of a :class:`Replacement`.
+    Its methods are those of a :class:`PreHook`.
     """
 
     module: nn.Module
@@ -64,9 +64,6 @@ class Attribute:
 
     def disable(self) -> Restore:
         return self.undo()
-
-    def uncover(self) -> Restore:
-        return nothing
 
 
 Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
@@ -123,43 +120,34 @@ def carries_ours(module: nn.Module) -> bool:
 
 def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
     """How many modules have a drop-in over our forward, or had one under it."""
-    found: set[int] = set()
-    before = {id(change.owner): change.earlier for change in _forwards(changes)}
-    for module in backbone.modules():
-        kept: Replacement[Any, Any] | None = module.__dict__.get(KEPT_FORWARD)
-        if kept is None:
-            continue
-        stands = (module.__dict__.get("forward"), before.get(id(module)))
-        if any(is_drop_in(module, forward, kept.spec) for forward in stands):
-            found.add(id(module))
-    return len(found)
+    return sum(
+        any(_is_drop_in(change, forward) for forward in (change.owner.__dict__.get("forward"), change.earlier))
+        for change in _forwards(backbone, changes)
+    )
 
 
 def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, str], ...]:
     """Parts of layers that what a user did since the patch has run by themselves, by class, and why."""
-    inside = {id(module) for module in backbone.modules() if module is not backbone}
     found: Counter[tuple[str, str]] = Counter()
-    for change in _forwards(changes):
+    for change in _forwards(backbone, changes):
         module = change.owner
-        if id(module) not in inside:
-            continue
-        if _is_covered(change):
+        if change.place() is None and not _is_drop_in(change, module.__dict__.get("forward")):
             found[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
         elif has_hooks(module) and change.function in _PARTS:
             found[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
     return tuple((name, f"{count}: {why}") for (name, why), count in found.items())
 
 
-def _forwards(changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
-    return [change for change in changes if isinstance(change, Replacement) and change.name in FORWARDS]
+def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
+    """Our forwards of modules that are inside the backbone still."""
+    inside = {id(module) for module in backbone.modules() if module is not backbone}
+    forwards = [change for change in changes if isinstance(change, Replacement) and change.name in FORWARDS]
+    return [forward for forward in forwards if id(forward.owner) in inside]
 
 
-def _is_covered(ours: Replacement[Any, Any]) -> bool:
-    """True where somebody's forward stands where ours was, and computes something else."""
-    module = ours.owner
-    kept: Replacement[Any, Any] | None = module.__dict__.get(KEPT_FORWARD)
-    drop_in = kept is not None and is_drop_in(module, module.__dict__.get("forward"), kept.spec)
-    return ours.place() is None and not drop_in
+def _is_drop_in(ours: Replacement[Any, Any], forward: object) -> bool:
+    """True for a forward of somebody's that computes what ours does."""
+    return ours.function in (mlp_forward, norm_forward) and is_drop_in(ours.owner, forward, ours.spec)
 
 
 def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContext | None]:

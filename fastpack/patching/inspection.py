@@ -38,7 +38,7 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         notes += (budget.describe(),)
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
-    skipped = known.skipped + mixing.strangers() + mixing.misplaced() + unserved(backbone)
+    skipped = known.skipped + mixing.strangers() + unserved(backbone)
     skipped += unfused(backbone, state.changes)
     replaced = None if head is None else replaced_forward(head)
     if replaced is not None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fastpack.families.spec import RUNGS, MixerSpec, Rung
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
-from fastpack.layers.window_checks import forms_of, misplaced
 from fastpack.patching.changes import carries_ours, contexts_of
 from fastpack.patching.tiers import layer_rungs, unpadded_share
 
@@ -21,18 +20,10 @@ class Mixing:
 
     Attributes:
         modules: each with its rung, or with what decides it: the kernels that serve where its weights are.
-        others: those of the same classes that were left alone.
     """
 
     backbone: nn.Module
-    modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...] = field(default=())
-    others: tuple[nn.Module, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        known = {id(module) for module, _ in self.modules}
-        classes = {type(module) for module, _ in self.modules}
-        others = (m for m in self.backbone.modules() if type(m) in classes and id(m) not in known)
-        object.__setattr__(self, "others", tuple(others))
+    modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...]
 
     def describe(self) -> dict[str, Any]:
         """What :class:`fastpack.patching.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
@@ -53,7 +44,7 @@ class Mixing:
 
     def strangers(self) -> tuple[tuple[str, str], ...]:
         """Modules of these classes that were put into the model since and are no part of the patch."""
-        known = {id(module) for module in (*self.others, *(module for module, _ in self._now()))}
+        known = {id(module) for module, _ in self._now()}
         classes = {type(module) for module, _ in self.modules}
         found = Counter(
             type(module).__name__
@@ -62,14 +53,6 @@ class Mixing:
         )
         why = "put into the model after the patch, where packed batches are not right: patch(unpatch(model))"
         return tuple((name, f"{count} {why}") for name, count in found.items())
-
-    def misplaced(self) -> tuple[tuple[str, str], ...]:
-        """Those that the stock model masks in another way by now: they were moved, or the config was changed."""
-        why = "moved, or its config changed, after the patch, and refused when it runs: unpatch(model)"
-        return tuple(
-            ("layers", f"{found.what}; {why}, {found.mend}, and patch it")
-            for found in misplaced(self.backbone, forms_of(self.backbone))
-        )
 
     def _mixers(self) -> list[tuple[nn.Module, MixerSpec]]:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]

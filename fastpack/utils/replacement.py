@@ -164,10 +164,6 @@ class PreHook(Generic[SpecT, RuntimeT]):
         """Let it do nothing, until what this returns is called."""
         return _disable(self)
 
-    def uncover(self) -> Restore:
-        """Nobody covers a hook."""
-        return nothing
-
 
 @dataclass(frozen=True)
 class _Function:

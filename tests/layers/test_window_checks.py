@@ -75,12 +75,8 @@ def test_moved_layers_with_the_windows_of_their_places(model_type: str, move: An
 @pytest.mark.parametrize(
     ("model_type", "move"), [*((name, cut) for name in WINDOWED), ("gemma3_text", replicate), ("afmoe", replicate)]
 )
-def test_what_was_moved_since_is_in_the_report_and_refused(model_type: str, move: Any) -> None:
-    model = fastpack.patch(build_tiny(model_type))
-    assert not fastpack.report(model).skipped
-    said = [why for what, why in fastpack.report(move(model)).skipped if what == "layers"]
-    assert said
-    assert all("moved, or its config changed, after the patch, and refused" in why for why in said)
+def test_what_was_moved_since_is_refused(model_type: str, move: Any) -> None:
+    model = move(fastpack.patch(build_tiny(model_type)))
     for _ in range(2):
         with pytest.raises(
             PatchError, match=r"layers were moved, .* after the patch: .*layers\.\d.* set config.layer_ty"
