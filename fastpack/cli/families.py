@@ -19,7 +19,7 @@ from fastpack.families.lock import LOCK, as_text, with_release
 from fastpack.families.lock import proved as locked
 from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import Family
-from fastpack.patching.tiers import WORDS
+from fastpack.patching.report import WORDS
 from fastpack.testing.record import Record
 from fastpack.testing.sources import sources_of
 

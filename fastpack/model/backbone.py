@@ -58,7 +58,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     Raises:
         PackingError: see :func:`fastpack.packing.inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.model.drift.Watch.check` and
+        PatchError: see :meth:`fastpack.model.runtime.Watch.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """
     backbone, family, runtime = patched.owner, patched.spec, patched.runtime

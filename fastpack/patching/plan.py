@@ -34,12 +34,11 @@ from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import Form, LayerOrder, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import replica_pre_hook
-from fastpack.model.drift import Watch
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
 from fastpack.model.loss import FusedLoss, fused_loss_rejects
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
-from fastpack.model.runtime import ModelRuntime
+from fastpack.model.runtime import ModelRuntime, Watch
 from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fastpack.families.spec import RUNGS, MixerSpec, Rung
+from fastpack.layers.adapters import linear_sizes
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
 from fastpack.patching.changes import carries_ours, contexts_of
-from fastpack.patching.tiers import layer_rungs, unpadded_share
+from fastpack.utils.protocols import ConfigLike
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,57 @@ class Mixing:
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}
+
+
+def layer_rungs(backbone: nn.Module, modules: Iterable[tuple[nn.Module, Rung]]) -> dict[str, tuple[str, ...]]:
+    """Names of the modules that mix tokens, by rung, the highest first.
+
+    Args:
+        modules: of the backbone, each with its rung.
+    """
+    named = {id(module): name for name, module in backbone.named_modules()}
+    found: dict[str, list[str]] = {rung: [] for rung in RUNGS}
+    for module, rung in modules:
+        found[rung].append(named[id(module)] or type(module).__name__)
+    return {rung: tuple(names) for rung, names in found.items() if names}
+
+
+def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
+    """How much of a backbone's products with weights runs on real tokens alone: from 0 to 1.
+
+    Of experts, as many count as each token takes; a module that is run several times counts once. Attention's scores
+    and recurrences have no weights and don't count.
+
+    Args:
+        on_rows: the modules that run on padded rows.
+    """
+    config = backbone.config.get_text_config(decoder=True)
+    padded = {id(inner) for module in on_rows for inner in module.modules()}
+    whole = sum(_products(module, config) for module in backbone.modules())
+    rows = sum(_products(module, config) for module in backbone.modules() if id(module) in padded)
+    return 1 - rows / whole if whole else 1.0
+
+
+def _products(module: nn.Module, config: ConfigLike) -> float:
+    """Multiplications a token with the weights that a module itself holds."""
+    if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return 0
+    sizes = linear_sizes(module)
+    if sizes is not None:
+        return float(sizes[0] * sizes[1])  # in 4 bits, a weight's own size is another
+    taken, experts = _experts(config)
+    total = 0.0
+    for name, weight in module._parameters.items():
+        if weight is None or not ("weight" in name or "proj" in name):
+            continue
+        share = taken / experts if weight.ndim == 3 and len(weight) == experts else 1
+        total += weight.numel() * share if weight.ndim > 1 else 0
+    return total
+
+
+def _experts(config: ConfigLike) -> tuple[int, int]:
+    """How many each token takes, and how many there are; 1 and 0 where there are none."""
+    taken = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
+    all_of_them = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+    found = [next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (taken, all_of_them)]
+    return (int(found[0]), int(found[1])) if all(isinstance(x, int) and x for x in found) else (1, 0)

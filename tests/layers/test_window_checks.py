@@ -120,7 +120,6 @@ def test_a_config_that_was_changed(model_type: str, change: Any, said: str) -> N
     ids = torch.full((1, 9), 5)
     model(input_ids=ids)
     change(model.config.get_text_config(decoder=True))
-    assert [why for what, why in fastpack.report(model).skipped if what == "layers"]
     for _ in range(2):
         with pytest.raises(PatchError, match=f"layers were moved, or their config changed, after the patch: .*{said}"):
             model(input_ids=ids)
@@ -241,7 +240,6 @@ def test_attention_in_the_place_of_a_recurrent_layer(model_type: str) -> None:
     later = replicate_as(layers, fastpack.patch(copy.deepcopy(stock)))
     with pytest.raises(PatchError, match=refused):
         later(input_ids=torch.full((1, 9), 5))
-    assert any(what == "layers" for what, _ in fastpack.report(later).skipped)
 
     model = replicate_as(layers, stock).train()
     assert sees_later_tokens(model)
