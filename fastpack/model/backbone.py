@@ -27,7 +27,6 @@ from fastpack.model.checks import (
 from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.outputs import put_back, spread_out
 from fastpack.model.runtime import ModelRuntime
-from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import pack_inputs, take_packing
 from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
@@ -67,7 +66,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
     if context is not None:
-        packing = _from_head(context, arguments) or packing
+        offered = context.take(source_of(arguments))
+        packing = packing if offered is None else {"packed_seq_lens": offered}
     if not torch.compiler.is_compiling():
         watch.follow()
     if takes_stock_path(backbone, arguments):
@@ -128,13 +128,6 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         return
     if not takes_stock_path(module, bind(type(module), args, kwargs)):
         refuse_rows_at_the_door(module)
-
-
-def _from_head(context: PackingContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the head has read of this batch and could not hand on."""
-    source = source_of(arguments)
-    found = None if source is None else context.take(source)
-    return {} if found is None else {"packed_seq_lens": found}
 
 
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:

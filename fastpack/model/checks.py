@@ -63,15 +63,10 @@ def has_cache(arguments: Mapping[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in CACHES)
 
 
-def _has_paged_cache(arguments: Mapping[str, Any]) -> bool:
-    """True where continuous batching of transformers runs the model: its cache keeps sequences apart."""
-    return any(cls.__name__ == "PagedAttentionCache" for cls in type(arguments.get("cache")).__mro__)
-
-
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
     """A packed batch on the stock path would leak: raise. Generation is not read, and waits for nobody."""
-    if _has_paged_cache(arguments):
-        return
+    if any(cls.__name__ == "PagedAttentionCache" for cls in type(arguments.get("cache")).__mro__):
+        return  # continuous batching of transformers, whose cache keeps sequences apart
     why = (
         "a cache (past_key_values, which PEFT's prefix tuning passes too, or use_cache=True) or attention weights "
         "(output_attentions=True)"

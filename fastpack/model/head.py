@@ -49,7 +49,7 @@ from fastpack.utils.replacement import (
     Replacement,
     replaces,
 )
-from fastpack.utils.signatures import accepted, bind, keeps_some_logits, parameters, shape_of, source_of, wants_tuple
+from fastpack.utils.signatures import accepted, bind, keeps_some_logits, shape_of, source_of, wants_tuple
 
 if TYPE_CHECKING:  # heavy, and imported where a model is patched with graphs
     from fastpack.cuda_graphs.runner import GraphRunner
@@ -237,9 +237,8 @@ def reads_packing(
     head: HeadLike, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """True where the packing is read at the head, and not only at the backbone."""
-    needs_packing = kind == "sequence_classification" or (
-        kind == "causal_lm" and (_has_labels(head, args, kwargs) or _balances(head))
-    )
+    labelled = bind(type(head), args, kwargs).get("labels") is not None
+    needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and (labelled or _balances(head)))
     # one break is enough, at the first door; and a head with a scope would lose what it does not read
     return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
 
@@ -247,10 +246,3 @@ def reads_packing(
 def _balances(head: HeadLike) -> bool:
     """True where a head weighs the balance of its experts by the mask."""
     return mentions(head, "load_balancing_loss_func")
-
-
-def _has_labels(head: HeadLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if kwargs.get("labels") is not None:
-        return True
-    names = parameters(type(head).forward)
-    return "labels" in names[: len(args)] and args[names.index("labels")] is not None

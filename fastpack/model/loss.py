@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import FastpackWarning
-from fastpack.families.spec import HeadSpec
+from fastpack.families.spec import HeadSpec, Spec
 from fastpack.layers.adapters import read_projection
 from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
@@ -64,7 +64,7 @@ def is_trls(forward: Any) -> bool:
     return FUSED_LM_HEAD in inspect.signature(forward, follow_wrapped=False).parameters
 
 
-def fused_loss_rejects(head: HeadLike, kind: str, spec: HeadSpec | None) -> str | None:
+def fused_loss_rejects(head: HeadLike, kind: str, spec: Spec | None) -> str | None:
     """Why a head's stock loss is kept, or None. Asked before its forward is swapped.
 
     Args:
@@ -74,7 +74,7 @@ def fused_loss_rejects(head: HeadLike, kind: str, spec: HeadSpec | None) -> str 
     """
     if kind != "causal_lm":
         return f"{type(head).__name__} is no causal LM: its loss is another"
-    if spec is None:
+    if not isinstance(spec, HeadSpec):
         return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
     if head.base_model is head:
         return f"base_model_prefix={head.base_model_prefix!r} names nothing that {type(head).__name__} holds"

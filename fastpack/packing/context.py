@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class PackingContext(threading.local):
         the ids or embeddings."""
         self._offered = (source, packed)
 
-    def take(self, source: Tensor) -> PackedSeqLens | None:
-        """What was read of the batch of these ids or embeddings, if anything was."""
+    def take(self, source: Tensor | None) -> PackedSeqLens | None:
+        """Return the packing that the head offered for these ids or embeddings, and forget it; None for none."""
         offered, self._offered = self._offered, None
         return offered[1] if offered is not None and offered[0] is source else None
 
@@ -86,15 +86,12 @@ class PackingContext(threading.local):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return checkpoint(functools.partial(self._run_again, packed, checkpointed, function), *args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = self.packed is not packed  # in the backward; layers inside layers are checkpointed again
+            with self._running(packed, checkpointed) if again else nullcontext():
+                return function(*args, **kwargs)
 
-    def _run_again(
-        self, packed: PackedSeqLens, checkpointed: Checkpointed, function: Callable[..., Any], /, *args: Any, **kw: Any
-    ) -> Any:
-        if self.packed is packed:  # the first time, inside the forward
-            return function(*args, **kw)
-        with self._running(packed, checkpointed):  # layers inside layers are checkpointed again
-            return function(*args, **kw)
+        return checkpoint(run, *args, **kwargs)
 
     @contextmanager
     def in_rows(self) -> Iterator[None]:

@@ -319,7 +319,5 @@ def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tenso
 
 def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
     for key in ("max_length_q", "max_length_k"):
-        if key in given:
-            value = int(host[key].max())
-            if value < longest:
-                raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")
+        if key in given and (value := int(host[key].max())) < longest:
+            raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")

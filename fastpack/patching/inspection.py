@@ -29,7 +29,8 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     backbone, head = parts.backbone, parts.head
     state = state_of(backbone)
     if state is None:
-        return PatchReport.stock(backbone if head is None else head)
+        whole = head or backbone
+        return PatchReport(type(whole).__name__, getattr(whole.config, "model_type", "?"))
     # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
     known, mixing, fused = state.report, state.mixing, kept_on(target, FUSED_LOSS)
     budget = kept_on(target, BUDGET)

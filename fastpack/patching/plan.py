@@ -47,7 +47,6 @@ from fastpack.patching.options import PatchOptions
 from fastpack.patching.recognise import (
     Recognised,
     Skipped,
-    forms_by_family,
     own_class,
     put_on,
     recognise,
@@ -116,17 +115,20 @@ def plan_recognised(parts: Parts, found: Recognised, options: PatchOptions) -> P
     """Plan a patch of a model that is known to be this."""
     _refuse_options(options, found)
     backbone, family, specs = found.backbone, found.family, found.specs
-    forms = forms_by_family(backbone, specs, family)
+    own = {module: own_class(module, family) or "" for module in backbone.modules()}
+    wanted = (*family.attention, *family.mixers)
+    if not (family.repadded or any(name in wanted for name in own.values())):
+        raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
+    forms = {id(m): family.mixers.get(name, _form(m, found)) for m, name in own.items() if name in wanted}
     runtime = _make_runtime(found, options, forms)
     around, skipped = _plan_model(parts, found, runtime, options)
-    attentions = [m for m in backbone.modules() if own_class(m, family) in family.attention]
-    _refuse_nothing_to_patch(backbone, family)
+    attentions = [module for module, name in own.items() if name in family.attention]
     refuse_misplaced(backbone, forms)
     inside = [each for module in backbone.modules() for each in _plan_module(module, found, runtime.layers)]
     skipped += _replaced_norms_and_mlps(found)
     tables = _plan_alibi(found, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
-    through_interface = tuple(m for m in attentions if own_class(m, family) not in specs)
+    through_interface = tuple(module for module in attentions if own[module] not in specs)
     computed = _computed_here(replacements, through_interface, family)
     runtime.watch.classes.watch((each.module for each in replacements), forwards=computed)
     report = _make_report(parts, found, options, runtime, replacements, attentions)
@@ -157,12 +159,6 @@ def _refuse_options(options: PatchOptions, found: Recognised) -> None:
             f"share_prefixes={options.share_prefixes!r} can't be exact for {type(found.backbone).__name__}: "
             f"{not_shared}. Leave the option out. Nothing was changed."
         )
-
-
-def _refuse_nothing_to_patch(backbone: nn.Module, family: Family) -> None:
-    wanted = (*family.attention, *family.mixers)
-    if not any(own_class(m, family) in wanted for m in backbone.modules()) and not family.repadded:
-        raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
 
 
 def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, Form]) -> ModelRuntime:
@@ -219,12 +215,10 @@ def _head_loss(
     """The head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
-    found = recognised.specs.get(own_class(head, recognised.family) or "")
-    spec = found if isinstance(found, HeadSpec) else None
+    spec = recognised.specs.get(own_class(head, recognised.family) or "")
     reason = fused_loss_rejects(head, kind, spec)
-    if reason is not None:
+    if reason is not None or not isinstance(spec, HeadSpec):
         return None, reason
-    assert spec is not None
     return FusedLoss(spec, options.kernels), None
 
 

@@ -75,7 +75,7 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     family = with_known_backbone(backbone, family)
     layers, skipped = layers_replaced(backbone, family)
     classes, others = known_classes(backbone, family)
-    if parts.head is not None and _is_own(parts.head, family):
+    if parts.head is not None and own_class(parts.head, family) and replaced_forward(parts.head) is None:
         classes.append(stock_class(parts.head))
     forms = {cls.__name__: proved_form(cls, family) for cls in classes if cls.__name__ in family.fast}
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
@@ -98,11 +98,6 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
 def with_specs(found: Recognised, specs: Mapping[str, Spec], **others: Any) -> Recognised:
     """The same model, whose classes compute these."""
     return replace(found, specs=specs, family=_keeping_windows(found.family, specs), **others)
-
-
-def _is_own(module: nn.Module, family: Family) -> bool:
-    """True for a module of a class of the family's, with that class's own forward."""
-    return own_class(module, family) is not None and replaced_forward(module) is None
 
 
 def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
@@ -230,17 +225,6 @@ def _own_class_skipped(cls: Any, family: Family) -> Skipped:
             f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
         )
     return ((cls.__name__, f"{what}: its own forward runs"),) if bases[0] in family.fast else ()
-
-
-def forms_by_family(backbone: nn.Module, specs: Mapping[str, Spec], family: Family) -> dict[int, Any]:
-    """The form of each module that mixes tokens, by the module's ``id``."""
-    forms: dict[int, Any] = {}
-    for module in backbone.modules():
-        own = own_class(module, family) or ""
-        if own in family.mixers or own in family.attention:
-            spec = family.mixers.get(own, specs.get(own))
-            forms[id(module)] = with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec
-    return forms
 
 
 def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:

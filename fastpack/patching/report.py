@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fastpack.utils.console import as_text
-from fastpack.utils.protocols import ModelLike
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,11 +62,6 @@ class PatchReport:
     matched: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def stock(cls, model: ModelLike) -> PatchReport:
-        """The report of a head or a bare backbone that is not patched."""
-        return cls(type(model).__name__, getattr(model.config, "model_type", "?"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

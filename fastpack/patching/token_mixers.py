@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,18 @@ class Mixing:
     def describe(self) -> dict[str, Any]:
         """What :class:`fastpack.patching.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
         rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self._now()]
-        layers = layer_rungs(self.backbone, rungs)
+        named = {id(module): name for name, module in self.backbone.named_modules()}
+        layers: dict[str, tuple[str, ...]] = {}
+        for rung in RUNGS:
+            names = tuple(named[id(module)] or type(module).__name__ for module, its in rungs if its == rung)
+            if names:
+                layers[rung] = names
         on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]
-        lowest = next((rung for rung in reversed(RUNGS) if rung in layers), "stock")
-        return {"rung": lowest, "layers": layers, "unpadded": unpadded_share(self.backbone, on_rows)}
+        return {
+            "rung": next(reversed(layers), "stock"),
+            "layers": layers,
+            "unpadded": unpadded_share(self.backbone, on_rows),
+        }
 
     def kinds(self) -> dict[str, int]:
         """How many mixers run packed, and on rows."""
@@ -77,19 +85,6 @@ class Mixing:
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}
-
-
-def layer_rungs(backbone: nn.Module, modules: Iterable[tuple[nn.Module, Rung]]) -> dict[str, tuple[str, ...]]:
-    """Names of the modules that mix tokens, by rung, the highest first.
-
-    Args:
-        modules: of the backbone, each with its rung.
-    """
-    named = {id(module): name for name, module in backbone.named_modules()}
-    found: dict[str, list[str]] = {rung: [] for rung in RUNGS}
-    for module, rung in modules:
-        found[rung].append(named[id(module)] or type(module).__name__)
-    return {rung: tuple(names) for rung, names in found.items() if names}
 
 
 def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:

@@ -59,11 +59,17 @@ def check_versions(packages: Iterable[str]) -> None:
         if is_untried(name, version):
             newer.append(f"{name} {version} (tried up to {NEWEST_TRIED[name]})")
     if newer:
-        message = f"newer than what fastpack was tried with: {', '.join(newer)}. fastpack.verify(model) tries yours."
-        warnings.warn(message, UntriedVersionWarning, stacklevel=3)
+        warnings.warn(
+            f"newer than what fastpack was tried with: {', '.join(newer)}. fastpack.verify(model) tries yours.",
+            UntriedVersionWarning,
+            stacklevel=3,
+        )
     if not needed:
-        message = f"it is unknown which versions fastpack needs: it was copied here without {DISTRIBUTION}'s metadata."
-        warnings.warn(message, UntriedVersionWarning, stacklevel=3)
+        warnings.warn(
+            f"it is unknown which versions fastpack needs: it was copied here without {DISTRIBUTION}'s metadata.",
+            UntriedVersionWarning,
+            stacklevel=3,
+        )
 
 
 def version_of(package: str) -> str | None:
