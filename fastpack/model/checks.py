@@ -1,4 +1,4 @@
-"""What the door lets through to the stock forward, and what it refuses."""
+"""Checks of a batch where a patched model is entered: what goes to the stock forward, and what is refused."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def takes_stock_path(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 def has_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether a cache came, under whatever name."""
+    """True where a cache came, under whatever name."""
     return any(arguments.get(name) is not None for name in CACHES)
 
 
@@ -232,7 +232,7 @@ def refuse_replica(module: nn.Module) -> None:
 def replica_pre_hook(
     hook: PreHook[None, None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Before a bare backbone: refuse ``nn.DataParallel``, and packed batches that PEFT put prompts into."""
+    """Refuse ``nn.DataParallel`` before a bare backbone, and packed batches that PEFT put prompts into."""
     refuse_replica(module)
     refuse_packed_prompts(args, kwargs)
 

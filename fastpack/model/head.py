@@ -59,7 +59,7 @@ HeadKind = Literal["causal_lm", "sequence_classification", "token_classification
 
 @dataclass(frozen=True)
 class Head:
-    """What a head computes.
+    """A head's kind, and its loss.
 
     Attributes:
         loss: computes its own loss without logits; None where it is not to be fused, or can't be.

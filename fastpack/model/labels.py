@@ -24,7 +24,7 @@ def shifts_labels(head: HeadLike) -> bool:
 
 
 def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str, Any]:
-    """With the first label of each sequence ignored, on a copy, where the packing was read.
+    """Ignore the first label of each sequence, on a copy, where the packing was read.
 
     Where every sequence begins its row, labels stay as they are: what shifts them reads no first column, and a loss of
     the user's own may not shift.
@@ -105,7 +105,7 @@ def _asks_for_the_loss() -> bool:
 
 
 def _trained(labels: Tensor, ignore_index: int) -> Tensor:
-    """How many labels are not ignored, 0-d int64."""
+    """The number of labels that are not ignored, 0-d int64."""
     return (labels != ignore_index).sum()
 
 

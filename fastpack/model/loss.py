@@ -43,7 +43,7 @@ FUSED_LM_HEAD = "fused_lm_head"
 
 
 class TokenStatistics:
-    """What a fused loss tells of its predictions in passing.
+    """Numbers about its predictions that a fused loss gives in passing.
 
     No dataclass: what maps a function over the tensors of arguments (FSDP's casts) would hand on a copy.
 
@@ -65,7 +65,7 @@ def is_trls(forward: Any) -> bool:
 
 
 def fused_loss_rejects(head: HeadLike, kind: str, spec: Spec | None) -> str | None:
-    """Why a head's stock loss is kept, or None. Asked before its forward is swapped.
+    """Say why a head's stock loss is kept, or None. Asked before its forward is swapped.
 
     Args:
         head: as it was found, without our forward.
@@ -96,14 +96,14 @@ def _is_meta(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class FusedLoss:
-    """What a head's swapped forward is bound with: what the head computes, and what computes its loss."""
+    """The loss of a head's swapped forward: what the head computes, and what computes the loss."""
 
     spec: HeadSpec
     implementation: Implementation
 
 
 def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
-    """Why the loss that a head's forward was swapped for does not run now: of what came after the patch.
+    """Say why the loss that a head's forward was swapped for does not run now, by what came after the patch; or None.
 
     Args:
         asked_for: whoever brings a forward of TRL's calls it for the head's own loss.
@@ -149,7 +149,7 @@ def has_stock_loss(head: HeadLike) -> bool:
 
 
 def _why_not_now(head: HeadLike) -> str | None:
-    """What users and PEFT may change at any time."""
+    """Say why the head's loss can't be fused as users and PEFT have left the head; or None."""
     if not has_stock_loss(head):
         return f"the loss_function of {type(head).__name__} is {head.loss_function!r}"
     module = _serving(head.lm_head)
@@ -171,7 +171,7 @@ def _serving(module: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class HeadProduct:
-    """How a head makes logits of hidden states, as :func:`linear_cross_entropy` takes it.
+    """A head's product with the vocabulary, as :func:`linear_cross_entropy` takes it.
 
     Attributes:
         weight: ``[V, H]``, or what makes it of a 4-bit one.
@@ -189,7 +189,7 @@ class HeadProduct:
 
 
 def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
-    """What the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
+    """Read what the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
     projection = read_projection(_serving(head.lm_head))
     if isinstance(projection, str):
         return projection

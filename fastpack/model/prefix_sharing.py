@@ -38,7 +38,7 @@ _KNOWN = (
 
 @dataclass
 class SharingStats:
-    """What happened so far.
+    """Counts of what happened so far.
 
     Attributes:
         batches: forwards on real tokens; shared: those of them in which prefixes were.
@@ -94,7 +94,7 @@ class PrefixSharing:
         return found
 
     def _why_not(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
-        """Why this batch can't share anything, or None."""
+        """Say why this batch can't share anything, or None."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         columns = shape_of(arguments)[1]
@@ -105,7 +105,7 @@ class PrefixSharing:
         return None if random is None else f"{random} is random, and copies of a token have each their own"
 
     def _random(self, backbone: ModelLike) -> Iterator[str]:
-        """What draws a number for each token in training, as it is set now."""
+        """Name all that draws a number for each token in training, as it is set now."""
         embedding = backbone.get_input_embeddings()
         if embedding.training and getattr(embedding, "neftune_noise_alpha", None) is not None:
             yield "NEFTune's noise"
@@ -143,7 +143,7 @@ class PrefixSharing:
 
 
 def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
-    """Why sequences of a model can't share what they have in common, whatever the batch; or None. Asked beforehand."""
+    """Say, beforehand, why sequences of a model can't share what they have in common, whatever the batch; or None."""
     if family.repadded:
         return f"{family.model_type} runs on rows of equal length, each with all of its tokens"
     if family.mixers:

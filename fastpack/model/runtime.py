@@ -1,4 +1,4 @@
-"""What a patched backbone and its head share."""
+"""The runtime that a patched backbone and its head share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Watch:
 
 @dataclass(frozen=True, eq=False)
 class ModelRuntime:
-    """What a patched backbone and its head share.
+    """The things that a patched backbone and its head share.
 
     Attributes:
         layers: what they share with the layers.

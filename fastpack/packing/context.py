@@ -30,7 +30,7 @@ class PackingContext(threading.local):
     """
 
     def __init__(self) -> None:
-        """Of each thread that meets it, with what a compiler looks for in it."""
+        """Begin empty in each thread, with all attributes that a compiler looks for."""
         self.packed: PackedSeqLens | None = None
         self._offered: tuple[Tensor, PackedSeqLens] | None = None
         self._in_rows = False
@@ -42,8 +42,7 @@ class PackingContext(threading.local):
         return PackingContext, ()  # a pickle holds no batch
 
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
-        """Before a head's forward: what it read of a batch, for the backbone that will be given the same ``source``,
-        the ids or embeddings."""
+        """Keep a head's reading of a batch for the backbone that will be given the same ``source``, ids or embeddings."""
         self._offered = (source, packed)
 
     def take(self, source: Tensor | None) -> PackedSeqLens | None:
@@ -53,7 +52,7 @@ class PackingContext(threading.local):
 
     @contextmanager
     def around(self, backbone: nn.Module, packed: PackedSeqLens) -> Iterator[None]:
-        """Around a backbone's forward."""
+        """Hold this packing while a backbone's forward runs."""
         checkpointed = [
             module
             for module in backbone.modules()
@@ -95,7 +94,7 @@ class PackingContext(threading.local):
 
     @contextmanager
     def in_rows(self) -> Iterator[None]:
-        """Around a module that is run on one row a sequence: what it calls has boundaries enough."""
+        """Hide the packing from what a module calls that is run on one row a sequence: rows are boundaries enough."""
         self._in_rows = True
         try:
             yield

@@ -197,7 +197,7 @@ def _to_host(
 
 
 def _numbers(key: str, value: Any) -> Tensor:
-    """Of a keyword of other libraries, as a tensor of integers: cut to whole ones, fractions would join sequences."""
+    """Read a keyword of other libraries as a tensor of integers: fractions, cut to whole ones, would join sequences."""
     try:
         numbers = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

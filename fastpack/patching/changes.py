@@ -1,4 +1,4 @@
-"""What a patch sets on a model: each change can be undone, or disabled, whoever put theirs over it since.
+"""The changes that a patch makes to a model: each can be undone, or disabled, whoever put theirs over it since.
 
 A forward is a :class:`fastpack.utils.replacement.Replacement`; what else changes is here. All of them are kept on the
 backbone (:mod:`fastpack.patching.state`).
@@ -34,7 +34,7 @@ from fastpack.utils.replacement import (
 )
 
 _PARTS = (attention_forward, mlp_forward, norm_forward)
-"""What a layer computes itself, fused with what lies around it."""
+"""The parts that a layer computes itself, fused with what lies around them."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class Attribute:
 
 
 Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
-"""What is set on a module."""
+"""One thing that is set on a module."""
 
 
 def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:
@@ -106,7 +106,7 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Rest
 
 
 def _weights(module: nn.Module) -> tuple[type, int] | None:
-    """What copies that share their weights with a module have in common with it; None where these lie elsewhere."""
+    """A module's class and its weights' place, which copies that share them have too; None where they lie elsewhere."""
     first = next(module.parameters(), None)
     place = 0 if first is None else first.data_ptr()  # zero on meta, and of weights that are spread over ranks
     return (type(module), place) if place else None
@@ -119,7 +119,7 @@ def carries_ours(module: nn.Module) -> bool:
 
 
 def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
-    """How many modules have a drop-in over our forward, or had one under it."""
+    """Count the modules that have a drop-in over our forward, or had one under it."""
     return sum(
         any(_is_drop_in(change, forward) for forward in (change.owner.__dict__.get("forward"), change.earlier))
         for change in _forwards(backbone, changes)
@@ -151,7 +151,7 @@ def _is_drop_in(ours: Replacement[Any, Any], forward: object) -> bool:
 
 
 def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContext | None]:
-    """What tells a module of the packing where no keyword does: its forward, its attention."""
+    """The contexts that tell a module of the packing where no keyword does: of its forward, and of its attention."""
     ours = replacement_on(module)
     of_forward = ours.runtime.context if ours is not None and isinstance(ours.runtime, Runtime) else None
     return of_forward, getattr(module.__dict__.get("config"), SCOPE, None)

@@ -82,7 +82,7 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
 
 
 def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object) -> str | None:
-    """What keeps the loss from being fused that was asked for, as far as only a look at the target now tells."""
+    """Say why the loss is not fused that was to be, as far as only a look at the target now tells; or None."""
     of_trainer = kept_on(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
         return str(rejected)
@@ -96,7 +96,7 @@ def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object
 
 
 def why_no_fused_loss(trainer: TrainerLike) -> str | None:
-    """Why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
+    """Say why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)
     if state is None:

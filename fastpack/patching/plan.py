@@ -69,7 +69,7 @@ KINDS: dict[Callable[..., Any], str] = {
     packed_alibi: "alibi",
     rotary_forward: "rotary",
 }
-"""What the report counts a replacement as, by its function; mixers are counted by what serves them."""
+"""The report's names for replacements, by their functions; mixers are counted by what serves them."""
 _FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (AnyAttentionSpec, attention_forward),
     (DecoderSpec, decoder_forward),
@@ -162,7 +162,7 @@ def _refuse_options(options: PatchOptions, found: Recognised) -> None:
 
 
 def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, Form]) -> ModelRuntime:
-    """What the replacements share, as the options ask for it."""
+    """Make the runtime that the replacements share, as the options ask for it."""
     backbone = found.backbone
     # a layer's forward that nobody has read may drop the keyword, and the mask with it
     context = PackingContext() if found.family.needs_scope or found.replaced_layers else None
@@ -259,7 +259,7 @@ def _plan_module(module: nn.Module, found: Recognised, runtime: Runtime) -> list
 
 
 def _form(module: nn.Module, found: Recognised) -> Spec | None:
-    """What a module computes, if it may have a fast forward."""
+    """The spec of a module that may have a fast forward; None for others."""
     own = own_class(module, found.family)
     spec = found.specs.get(own) if own else spec_of(module, found.backbone)
     return with_mask_window(module, spec, found.family) if isinstance(spec, AttentionSpec) else spec
@@ -274,7 +274,7 @@ def _is_replaced(module: nn.Module, spec: Spec, found: Recognised) -> bool:
 
 
 def _replaced_norms_and_mlps(found: Recognised) -> Skipped:
-    """Those that would have a fast forward, had nobody put another on them."""
+    """Norms and MLPs that would have a fast forward, had nobody put another on them."""
     return tuple(
         (
             own_class(module, found.family) or type(module).__name__,

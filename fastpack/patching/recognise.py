@@ -1,4 +1,4 @@
-"""Which classes of a model are the family's own, which of them are proved, and what stands for them."""
+"""Recognise which classes of a model are the family's own, which of them are proved, and what stands for them."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def own_class(module: nn.Module, family: Family) -> str | None:
 
 
 Skipped = tuple[tuple[str, str], ...]
-"""What is left alone, and why."""
+"""Things that are left alone, each with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recognised:
-    """What a model is known to be.
+    """The things that are known of a model.
 
     Attributes:
         family: as this very model is of it.
@@ -196,7 +196,7 @@ def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
 
 
 def stock_attention(backbone: Any, family: Family) -> StockAttention:
-    """What this backbone attends by without a patch: every module that reads transformers' table of functions."""
+    """Find every module that reads transformers' table of attention functions, by which the stock model attends."""
     found: dict[tuple[int, type], tuple[nn.Module, str]] = {}
     bypassed = False
     for module in backbone.modules():
@@ -236,7 +236,7 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
 
 
 def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
-    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
+    """The family, whose attention without a fast form runs on rows where windows are in upstream's masks alone."""
     if family.mask_window is None or all(name in specs for name in family.attention):
         return family
     masked = MixerSpec("added", window=f"config.{family.mask_window}")

@@ -22,12 +22,12 @@ WORDS: dict[str, str] = {
     "the rest runs on real tokens only",
     "re-padded model": "the stock model on rows of equal length: exact, no faster",
 }
-"""What each rung means, for people."""
+"""The meaning of each rung, for people."""
 
 
 @dataclass(frozen=True)
 class PatchReport:
-    """What was swapped, which backend serves, and what was left alone.
+    """The account of a patch: what was swapped, which backend serves, and what was left alone.
 
     Attributes:
         model: class name of the head, or of a bare backbone.

@@ -1,4 +1,4 @@
-"""What a patch has changed on a model, kept on its backbone, and what a trainer was given."""
+"""The record of a patch, kept on the model's backbone, and of what a trainer was given."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 
 
 def kept_on(target: object, name: str) -> Any:
-    """What a trainer has under one of these; None where it has nothing, and for a model."""
+    """The thing that a trainer has under one of these; None where it has nothing, and for a model."""
     return getattr(target, "__dict__", {}).get(name)
 
 
@@ -41,7 +41,7 @@ class PatchState:
 
 
 def options_of(model: nn.Module) -> PatchOptions | None:
-    """Those of the patch in force on a model, None where there is none."""
+    """The options of the patch in force on a model, None where there is none."""
     state = state_of(find_parts(model).backbone)
     return None if state is None else state.options
 

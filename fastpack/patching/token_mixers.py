@@ -28,7 +28,7 @@ class Mixing:
     modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...]
 
     def describe(self) -> dict[str, Any]:
-        """What :class:`fastpack.patching.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
+        """Return ``rung``, ``layers`` and ``unpadded`` of :class:`fastpack.patching.report.PatchReport`."""
         rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self._now()]
         named = {id(module): name for name, module in self.backbone.named_modules()}
         layers: dict[str, tuple[str, ...]] = {}
@@ -44,12 +44,12 @@ class Mixing:
         }
 
     def kinds(self) -> dict[str, int]:
-        """How many mixers run packed, and on rows."""
+        """Count the mixers that run packed, and on rows."""
         found: Counter[str] = Counter(mixer_rung(module, how) for module, how in self._mixers())
         return {name: found[rung] for rung, name in _KINDS.items() if found[rung]}
 
     def notes(self) -> tuple[str, ...]:
-        """Which kernels run them, or why none do."""
+        """Name the kernels that run them, or say why none do."""
         return tuple(dict.fromkeys(note for module, how in self._mixers() for note in mixer_notes(module, how)))
 
     def strangers(self) -> tuple[tuple[str, str], ...]:
@@ -68,13 +68,13 @@ class Mixing:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]
 
     def _now(self) -> list[tuple[nn.Module, Rung | MixerSpec]]:
-        """Those that are there still, and copies that were made of them since (PEFT's replicated layers)."""
+        """The ones that are there still, and copies that were made of them since (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}
         contexts = {None, *(context for module, _ in self.modules for context in contexts_of(module))}
 
         def runs_as_its_original(module: nn.Module) -> bool:
-            """Where a context has to tell it the packing, that is this backbone's."""
+            """True unless another context than this backbone's is to tell it the packing."""
             return carries_ours(module) and contexts.issuperset(contexts_of(module))
 
         return [
@@ -88,7 +88,7 @@ _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padde
 
 
 def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
-    """How much of a backbone's products with weights runs on real tokens alone: from 0 to 1.
+    """The share of a backbone's products with weights that runs on real tokens alone: from 0 to 1.
 
     Of experts, as many count as each token takes; a module that is run several times counts once. Attention's scores
     and recurrences have no weights and don't count.
@@ -121,7 +121,7 @@ def _products(module: nn.Module, config: ConfigLike) -> float:
 
 
 def _experts(config: ConfigLike) -> tuple[int, int]:
-    """How many each token takes, and how many there are; 1 and 0 where there are none."""
+    """The number of experts that each token takes, and of all; 1 and 0 where there are none."""
     taken = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
     all_of_them = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
     found = [next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (taken, all_of_them)]

@@ -1,4 +1,4 @@
-"""Which class of a module says what it computes, where others were put over it."""
+"""Find the class of a module that says what it computes, where others were put over it."""
 
 from __future__ import annotations
 

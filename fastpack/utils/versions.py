@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "fastpack-train"
-"""How pip calls fastpack, as ``[project].name`` says; Python imports ``fastpack``."""
+"""Pip's name of fastpack, as ``[project].name`` says; Python imports ``fastpack``."""
 
 NEWEST_TRIED = {"torch": "2.14", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
 """The newest minor release of each package with which the test suite passes, on a CPU at least. With a newer one it
