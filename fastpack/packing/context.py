@@ -42,7 +42,7 @@ class PackingContext(threading.local):
         return PackingContext, ()  # a pickle holds no batch
 
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
-        """Keep a head's reading of a batch for the backbone that will be given the same ``source``, ids or embeddings."""
+        """Keep a head's reading of a batch for the backbone that will be given this ``source``, ids or embeddings."""
         self._offered = (source, packed)
 
     def take(self, source: Tensor | None) -> PackedSeqLens | None:
