@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
@@ -185,7 +186,7 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
             if known is None:
                 unpatch(model)
             else:
-                patch(model, **known.to_dict())
+                patch(model, **asdict(known))
 
 
 def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:

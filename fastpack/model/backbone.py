@@ -131,9 +131,8 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
-    shape = shape_of(arguments)
     return pack_inputs(
-        shape,
+        shape_of(arguments),
         source_of(arguments).device,
         attention_mask=arguments.get("attention_mask"),
         position_ids=arguments.get("position_ids"),

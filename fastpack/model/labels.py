@@ -91,17 +91,13 @@ def hands_on(head: HeadLike) -> bool:
 
 def _column_0_counts(head: HeadLike) -> bool:
     """True where transformers' ``Trainer`` counts every label of this head's batches."""
+    from transformers import Trainer
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+    if "_loss_shifts_labels" not in names_in(Trainer.__init__):
+        return False  # older ones leave column 0 out whatever the loss
     known: Any = LOSS_MAPPING
-    return _asks_for_the_loss() and known.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
-
-
-def _asks_for_the_loss() -> bool:
-    """Older ones leave column 0 out whatever the loss."""
-    from transformers import Trainer
-
-    return "_loss_shifts_labels" in names_in(Trainer.__init__)
+    return known.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
 
 
 def _trained(labels: Tensor, ignore_index: int) -> Tensor:

@@ -226,9 +226,8 @@ def fused_head(
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
     packed, spec = packed_seq_lens, fused.spec
-    arguments.pop("logits_to_keep", None)
-    arguments.pop("return_dict", None)
-    arguments.pop(FUSED_LM_HEAD, None)
+    for name in ("logits_to_keep", "return_dict", FUSED_LM_HEAD):
+        arguments.pop(name, None)
     if spec.balanced and arguments.get("output_router_logits") is None:
         arguments["output_router_logits"] = head.config.output_router_logits
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)

@@ -78,20 +78,18 @@ class PrefixSharing:
             arguments: what the backbone was called with, tokens as they came.
         """
         reason = self._why_not(backbone, arguments, packed)
-        found = packed
         if reason is None:
             prefixes = packed.prefixes_in(packed.unpad(arguments["input_ids"]))
             if prefixes.saved < max(1, self.least_saved * packed.real_tokens):
                 reason = f"less than {100 * self.least_saved:.3g}% of the tokens are in prefixes that come twice"
-            else:
-                found = packed.share(prefixes)
-                self.stats.shared += 1
-                self.stats.saved += prefixes.saved
-        if reason is not None:
-            self.stats.whole[reason] += 1
         self.stats.batches += 1
         self.stats.tokens += 0 if packed.padding.is_empty else packed.real_tokens
-        return found
+        if reason is not None:
+            self.stats.whole[reason] += 1
+            return packed
+        self.stats.shared += 1
+        self.stats.saved += prefixes.saved
+        return packed.share(prefixes)
 
     def _why_not(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
         """Say why this batch can't share anything, or None."""

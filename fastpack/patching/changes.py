@@ -141,8 +141,11 @@ def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, 
 def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
     """Our forwards of modules that are inside the backbone still."""
     inside = {id(module) for module in backbone.modules() if module is not backbone}
-    forwards = [change for change in changes if isinstance(change, Replacement) and change.name in FORWARDS]
-    return [forward for forward in forwards if id(forward.owner) in inside]
+    return [
+        change
+        for change in changes
+        if isinstance(change, Replacement) and change.name in FORWARDS and id(change.owner) in inside
+    ]
 
 
 def _is_drop_in(ours: Replacement[Any, Any], forward: object) -> bool:

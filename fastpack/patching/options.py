@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from fastpack.attention_dispatch import check_name
@@ -99,7 +99,3 @@ class PatchOptions:
                 "step has sizes that come again, and every batch shares another number of tokens. Pass one of them; "
                 "graphs gain where layers are small, shared prefixes where they are big."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options by name."""
-        return asdict(self)
