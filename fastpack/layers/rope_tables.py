@@ -31,6 +31,11 @@ def depends_on_length(module: nn.Module) -> bool:
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
 
 
+def is_rotary(module: nn.Module) -> bool:
+    """True for a module that makes the tables of cos and sin, as families name it."""
+    return any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__)
+
+
 def gives_known_tables(module: nn.Module) -> bool:
     """True for a rotary module that is transformers' own: each angle stands in both halves of its tables.
 
@@ -43,11 +48,8 @@ def gives_known_tables(module: nn.Module) -> bool:
 
 def unknown_tables(backbone: nn.Module) -> str | None:
     """Why attention in this backbone may get tables that are no rotation; None where each rotary module is known."""
-    for module in backbone.modules():
-        is_rotary = any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__)
-        if is_rotary and not gives_known_tables(module):
-            return f"its cos and sin may be any of {type(module).__name__}'s"
-    return None
+    strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
+    return f"its cos and sin may be any of {strange[0]}'s" if strange else None
 
 
 def is_served(module: nn.Module) -> bool:
