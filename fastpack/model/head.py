@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastpack.errors import PackingError
+from fastpack.families.spec import HeadSpec
 from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
 from fastpack.model.checks import (
     refuse_packed_prompts,
@@ -30,7 +31,6 @@ from fastpack.model.labels import (
 from fastpack.model.loss import (
     FUSED_LM_HEAD,
     TOKEN_STATISTICS,
-    FusedLoss,
     fused_head,
     fused_loss_serves,
     has_stock_loss,
@@ -62,11 +62,11 @@ class Head:
     """A head's kind, and its loss.
 
     Attributes:
-        loss: computes its own loss without logits; None where it is not to be fused, or can't be.
+        loss: what a head whose own loss is to be fused computes; None where it is not to be, or can't be.
     """
 
     kind: HeadKind
-    loss: FusedLoss | None = None
+    loss: HeadSpec | None = None
 
 
 PatchedHead = Replacement[Head, "ModelRuntime"]
@@ -107,7 +107,7 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
     as_tuple = wants_tuple(head, kwargs)
     run: Forward = functools.partial(_call_head, patched)
     if loss is not None and fused:
-        run = functools.partial(fused_head, head, loss, token_statistics=statistics)
+        run = functools.partial(fused_head, head, loss, patched.runtime.layers.kernels, token_statistics=statistics)
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
         targets = flat["labels"]

@@ -94,14 +94,6 @@ def _is_meta(module: nn.Module) -> bool:
     return weight is not None and weight.device.type == "meta"
 
 
-@dataclass(frozen=True)
-class FusedLoss:
-    """The loss of a head's swapped forward: what the head computes, and what computes the loss."""
-
-    spec: HeadSpec
-    implementation: Implementation
-
-
 def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
     """Say why the loss that a head's forward was swapped for does not run now, by what came after the patch; or None.
 
@@ -205,7 +197,8 @@ def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
 
 def fused_head(
     head: HeadLike,
-    fused: FusedLoss,
+    spec: HeadSpec,
+    kernels: Implementation,
     *,
     labels: Tensor,
     packed_seq_lens: PackedSeqLens,
@@ -215,6 +208,8 @@ def fused_head(
     """The head's forward on a batch whose packing was read and whose first labels are ignored.
 
     Args:
+        spec: the declaration of its class.
+        kernels: what computes the loss.
         labels: ``[B, S]``.
         packed_seq_lens: of this batch.
         token_statistics: to be filled in.
@@ -225,7 +220,7 @@ def fused_head(
     """
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-    packed, spec = packed_seq_lens, fused.spec
+    packed = packed_seq_lens
     for name in ("logits_to_keep", "return_dict", FUSED_LM_HEAD):
         arguments.pop(name, None)
     if spec.balanced and arguments.get("output_router_logits") is None:
@@ -255,7 +250,7 @@ def fused_head(
         num_items=arguments.get("num_items_in_batch"),
         num_kept=count(),
         statistics=sums,
-        implementation=fused.implementation,
+        implementation=kernels,
     )
     if token_statistics is not None and sums is not None:
         token_statistics.sums = torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])

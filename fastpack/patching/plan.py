@@ -36,7 +36,7 @@ from fastpack.model.backbone import backbone_forward
 from fastpack.model.checks import replica_pre_hook
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
-from fastpack.model.loss import FusedLoss, fused_loss_rejects
+from fastpack.model.loss import fused_loss_rejects
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
 from fastpack.model.runtime import ModelRuntime, Watch
 from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped
@@ -211,15 +211,14 @@ def _plan_hook(parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement
 
 def _head_loss(
     head: HeadLike, kind: HeadKind, options: PatchOptions, recognised: Recognised
-) -> tuple[FusedLoss | None, str | None]:
+) -> tuple[HeadSpec | None, str | None]:
     """The head's loss, where it is to be fused and can be; and why it can't."""
     if options.loss is None:
         return None, None
     spec = recognised.specs.get(own_class(head, recognised.family) or "")
     reason = fused_loss_rejects(head, kind, spec)
-    if reason is not None or not isinstance(spec, HeadSpec):
-        return None, reason
-    return FusedLoss(spec, options.kernels), None
+    loss = spec if reason is None and isinstance(spec, HeadSpec) else None
+    return loss, reason
 
 
 def _head_kind(head: nn.Module) -> HeadKind:
