@@ -70,7 +70,7 @@ KINDS: dict[Callable[..., Any], str] = {
     rotary_forward: "rotary",
 }
 """The report's names for replacements, by their functions; mixers are counted by what serves them."""
-_FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
+FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (AnyAttentionSpec, attention_forward),
     (DecoderSpec, decoder_forward),
     (NormSpec, norm_forward),
@@ -241,7 +241,7 @@ def _plan_module(module: nn.Module, found: Recognised, runtime: Runtime) -> list
     mixer = family.mixers.get(own or "")
     planned = [] if mixer is None else [_replacement(module, mixer_forward, mixer, runtime)]
     spec = _form(module, found)
-    forward = next((forward for kind, forward in _FAST if isinstance(spec, kind)), None)
+    forward = next((forward for kind, forward in FAST if isinstance(spec, kind)), None)
     if spec is None or forward is None or _is_replaced(module, spec, found):
         return planned
     if forward is attention_forward and getattr(module, "is_causal", True) is False:
@@ -325,7 +325,7 @@ def _computed_here(
 ) -> list[nn.Module]:
     """The modules of a class's own forward that would be bypassed, or is called with packed tokens, if another were put
     there; what runs on rows, and a head, may have any."""
-    functions = [forward for _, forward in _FAST] + ([] if family.repadded else [backbone_forward])
+    functions = [forward for _, forward in FAST] + ([] if family.repadded else [backbone_forward])
     return [*(each.module for each in planned if each.function in functions), *through_interface]
 
 
