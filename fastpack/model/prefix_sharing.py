@@ -120,13 +120,10 @@ class PrefixSharing:
 
     def _find_probabilities(self, module: nn.Module) -> tuple[str, ...]:
         """Attributes of a module, as of all of its class, that are probabilities or amounts of noise by their names."""
-        if isinstance(module, _DropoutNd):
-            found = ["p"]
-        else:
-            # layerdrop leaves whole layers out, for all tokens alike
-            names = () if module is None else vars(module)
-            found = [name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name]
-        self._probabilities[type(module)] = tuple(found)
+        names = () if module is None else vars(module)
+        # layerdrop leaves whole layers out, for all tokens alike
+        found = tuple(name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name)
+        self._probabilities[type(module)] = ("p",) if isinstance(module, _DropoutNd) else found
         return self._probabilities[type(module)]
 
     def describe(self) -> str:
