@@ -8,7 +8,8 @@ model through ``copy.deepcopy``, pickling and PEFT.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar, Unpack
 
 from torch import nn
@@ -34,6 +35,7 @@ from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
+from fastpack.utils.replacement import nothing
 from fastpack.utils.versions import check_versions
 
 __all__ = ["patch", "patched", "report", "unpatch", "verify"]
@@ -136,13 +138,10 @@ def patch(
         apply(plan, options)
     set_up()
     if verify:
-        exact = False
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(unpatch, target)
             _verify(target)
-            exact = True
-        finally:
-            if not exact:
-                unpatch(target)
+            on_failure.pop_all()
     return target
 
 
@@ -187,13 +186,20 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
             if known is None:
                 unpatch(model)
             else:
-                patch(model, **known.to_dict())
+                patch(model, **asdict(known))
 
 
 def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
-    """What gives a trainer the fused loss and, over it, a token budget, or takes off the ones that it has."""
-    set_loss = _plan_loss(target, loss)
-    set_budget = _plan_budget(target, max_tokens, anew=set_loss is not None)
+    """Plan to give a trainer the fused loss and, over it, a token budget, or to take off the ones that it has."""
+    budgeted = max_tokens is not None or kept_on(target, BUDGET) is not None
+    fused = not isinstance(target, nn.Module) and (loss is not None or kept_on(target, FUSED_LOSS) is not None)
+    if not (budgeted or fused):
+        return nothing
+    from fastpack.trainers.budget import plan_budget  # heavy: these import transformers' trainer
+    from fastpack.trainers.fused_loss import plan_fused_loss
+
+    set_loss = plan_fused_loss(target, loss) if fused else None
+    set_budget = plan_budget(target, max_tokens, anew=set_loss is not None)
 
     def set_up() -> None:
         if set_loss is not None:
@@ -201,23 +207,6 @@ def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | No
         set_budget()
 
     return set_up
-
-
-def _plan_budget(target: object, max_tokens: int | TokenBudget | None, *, anew: bool) -> Callable[[], None]:
-    if max_tokens is None and kept_on(target, BUDGET) is None:
-        return lambda: None
-    from fastpack.trainers.budget import plan_budget  # heavy: it imports transformers' trainer
-
-    return plan_budget(target, max_tokens, anew=anew)
-
-
-def _plan_loss(target: object, loss: Loss) -> Callable[[], None] | None:
-    """None where nothing changes."""
-    if isinstance(target, nn.Module) or (loss is None and kept_on(target, FUSED_LOSS) is None):
-        return None
-    from fastpack.trainers.fused_loss import plan_fused_loss  # heavy, as above
-
-    return plan_fused_loss(target, loss)
 
 
 def report(target: object) -> PatchReport:

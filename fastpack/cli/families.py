@@ -35,7 +35,7 @@ from fastpack.families.spec import Family
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.match import settle
 from fastpack.patching.recognise import recognise
-from fastpack.patching.tiers import WORDS
+from fastpack.patching.report import WORDS
 from fastpack.patching.twin import match_by_twin
 from fastpack.testing.record import Record
 from fastpack.utils.classes import stock_class

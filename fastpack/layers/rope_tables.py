@@ -46,6 +46,12 @@ def gives_known_tables(module: nn.Module) -> bool:
     return "_hf_hook" in module.__dict__ or not carries_hooks(module)
 
 
+def unknown_tables(backbone: nn.Module) -> str | None:
+    """Why attention in this backbone may get tables that are no rotation; None where each rotary module is known."""
+    strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
+    return f"its cos and sin may be any of {strange[0]}'s" if strange else None
+
+
 def is_served(module: nn.Module) -> bool:
     """True for one that gives each sequence the frequencies of its own length, under accelerate's hooks too."""
     return any(replaces(module.__dict__.get(name), rotary_forward) for name in FORWARDS)

@@ -27,7 +27,6 @@ from fastpack.model.checks import (
 from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.outputs import put_back, spread_out
 from fastpack.model.runtime import ModelRuntime
-from fastpack.packing.context import PackingContext
 from fastpack.packing.inputs import pack_inputs, take_packing
 from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
@@ -58,7 +57,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     Raises:
         PackingError: see :func:`fastpack.packing.inputs.pack_inputs`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.model.drift.Watch.check` and
+        PatchError: see :meth:`fastpack.model.runtime.Watch.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """
     backbone, family, runtime = patched.owner, patched.spec, patched.runtime
@@ -67,7 +66,8 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
     if context is not None:
-        packing = _from_head(context, arguments) or packing
+        offered = context.take(source_of(arguments))
+        packing = packing if offered is None else {"packed_seq_lens": offered}
     if not torch.compiler.is_compiling():
         watch.follow()
     if takes_stock_path(backbone, arguments):
@@ -130,17 +130,9 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
         refuse_rows_at_the_door(module)
 
 
-def _from_head(context: PackingContext, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What the head has read of this batch and could not hand on."""
-    source = source_of(arguments)
-    found = None if source is None else context.take(source)
-    return {} if found is None else {"packed_seq_lens": found}
-
-
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
-    shape = shape_of(arguments)
     return pack_inputs(
-        shape,
+        shape_of(arguments),
         source_of(arguments).device,
         attention_mask=arguments.get("attention_mask"),
         position_ids=arguments.get("position_ids"),

@@ -1,4 +1,4 @@
-"""What the door lets through to the stock forward, and what it refuses."""
+"""Checks of a batch where a patched model is entered: what goes to the stock forward, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
-from fastpack.families.spec import Family, MixerSpec
+from fastpack.families.spec import Family
 from fastpack.layers.read_projection import method_of
 from fastpack.layers.rope_tables import is_served
-from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments, pack_inputs
+from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions
 from fastpack.utils.protocols import HeadLike, ModelLike
-from fastpack.utils.replacement import PreHook, replacement_on
+from fastpack.utils.replacement import PreHook
 from fastpack.utils.signatures import shape_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
@@ -59,19 +59,14 @@ def takes_stock_path(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 def has_cache(arguments: Mapping[str, Any]) -> bool:
-    """Whether a cache came, under whatever name."""
+    """True where a cache came, under whatever name."""
     return any(arguments.get(name) is not None for name in CACHES)
-
-
-def _has_paged_cache(arguments: Mapping[str, Any]) -> bool:
-    """True where continuous batching of transformers runs the model: its cache keeps sequences apart."""
-    return any(cls.__name__ == "PagedAttentionCache" for cls in type(arguments.get("cache")).__mro__)
 
 
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
     """A packed batch on the stock path would leak: raise. Generation is not read, and waits for nobody."""
-    if _has_paged_cache(arguments):
-        return
+    if any(cls.__name__ == "PagedAttentionCache" for cls in type(arguments.get("cache")).__mro__):
+        return  # continuous batching of transformers, whose cache keeps sequences apart
     why = (
         "a cache (past_key_values, which PEFT's prefix tuning passes too, or use_cache=True) or attention weights "
         "(output_attentions=True)"
@@ -85,29 +80,24 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     if not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
         return
-    shape = shape_of(arguments)
-    if shape[1] <= 1:
-        return
     cached = has_cache(arguments)
-    if cached and not _may_be_packed(arguments):
+    if shape_of(arguments)[1] <= 1 or (cached and not _may_be_packed(arguments)):
         return
-    if mask is not None and (cached or positions is None) and numbers_segments(mask):
+    if mask is not None and numbers_segments(mask):
         raise PackingError(
             f"attention_mask numbers several sequences in one row (1, 1, 2, 2), and {why} was asked for. {mend}"
         )
     if positions is None or (cached and positions.ndim > 2):  # of several axes, with images, they rise and fall
         return
+    grown = positions.diff() > 0
+    if mask is not None:  # behind a cache it is that of the cache too
+        real = mask[:, -positions.shape[-1] :] > 0
+        grown = grown | ~(real[:, 1:] & real[:, :-1])
     error = f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
-    if cached:
-        _refuse_restarts_behind_a_cache(positions, mask, error)
-    elif _restart(positions, mask, shape):
+    if torch.compiler.is_compiling():  # a look would break the graph
+        torch._assert_async(grown.all(), error)
+    elif not bool(grown.all()):
         raise PackingError(error)
-
-
-def _restart(positions: Tensor, mask: Tensor | None, shape: tuple[int, int]) -> bool:
-    """Whether ``position_ids`` of a batch ``[B, S]`` begin anew inside a row."""
-    found = pack_inputs(shape, positions.device, attention_mask=mask, position_ids=positions)
-    return found.num_sequences > shape[0]
 
 
 def _may_be_packed(arguments: Mapping[str, Any]) -> bool:
@@ -123,21 +113,6 @@ def _counts_tokens(cache: object) -> bool:
     """Return False for a cache of recurrent states alone, which has no length."""
     layers = getattr(cache, "layers", ())
     return not layers or any(hasattr(layer, "get_seq_length") for layer in layers)
-
-
-def _refuse_restarts_behind_a_cache(positions: Tensor, mask: Tensor | None, error: str) -> None:
-    """Raise where ``position_ids`` ``[..., S]`` begin anew inside a row.
-
-    They go on from the cache, so that they begin anywhere, and ``mask`` is that of the cache too, ``[B, C + S]``.
-    """
-    grown = positions.diff() > 0
-    if mask is not None:
-        real = mask[:, -positions.shape[-1] :] > 0
-        grown = grown | ~(real[:, 1:] & real[:, :-1])
-    if torch.compiler.is_compiling():  # a look would break the graph
-        torch._assert_async(grown.all(), error)
-    elif not bool(grown.all()):
-        raise PackingError(error)
 
 
 def refuse_uncovered(backbone: ModelLike, family: Family, arguments: Mapping[str, Any]) -> None:
@@ -177,9 +152,9 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     Where it is asked, it waits for the device.
 
     Raises:
-        PackingError: any but each sequence's 0, 1, 2, ..., or those that the family makes itself, where they are
-            counted anew; or a sequence that goes on above the one before it, where frequencies depend on each
-            sequence's length, which is read where positions fall.
+        PackingError: any but each sequence's 0, 1, 2, ..., where the family counts them anew; or a sequence that goes
+            on above the one before it, where frequencies depend on each sequence's length, which is read where
+            positions fall.
     """
     if arguments.get("position_ids") is None or packed.padding.is_empty or torch.compiler.is_compiling():
         return
@@ -187,42 +162,21 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     recounted = family.repadded or any("position_ids" in spec.left_out for spec in family.mixers.values())
     if not (recounted or by_length):
         return
-    positions, starts = packed.position_ids[0], packed.cu_seqlens[:-1]
-    starts = starts[starts < len(positions)].long()
+    positions, sequence = packed.position_ids[0], packed.seq_idx[0]
     if recounted:
-        begun = torch.zeros_like(positions).index_fill(0, starts, 1).cumsum(0) - 1
-        counted = torch.arange(len(positions), device=positions.device) - starts[begun]
-        padding_id = _padding_id(backbone)
-        wrong, allowed = (positions != counted).any(), "0, 1, 2, ..."
-        if padding_id is not None:
-            own = counted + (padding_id + 1)
-            if arguments.get("input_ids") is not None:
-                real = packed.unpad(arguments["input_ids"])[0] != padding_id
-                before = real.cumsum(0) - real.long()
-                own = torch.where(real, before + 1 - before[starts][begun], 0) + padding_id
-            wrong &= (positions != own).any()
-            allowed += f" (or {padding_id + 1}, {padding_id + 2}, ..., past ids of padding)"
-        if bool(wrong):
+        counted = torch.arange(len(positions), device=positions.device) - packed.cu_seqlens[sequence]
+        if bool((positions != counted).any()):
             raise PackingError(
-                f"position_ids that do not count {allowed} in each sequence came to {type(backbone).__name__}, "
+                f"position_ids that do not count 0, 1, 2, ... in each sequence came to {type(backbone).__name__}, "
                 f"whose family ({family.model_type}) counts anew by itself. Leave them out, and pass packed_seq_lens "
                 "or a mask; or train this model unpatched (fastpack.unpatch(model))."
             )
-    elif bool((positions[starts[1:]] > positions[starts[1:] - 1]).any()):
+    elif bool(((positions.diff() > 0) & (sequence.diff() != 0)).any()):
         raise PackingError(
             "position_ids of a sequence go on above those of the one before it, and this model's rotary frequencies "
             "depend on each sequence's length, which is read from where positions fall. Let each begin at 0, or leave "
             "position_ids out."
         )
-
-
-def _padding_id(backbone: nn.Module) -> int | None:
-    """The id from which a module of a patched backbone counts positions; None where none does so."""
-    for module in backbone.modules():
-        ours = replacement_on(module)
-        if ours is not None and isinstance(ours.spec, MixerSpec) and ours.spec.counts_from is not None:
-            return getattr(module, ours.spec.counts_from)
-    return None
 
 
 def refuse_windows(window: int | None, packed: PackedSeqLens) -> None:
@@ -278,7 +232,7 @@ def refuse_replica(module: nn.Module) -> None:
 def replica_pre_hook(
     hook: PreHook[None, None], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Before a bare backbone: refuse ``nn.DataParallel``, and packed batches that PEFT put prompts into."""
+    """Refuse ``nn.DataParallel`` before a bare backbone, and packed batches that PEFT put prompts into."""
     refuse_replica(module)
     refuse_packed_prompts(args, kwargs)
 
@@ -289,53 +243,13 @@ def learns_prompts(module: nn.Module) -> bool:
     return isinstance(configs, dict) and any(getattr(each, "is_prompt_learning", False) for each in configs.values())
 
 
-def passes_a_cache(module: nn.Module) -> bool:
+def passes_a_cache(module: Any) -> bool:
     """True where such a wrapper's active prompts are keys and values, which reach the model as a cache."""
-    return _kind(module) in _PROMPTS_IN_A_CACHE
-
-
-def _kind(module: Any) -> str:
-    return method_of(module.peft_config[module.active_adapter])
-
-
-def prompts_pre_hook(
-    hook: PreHook[None, None], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Before a wrapper that learns prompts: refuse what its virtual tokens, before each row, make something else of.
-
-    ``position_ids`` that say nothing of packing are left out here, as PEFT leaves them out.
-
-    Raises:
-        PackingError: a packed batch, of which only the first sequence of a row would see them, and whose
-            ``position_ids`` PEFT drops; or one padded on the left, where they would end up before the padding.
-    """
-    config = module.peft_config[module.active_adapter]
-    forward = module.__dict__.get("forward")
-    disabled = forward is not None and getattr(forward, "__self__", None) is not module  # PEFT puts the model's there
-    if disabled or not getattr(config, "is_prompt_learning", False):
-        return None
-    kind = _kind(module)
-    arguments = {**dict(zip(("input_ids", "attention_mask", "inputs_embeds"), args, strict=False)), **kwargs}
-    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
-    flat = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-    packed = any(arguments.get(name) is not None for name in PACKING_KEYWORDS)
-    packed = packed or (flat is not None and numbers_segments(flat))
-    if not packed and positions is not None and flat is mask:
-        packed = _restart(positions, flat, shape_of(arguments))
-    if packed:
-        raise PackingError(f"a packed batch came to {kind}: {_BEFORE_EACH_ROW}")
-    if passes_a_cache(module):
-        return None
-    if flat is not None and bool((flat[:, 0] < flat.amax(1)).any()):
-        raise PackingError(
-            f"a batch padded on the left came to {kind}: PEFT puts its virtual tokens before the padding. Pad on the "
-            "right (tokenizer.padding_side = 'right')."
-        )
-    return args, {name: value for name, value in kwargs.items() if name != "position_ids"}
+    return method_of(module.peft_config[module.active_adapter]) in _PROMPTS_IN_A_CACHE
 
 
 def refuse_packed_prompts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise where a packed batch comes from a wrapper of PEFT's that learns prompts and that came after the patch.
+    """Raise where a packed batch comes from a wrapper of PEFT's that learns prompts, put on before the patch or after.
 
     A model does not know what wraps it, and ``position_ids`` don't reach it: PEFT passes None in their place, and only
     where some came. What tells its call are the keywords that it always passes, and those that it never does.

@@ -9,7 +9,6 @@ import torch
 from fastpack.errors import PackingError
 from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import pack_inputs
-from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import shape_of, source_of
 
@@ -35,16 +34,10 @@ def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any
         shape, device = shape_of(given), source_of(given).device
         mask = given.get("attention_mask")
         packed = pack_inputs(shape, device, attention_mask=mask, packing={"packed_seq_lens": lengths})
-        if _share_rows(packed, shape):
+        rows_BS = torch.arange(shape[0], device=device)[:, None].expand(shape)
+        if packed.unpad(rows_BS).unique().numel() < packed.num_sequences:
             raise PackingError(
                 f"packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s) came to generate, which "
                 "continues rows, and would take those that share one for one. Pass a padded batch, padded on the left."
             )
     return patched.stock(*args, **kwargs)
-
-
-def _share_rows(packed: PackedSeqLens, shape: tuple[int, int]) -> bool:
-    """Return whether several sequences stand in one row of a batch of shape ``(B, S)``; it may wait for the device."""
-    starts = packed.cu_seqlens[: packed.num_sequences].long()
-    rows_BS = torch.arange(shape[0], device=starts.device)[:, None].expand(shape)
-    return not bool(packed.unpad(rows_BS)[0, starts].diff().all())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fastpack.errors import PackingError
+from fastpack.families.spec import HeadSpec
 from fastpack.model.backbone import PER_TOKEN, adds_noise, pack, refuse_adapters
 from fastpack.model.checks import (
     refuse_packed_prompts,
@@ -30,7 +31,6 @@ from fastpack.model.labels import (
 from fastpack.model.loss import (
     FUSED_LM_HEAD,
     TOKEN_STATISTICS,
-    FusedLoss,
     fused_head,
     fused_loss_serves,
     has_stock_loss,
@@ -49,7 +49,7 @@ from fastpack.utils.replacement import (
     Replacement,
     replaces,
 )
-from fastpack.utils.signatures import accepted, bind, keeps_some_logits, parameters, shape_of, source_of, wants_tuple
+from fastpack.utils.signatures import accepted, bind, keeps_some_logits, shape_of, source_of, wants_tuple
 
 if TYPE_CHECKING:  # heavy, and imported where a model is patched with graphs
     from fastpack.cuda_graphs.runner import GraphRunner
@@ -59,14 +59,14 @@ HeadKind = Literal["causal_lm", "sequence_classification", "token_classification
 
 @dataclass(frozen=True)
 class Head:
-    """What a head computes.
+    """A head's kind, and its loss.
 
     Attributes:
-        loss: computes its own loss without logits; None where it is not to be fused, or can't be.
+        loss: what a head whose own loss is to be fused computes; None where it is not to be, or can't be.
     """
 
     kind: HeadKind
-    loss: FusedLoss | None = None
+    loss: HeadSpec | None = None
 
 
 PatchedHead = Replacement[Head, "ModelRuntime"]
@@ -107,7 +107,7 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
     as_tuple = wants_tuple(head, kwargs)
     run: Forward = functools.partial(_call_head, patched)
     if loss is not None and fused:
-        run = functools.partial(fused_head, head, loss, token_statistics=statistics)
+        run = functools.partial(fused_head, head, loss, patched.runtime.layers.kernels, token_statistics=statistics)
     if flatten:
         flat = {name: packed.unpad(kwargs[name]) for name in _PER_SLOT if kwargs.get(name) is not None}
         targets = flat["labels"]
@@ -132,8 +132,8 @@ def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
         kwargs["use_cache"] = False
     kept = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
-    with context.offering(source_of(kwargs), packed):
-        return patched.stock(*args, **kept)
+    context.offer(source_of(kwargs), packed)
+    return patched.stock(*args, **kept)
 
 
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
@@ -237,9 +237,8 @@ def reads_packing(
     head: HeadLike, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
     """True where the packing is read at the head, and not only at the backbone."""
-    needs_packing = kind == "sequence_classification" or (
-        kind == "causal_lm" and (_has_labels(head, args, kwargs) or _balances(head))
-    )
+    labelled = bind(type(head), args, kwargs).get("labels") is not None
+    needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and (labelled or _balances(head)))
     # one break is enough, at the first door; and a head with a scope would lose what it does not read
     return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
 
@@ -247,10 +246,3 @@ def reads_packing(
 def _balances(head: HeadLike) -> bool:
     """True where a head weighs the balance of its experts by the mask."""
     return mentions(head, "load_balancing_loss_func")
-
-
-def _has_labels(head: HeadLike, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if kwargs.get("labels") is not None:
-        return True
-    names = parameters(type(head).forward)
-    return "labels" in names[: len(args)] and args[names.index("labels")] is not None

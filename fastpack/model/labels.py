@@ -24,7 +24,7 @@ def shifts_labels(head: HeadLike) -> bool:
 
 
 def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str, Any]:
-    """With the first label of each sequence ignored, on a copy, where the packing was read.
+    """Ignore the first label of each sequence, on a copy, where the packing was read.
 
     Where every sequence begins its row, labels stay as they are: what shifts them reads no first column, and a loss of
     the user's own may not shift.
@@ -91,21 +91,17 @@ def hands_on(head: HeadLike) -> bool:
 
 def _column_0_counts(head: HeadLike) -> bool:
     """True where transformers' ``Trainer`` counts every label of this head's batches."""
+    from transformers import Trainer
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+    if "_loss_shifts_labels" not in names_in(Trainer.__init__):
+        return False  # older ones leave column 0 out whatever the loss
     known: Any = LOSS_MAPPING
-    return _asks_for_the_loss() and known.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
-
-
-def _asks_for_the_loss() -> bool:
-    """Older ones leave column 0 out whatever the loss."""
-    from transformers import Trainer
-
-    return "_loss_shifts_labels" in names_in(Trainer.__init__)
+    return known.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
 
 
 def _trained(labels: Tensor, ignore_index: int) -> Tensor:
-    """How many labels are not ignored, 0-d int64."""
+    """The number of labels that are not ignored, 0-d int64."""
     return (labels != ignore_index).sum()
 
 

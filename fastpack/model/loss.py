@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import FastpackWarning
-from fastpack.families.spec import HeadSpec
+from fastpack.families.spec import HeadSpec, Spec
 from fastpack.layers.read_projection import read_projection
 from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
@@ -43,7 +43,7 @@ FUSED_LM_HEAD = "fused_lm_head"
 
 
 class TokenStatistics:
-    """What a fused loss tells of its predictions in passing.
+    """Numbers about its predictions that a fused loss gives in passing.
 
     No dataclass: what maps a function over the tensors of arguments (FSDP's casts) would hand on a copy.
 
@@ -64,8 +64,8 @@ def is_trls(forward: Any) -> bool:
     return FUSED_LM_HEAD in inspect.signature(forward, follow_wrapped=False).parameters
 
 
-def fused_loss_rejects(head: HeadLike, kind: str, spec: HeadSpec | None) -> str | None:
-    """Why a head's stock loss is kept, or None. Asked before its forward is swapped.
+def fused_loss_rejects(head: HeadLike, kind: str, spec: Spec | None) -> str | None:
+    """Say why a head's stock loss is kept, or None. Asked before its forward is swapped.
 
     Args:
         head: as it was found, without our forward.
@@ -74,7 +74,7 @@ def fused_loss_rejects(head: HeadLike, kind: str, spec: HeadSpec | None) -> str 
     """
     if kind != "causal_lm":
         return f"{type(head).__name__} is no causal LM: its loss is another"
-    if spec is None:
+    if not isinstance(spec, HeadSpec):
         return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
     if head.base_model is head:
         return f"base_model_prefix={head.base_model_prefix!r} names nothing that {type(head).__name__} holds"
@@ -94,16 +94,8 @@ def _is_meta(module: nn.Module) -> bool:
     return weight is not None and weight.device.type == "meta"
 
 
-@dataclass(frozen=True)
-class FusedLoss:
-    """What a head's swapped forward is bound with: what the head computes, and what computes its loss."""
-
-    spec: HeadSpec
-    implementation: Implementation
-
-
 def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
-    """Why the loss that a head's forward was swapped for does not run now: of what came after the patch.
+    """Say why the loss that a head's forward was swapped for does not run now, by what came after the patch; or None.
 
     Args:
         asked_for: whoever brings a forward of TRL's calls it for the head's own loss.
@@ -149,7 +141,7 @@ def has_stock_loss(head: HeadLike) -> bool:
 
 
 def _why_not_now(head: HeadLike) -> str | None:
-    """What users and PEFT may change at any time."""
+    """Say why the head's loss can't be fused as users and PEFT have left the head; or None."""
     if not has_stock_loss(head):
         return f"the loss_function of {type(head).__name__} is {head.loss_function!r}"
     module = _serving(head.lm_head)
@@ -171,7 +163,7 @@ def _serving(module: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class HeadProduct:
-    """How a head makes logits of hidden states, as :func:`linear_cross_entropy` takes it.
+    """A head's product with the vocabulary, as :func:`linear_cross_entropy` takes it.
 
     Attributes:
         weight: ``[V, H]``, or what makes it of a 4-bit one.
@@ -189,7 +181,7 @@ class HeadProduct:
 
 
 def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
-    """What the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
+    """Read what the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
     projection = read_projection(_serving(head.lm_head))
     if isinstance(projection, str):
         return projection
@@ -205,7 +197,8 @@ def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
 
 def fused_head(
     head: HeadLike,
-    fused: FusedLoss,
+    spec: HeadSpec,
+    kernels: Implementation,
     *,
     labels: Tensor,
     packed_seq_lens: PackedSeqLens,
@@ -215,6 +208,8 @@ def fused_head(
     """The head's forward on a batch whose packing was read and whose first labels are ignored.
 
     Args:
+        spec: the declaration of its class.
+        kernels: what computes the loss.
         labels: ``[B, S]``.
         packed_seq_lens: of this batch.
         token_statistics: to be filled in.
@@ -225,10 +220,9 @@ def fused_head(
     """
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-    packed, spec = packed_seq_lens, fused.spec
-    arguments.pop("logits_to_keep", None)
-    arguments.pop("return_dict", None)
-    arguments.pop(FUSED_LM_HEAD, None)
+    packed = packed_seq_lens
+    for name in ("logits_to_keep", "return_dict", FUSED_LM_HEAD):
+        arguments.pop(name, None)
     if spec.balanced and arguments.get("output_router_logits") is None:
         arguments["output_router_logits"] = head.config.output_router_logits
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
@@ -256,7 +250,7 @@ def fused_head(
         num_items=arguments.get("num_items_in_batch"),
         num_kept=count(),
         statistics=sums,
-        implementation=fused.implementation,
+        implementation=kernels,
     )
     if token_statistics is not None and sums is not None:
         token_statistics.sums = torch.cat([sums, (targets != ignore_index).sum(0, keepdim=True)])

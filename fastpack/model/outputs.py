@@ -33,8 +33,8 @@ def spread_out(outputs: object, shared: SharedTokens) -> Any:
 
 
 def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
-    """With ``flat`` of what is ``[tokens, ...]``, and ``batched`` of what is ``[1, tokens, ...]`` and of each stream of
-    ``[A, 1, tokens, ...]``; in any nesting."""
+    """Put ``flat(x)`` in the place of each ``x`` of ``[tokens, ...]``, in any nesting; and ``batched(x)`` of each of
+    ``[1, tokens, ...]`` and of each stream of ``[A, 1, tokens, ...]``."""
     seen: list[tuple[Tensor, Tensor]] = []
     for key in list(outputs.keys()):
         outputs[key] = _changed(outputs[key], tokens, batched, flat, seen)

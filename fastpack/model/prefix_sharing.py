@@ -38,7 +38,7 @@ _KNOWN = (
 
 @dataclass
 class SharingStats:
-    """What happened so far.
+    """Counts of what happened so far.
 
     Attributes:
         batches: forwards on real tokens; shared: those of them in which prefixes were.
@@ -78,23 +78,21 @@ class PrefixSharing:
             arguments: what the backbone was called with, tokens as they came.
         """
         reason = self._why_not(backbone, arguments, packed)
-        found = packed
         if reason is None:
             prefixes = packed.prefixes_in(packed.unpad(arguments["input_ids"]))
             if prefixes.saved < max(1, self.least_saved * packed.real_tokens):
                 reason = f"less than {100 * self.least_saved:.3g}% of the tokens are in prefixes that come twice"
-            else:
-                found = packed.share(prefixes)
-                self.stats.shared += 1
-                self.stats.saved += prefixes.saved
-        if reason is not None:
-            self.stats.whole[reason] += 1
         self.stats.batches += 1
         self.stats.tokens += 0 if packed.padding.is_empty else packed.real_tokens
-        return found
+        if reason is not None:
+            self.stats.whole[reason] += 1
+            return packed
+        self.stats.shared += 1
+        self.stats.saved += prefixes.saved
+        return packed.share(prefixes)
 
     def _why_not(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
-        """Why this batch can't share anything, or None."""
+        """Say why this batch can't share anything, or None."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         columns = shape_of(arguments)[1]
@@ -105,7 +103,7 @@ class PrefixSharing:
         return None if random is None else f"{random} is random, and copies of a token have each their own"
 
     def _random(self, backbone: ModelLike) -> Iterator[str]:
-        """What draws a number for each token in training, as it is set now."""
+        """Name all that draws a number for each token in training, as it is set now."""
         embedding = backbone.get_input_embeddings()
         if embedding.training and getattr(embedding, "neftune_noise_alpha", None) is not None:
             yield "NEFTune's noise"
@@ -122,13 +120,10 @@ class PrefixSharing:
 
     def _find_probabilities(self, module: nn.Module) -> tuple[str, ...]:
         """Attributes of a module, as of all of its class, that are probabilities or amounts of noise by their names."""
-        if isinstance(module, _DropoutNd):
-            found = ["p"]
-        else:
-            # layerdrop leaves whole layers out, for all tokens alike
-            names = () if module is None else vars(module)
-            found = [name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name]
-        self._probabilities[type(module)] = tuple(found)
+        names = () if module is None else vars(module)
+        # layerdrop leaves whole layers out, for all tokens alike
+        found = tuple(name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name)
+        self._probabilities[type(module)] = ("p",) if isinstance(module, _DropoutNd) else found
         return self._probabilities[type(module)]
 
     def describe(self) -> str:
@@ -139,14 +134,11 @@ class PrefixSharing:
             batches = counted(stats.batches, "batch", "es")
             parts = [f"shared in {stats.shared} of {batches}, {stats.saved:,} of {stats.tokens:,} tokens saved"]
         parts += [f"{count} whole: {why}" for why, count in stats.whole.most_common()]
-        return f"{NOTE} {'; '.join(parts)}"
-
-
-NOTE = "prefixes:"
+        return f"prefixes: {'; '.join(parts)}"
 
 
 def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
-    """Why sequences of a model can't share what they have in common, whatever the batch; or None. Asked beforehand."""
+    """Say, beforehand, why sequences of a model can't share what they have in common, whatever the batch; or None."""
     if family.repadded:
         return f"{family.model_type} runs on rows of equal length, each with all of its tokens"
     if family.mixers:

@@ -1,4 +1,4 @@
-"""From what a user holds (a model, a PEFT or value-head wrapper, a trainer) to the head and the backbone inside."""
+"""Find the head and the backbone inside what a user holds: a model, a PEFT or value-head wrapper, a trainer."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel": ("wrapped by FSDP", "module"),
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "module"),
 }
-"""How what is inside them is wrapped, and the attribute that holds it."""
+"""The words for each wrapper, and the attribute that holds what is inside."""
 
 
 def _wrapper(module: nn.Module) -> tuple[str, str] | None:
@@ -148,7 +148,7 @@ def _wrapper(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _wrapping(module: nn.Module) -> str | None:
-    """What wraps a module, or has sharded it in place; None for a plain one."""
+    """Say what wraps a module, or has sharded it in place; None for a plain one."""
     wrapper = _wrapper(module)
     if wrapper is not None:
         return wrapper[0]
@@ -163,7 +163,7 @@ def way_in(model: object) -> Iterator[Any]:
 
 
 def _held(module: Any) -> Any:
-    """What a wrapper holds: a module; anything else, mostly None, where it is none."""
+    """The module that a wrapper holds; anything else, mostly None, where it is none."""
     wrapper = _wrapper(module)
     if wrapper is not None:
         return getattr(module, wrapper[1])

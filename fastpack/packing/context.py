@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class PackingContext(threading.local):
     """
 
     def __init__(self) -> None:
-        """Of each thread that meets it, with what a compiler looks for in it."""
+        """Begin empty in each thread, with all attributes that a compiler looks for."""
         self.packed: PackedSeqLens | None = None
         self._offered: tuple[Tensor, PackedSeqLens] | None = None
         self._in_rows = False
@@ -41,28 +41,18 @@ class PackingContext(threading.local):
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
         return PackingContext, ()  # a pickle holds no batch
 
-    @contextmanager
-    def offering(self, source: Tensor, packed: PackedSeqLens) -> Iterator[None]:
-        """:meth:`offer` until a head's forward ends, however it does."""
-        self.offer(source, packed)
-        try:
-            yield
-        finally:
-            self._offered = None
-
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
-        """Before a head's forward: what it read of a batch, for the backbone that will be given the same ``source``,
-        the ids or embeddings."""
+        """Keep a head's reading of a batch for the backbone that will be given this ``source``, ids or embeddings."""
         self._offered = (source, packed)
 
-    def take(self, source: Tensor) -> PackedSeqLens | None:
-        """What was read of the batch of these ids or embeddings, if anything was."""
+    def take(self, source: Tensor | None) -> PackedSeqLens | None:
+        """Return the packing that the head offered for these ids or embeddings, and forget it; None for none."""
         offered, self._offered = self._offered, None
         return offered[1] if offered is not None and offered[0] is source else None
 
     @contextmanager
     def around(self, backbone: nn.Module, packed: PackedSeqLens) -> Iterator[None]:
-        """Around a backbone's forward."""
+        """Hold this packing while a backbone's forward runs."""
         checkpointed = [
             module
             for module in backbone.modules()
@@ -95,19 +85,16 @@ class PackingContext(threading.local):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        return checkpoint(functools.partial(self._run_again, packed, checkpointed, function), *args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            again = self.packed is not packed  # in the backward; layers inside layers are checkpointed again
+            with self._running(packed, checkpointed) if again else nullcontext():
+                return function(*args, **kwargs)
 
-    def _run_again(
-        self, packed: PackedSeqLens, checkpointed: Checkpointed, function: Callable[..., Any], /, *args: Any, **kw: Any
-    ) -> Any:
-        if self.packed is packed:  # the first time, inside the forward
-            return function(*args, **kw)
-        with self._running(packed, checkpointed):  # layers inside layers are checkpointed again
-            return function(*args, **kw)
+        return checkpoint(run, *args, **kwargs)
 
     @contextmanager
     def in_rows(self) -> Iterator[None]:
-        """Around a module that is run on one row a sequence: what it calls has boundaries enough."""
+        """Hide the packing from what a module calls that is run on one row a sequence: rows are boundaries enough."""
         self._in_rows = True
         try:
             yield

@@ -53,19 +53,15 @@ def pack_inputs(
     Raises:
         PackingError: the inputs contradict each other, or are of a kind that does not say where sequences end.
     """
-    if not torch.compiler.is_compiling():
-        return read_inputs(
-            shape, device, attention_mask=attention_mask, position_ids=position_ids, packing=packing, ids=ids
-        )
     given = {key: value for key, value in (packing or {}).items() if value is not None}
     known = already_read(given, shape, device, alone=attention_mask is None and position_ids is None)
     if known is not None:
         return known
+    if not torch.compiler.is_compiling():
+        return read_inputs(shape, given, device, attention_mask=attention_mask, position_ids=position_ids, ids=ids)
     from fastpack.packing.outside import read_outside  # it imports the compiler
 
-    found: PackedSeqLens = read_outside(
-        shape, device, attention_mask=attention_mask, position_ids=position_ids, packing=packing
-    )
+    found: PackedSeqLens = read_outside(shape, given, device, attention_mask=attention_mask, position_ids=position_ids)
     return found
 
 

@@ -12,7 +12,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 
 def mask_stand_in(packed: PackedSeqLens) -> Tensor:
-    """What a backbone hands down in place of a mask while it runs packed: ``[1, 1, 1, 0]``.
+    """The tensor that a backbone hands down in place of a mask while it runs packed: ``[1, 1, 1, 0]``.
 
     Being 4-D, it passes through transformers' mask functions untouched, so that no T x T mask is built. Being empty,
     it raises wherever it is used as a mask after all: a loud error, not a leak.

@@ -25,39 +25,35 @@ from fastpack.utils.tensors import send
 
 def read_inputs(
     shape: tuple[int, int],
+    given: Mapping[str, Any],
     device: torch.device,
     *,
     attention_mask: Any = None,
     position_ids: Tensor | None = None,
-    packing: Mapping[str, Any] | None = None,
     ids: Tensor | None = None,
 ) -> PackedSeqLens:
-    """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.pack_inputs`."""
-    given = {key: value for key, value in (packing or {}).items() if value is not None}
-    known = already_read(given, shape, device, alone=attention_mask is None and position_ids is None)
-    if known is not None:
-        return known
+    """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.pack_inputs`.
+
+    Args:
+        given: the packing keywords that came.
+    """
     rows, columns = shape
     slots = rows * columns
     if slots == 0:
         raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
     host = _to_host(shape, attention_mask, position_ids, given, ids)
     # index of every real token in the flattened batch, and the sequence number its mask gives it
-    mask = host.get("attention_mask")
-    blocks = mask is not None and attention_mask.ndim == 4
-    if mask is None:
-        index = torch.arange(slots)
-        segment = torch.zeros(slots, dtype=torch.long)
-    else:
-        if blocks:
-            check_blocks(mask, columns)
-        if bool((mask < 0).any()):
-            raise PackingError(
-                "attention_mask holds negative, fractional or infinite values, or NaN: an additive mask does not say "
-                "where sequences end. Pass 0 and 1, or segment numbers with 0 for padding."
-            )
-        index = mask.nonzero()[:, 0]
-        segment = mask[index]
+    mask = host.get("attention_mask", torch.ones(slots, dtype=torch.long))
+    blocks = attention_mask is not None and attention_mask.ndim == 4
+    if blocks:
+        check_blocks(mask, columns)
+    if bool((mask < 0).any()):
+        raise PackingError(
+            "attention_mask holds negative, fractional or infinite values, or NaN: an additive mask does not say "
+            "where sequences end. Pass 0 and 1, or segment numbers with 0 for padding."
+        )
+    index = mask.nonzero()[:, 0]
+    segment = mask[index]
     if index.numel() == 0:
         if attention_mask.is_floating_point() and not blocks:
             raise PackingError(
@@ -71,14 +67,13 @@ def read_inputs(
     gap = index.diff() != 1
     new_row = row.diff() != 0
     new_segment = segment.diff() != 0
-    hole = gap & ~new_row & ~new_segment
-    if bool(hole.any()):
-        at = int(hole.nonzero()[0, 0])
+    if (at := _first(gap & ~new_row & ~new_segment)) is not None:
         raise PackingError(
             f"attention_mask has a hole: row {int(row[at])} has real tokens in columns {int(index[at] % columns)} "
             f"and {int(index[at + 1] % columns)} with padding between them. Padding may stand left and right of a "
             "sequence, not inside it. Number the segments (1, 1, 0, 2, 2) if they are separate sequences; if a prompt "
-            "was padded before its completion, pad it left (tokenizer.padding_side='left')."
+            "was padded before its completion, pad it left (tokenizer.padding_side='left'); if PEFT put its virtual "
+            "tokens before the padding, pad on the right."
         )
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 
@@ -87,11 +82,10 @@ def read_inputs(
     author = "attention_mask (its segments)" if numbered else None
     explicit = _explicit_boundary(given, host, index, row=row, found=boundary, slots=slots)
     if explicit is not None:
-        if author is not None and not torch.equal(explicit[1], boundary):
-            at = int((explicit[1] & ~boundary).nonzero()[0, 0]) + 1
+        if author is not None and (at := _first(explicit[1] & ~boundary)) is not None:
             raise PackingError(
-                f"{explicit[0]} begins a sequence at token {at}, in the middle of a segment of attention_mask. Pass "
-                "one of them, or make them agree."
+                f"{explicit[0]} begins a sequence at token {at + 1}, in the middle of a segment of attention_mask. "
+                "Pass one of them, or make them agree."
             )
         author, boundary = explicit
     positions = host.get("position_ids")
@@ -203,7 +197,7 @@ def _to_host(
 
 
 def _numbers(key: str, value: Any) -> Tensor:
-    """Of a keyword of other libraries, as a tensor of integers: cut to whole ones, fractions would join sequences."""
+    """Read a keyword of other libraries as a tensor of integers: fractions, cut to whole ones, would join sequences."""
     try:
         numbers = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -276,34 +270,36 @@ def _explicit_boundary(
             )
     boundary = torch.zeros_like(found)
     boundary[starts - 1] = True
-    if bool((found & ~boundary).any()):
-        at = int((found & ~boundary).nonzero()[0, 0]) + 1
+    if (at := _first(found & ~boundary)) is not None:
         raise PackingError(
-            f"{first} lets a sequence run over token {at}, where a new row or a new segment of attention_mask begins."
+            f"{first} lets a sequence run over token {at + 1}, where a new row or a new segment of attention_mask "
+            "begins."
         )
     return first, boundary
+
+
+def _first(found: Tensor) -> int | None:
+    """The place of the first True of a bool ``[T]``; None where there is none."""
+    places = found.nonzero()
+    return int(places[0, 0]) if len(places) else None
 
 
 def _reject_repeats(step: Tensor, boundary: Tensor, restarts: Tensor) -> None:
     # a sequence of one token and the next may both begin at 0; inside a sequence, a position that comes twice is none
     begins = torch.cat([torch.ones(1, dtype=torch.bool), restarts[:-1]])
-    repeats = (step == 0) & ~boundary & ~begins
-    if bool(repeats.any()):
-        at = int(repeats.nonzero()[0, 0]) + 1
+    if (at := _first((step == 0) & ~boundary & ~begins)) is not None:
         raise PackingError(
-            f"position_ids repeat a position at token {at}, inside a sequence: that is no restart, and nobody can tell "
-            "what was meant. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
+            f"position_ids repeat a position at token {at + 1}, inside a sequence: that is no restart, and nobody can "
+            "tell what was meant. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
         )
 
 
 def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
     # With padding in the mask, skipped positions are a choice of the user's (the stock model keeps one sequence);
     # without, transformers would read a jump as a new sequence, and nobody can tell which was meant.
-    jump = (step > 1) & ~boundary
-    if all_real and bool(jump.any()):
-        at = int(jump.nonzero()[0, 0]) + 1
+    if all_real and (at := _first((step > 1) & ~boundary)) is not None:
         raise PackingError(
-            f"position_ids jump by {int(step[at - 1])} at token {at}: neither the next position nor a restart. Pass "
+            f"position_ids jump by {int(step[at])} at token {at + 1}: neither the next position nor a restart. Pass "
             "packed_seq_lens to say where sequences begin."
         )
 
@@ -312,19 +308,16 @@ def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tenso
     # Several packed rows may hold one sequence each, whose positions need not restart in any visible way. Who passes
     # packed_seq_lens may skip positions; other libraries' keywords come with positions that restart.
     wrong = torch.where(explicit, (step == 1) & ~new_row, step <= 0 if author == "packed_seq_lens" else step != 1)
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0, 0]) + 1
-        what = "begin a sequence" if bool(explicit[at - 1]) else "continue one"
+    if (at := _first(wrong)) is not None:
+        what = "begin a sequence" if bool(explicit[at]) else "continue one"
         raise PackingError(
-            f"{author} and position_ids disagree: token {at} should {what}, but its position "
-            f"is {int(step[at - 1]):+d} from the token before. position_ids must restart where a sequence begins "
+            f"{author} and position_ids disagree: token {at + 1} should {what}, but its position "
+            f"is {int(step[at]):+d} from the token before. position_ids must restart where a sequence begins "
             "and grow by 1 inside it; leave them out to have them made."
         )
 
 
 def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
     for key in ("max_length_q", "max_length_k"):
-        if key in given:
-            value = int(host[key].max())
-            if value < longest:
-                raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")
+        if key in given and (value := int(host[key].max())) < longest:
+            raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")

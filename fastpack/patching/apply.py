@@ -12,6 +12,8 @@ from torch import nn
 
 from fastpack.errors import NoFasterWarning, PatchError
 from fastpack.layers.hf_attention import private_config, register_interface
+from fastpack.layers.mlp import mlp_forward
+from fastpack.layers.norm import norm_forward
 from fastpack.model.head import head_forward
 from fastpack.model.unwrap import STATE, Parts, find_parts, refuse_wrapped, way_in
 from fastpack.patching.changes import Attribute, Change, take_off_copies, take_off_head
@@ -19,7 +21,7 @@ from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
-from fastpack.utils.replacement import KEPT_FORWARD, Restore, replaces
+from fastpack.utils.replacement import KEPT_FORWARD, Replacement, Restore, replaces
 
 
 def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[Plan]:
@@ -42,7 +44,7 @@ def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> li
             for put_on in restore(model):
                 put_back.callback(put_on)  # it calls the last one first
             plans.append(make_plan(model, options, match))
-            if plans[-1].report.rung == "re-padded model":
+            if plans[-1].mixing.describe()["rung"] == "re-padded model":
                 warnings.warn(
                     f"{plans[-1].report.model} runs as a re-padded model: sequences are exact and apart, but on padded "
                     "rows, so that nothing gets faster.",
@@ -70,20 +72,20 @@ def apply(plan: Plan, options: PatchOptions) -> None:
     register_interface(options.attention)
     changes: list[Change] = []
     configs: dict[int, Any] = {}
-    for each in plan.planned:
-        changes.append(each.replacement)
-        if each.kind in ("norm", "mlp"):
-            changes.append(Attribute(each.module, KEPT_FORWARD, each.replacement))
+    for replacement in plan.replacements:
+        changes.append(replacement)
+        if replacement.function in (norm_forward, mlp_forward):
+            changes.append(Attribute(replacement.module, KEPT_FORWARD, replacement))
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
             configs[id(original)] = private_config(original, options.attention, plan.runtime.layers.context)
         changes.append(Attribute(module, "config", configs[id(original)]))
-    changes += plan.pre_hooks
+    changes.append(plan.pre_hook)
     for change in changes:
         change.put()
     plan.runtime.watch.configs += configs.values()
-    plan.backbone.__dict__[STATE] = PatchState(options, plan.report, plan.mixing, changes)
+    plan.backbone.__dict__[STATE] = PatchState(options, plan.report, plan.mixing, plan.runtime, changes)
 
 
 def restore(model: nn.Module) -> list[Restore]:
@@ -127,7 +129,8 @@ def uncovered(model: nn.Module) -> Iterator[PatchState]:
                 later.callback(setattr, module, "forward", module.__dict__["forward"])
                 module.forward = wrapped
         for change in state.changes:
-            later.callback(change.uncover())
+            if isinstance(change, Replacement):
+                later.callback(change.uncover())
         yield state
 
 

@@ -1,4 +1,4 @@
-"""Which backend will serve a model's attention, asked before a batch comes."""
+"""Tell which backend will serve a model's attention, asked before a batch comes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastpack.utils.protocols import ModelLike
 
 
 def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -> AttentionShape:
-    """What one attention module will ask of a backend, as far as it is known before a batch comes."""
+    """The shape that one attention module will ask of a backend, as far as it is known before a batch comes."""
     config = backbone.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
@@ -40,7 +40,7 @@ def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -
 
 
 HALVES = (torch.bfloat16, torch.float16)
-"""What autocast may bring float32 tensors to."""
+"""The dtypes that autocast may bring float32 tensors to."""
 
 
 def serving_backends(shapes: Sequence[AttentionShape], attention: str) -> tuple[list[str], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What a patch sets on a model: each change can be undone, or disabled, whoever put theirs over it since.
+"""The changes that a patch makes to a model: each can be undone, or disabled, whoever put theirs over it since.
 
 A forward is a :class:`fastpack.utils.replacement.Replacement`; what else changes is here. All of them are kept on the
 backbone (:mod:`fastpack.patching.state`).
@@ -34,14 +34,14 @@ from fastpack.utils.replacement import (
 )
 
 _PARTS = (attention_forward, mlp_forward, norm_forward)
-"""What a layer computes itself, fused with what lies around it."""
+"""The parts that a layer computes itself, fused with what lies around them."""
 
 
 @dataclass(eq=False)
 class Attribute:
     """An attribute of a module that is no forward: a private config, or a forward kept under a second name.
 
-    Its methods are those of a :class:`Replacement`.
+    Its methods are those of a :class:`PreHook`.
     """
 
     module: nn.Module
@@ -65,12 +65,9 @@ class Attribute:
     def disable(self) -> Restore:
         return self.undo()
 
-    def uncover(self) -> Restore:
-        return nothing
-
 
 Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
-"""What is set on a module."""
+"""One thing that is set on a module."""
 
 
 def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:
@@ -109,7 +106,7 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Rest
 
 
 def _weights(module: nn.Module) -> tuple[type, int] | None:
-    """What copies that share their weights with a module have in common with it; None where these lie elsewhere."""
+    """A module's class and its weights' place, which copies that share them have too; None where they lie elsewhere."""
     first = next(module.parameters(), None)
     place = 0 if first is None else first.data_ptr()  # zero on meta, and of weights that are spread over ranks
     return (type(module), place) if place else None
@@ -122,48 +119,42 @@ def carries_ours(module: nn.Module) -> bool:
 
 
 def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
-    """How many modules have a drop-in over our forward, or had one under it."""
-    found: set[int] = set()
-    before = {id(change.owner): change.earlier for change in _forwards(changes)}
-    for module in backbone.modules():
-        kept: Replacement[Any, Any] | None = module.__dict__.get(KEPT_FORWARD)
-        if kept is None:
-            continue
-        stands = (module.__dict__.get("forward"), before.get(id(module)))
-        if any(is_drop_in(module, forward, kept.spec) for forward in stands):
-            found.add(id(module))
-    return len(found)
+    """Count the modules that have a drop-in over our forward, or had one under it."""
+    return sum(
+        any(_is_drop_in(change, forward) for forward in (change.owner.__dict__.get("forward"), change.earlier))
+        for change in _forwards(backbone, changes)
+    )
 
 
 def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, str], ...]:
     """Parts of layers that what a user did since the patch has run by themselves, by class, and why."""
-    inside = {id(module) for module in backbone.modules() if module is not backbone}
     found: Counter[tuple[str, str]] = Counter()
-    for change in _forwards(changes):
+    for change in _forwards(backbone, changes):
         module = change.owner
-        if id(module) not in inside:
-            continue
-        if _is_covered(change):
+        if change.place() is None and not _is_drop_in(change, module.__dict__.get("forward")):
             found[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
         elif has_hooks(module) and change.function in _PARTS:
             found[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
     return tuple((name, f"{count}: {why}") for (name, why), count in found.items())
 
 
-def _forwards(changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
-    return [change for change in changes if isinstance(change, Replacement) and change.name in FORWARDS]
+def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
+    """Our forwards of modules that are inside the backbone still."""
+    inside = {id(module) for module in backbone.modules() if module is not backbone}
+    return [
+        change
+        for change in changes
+        if isinstance(change, Replacement) and change.name in FORWARDS and id(change.owner) in inside
+    ]
 
 
-def _is_covered(ours: Replacement[Any, Any]) -> bool:
-    """True where somebody's forward stands where ours was, and computes something else."""
-    module = ours.owner
-    kept: Replacement[Any, Any] | None = module.__dict__.get(KEPT_FORWARD)
-    drop_in = kept is not None and is_drop_in(module, module.__dict__.get("forward"), kept.spec)
-    return ours.place() is None and not drop_in
+def _is_drop_in(ours: Replacement[Any, Any], forward: object) -> bool:
+    """True for a forward of somebody's that computes what ours does."""
+    return ours.function in (mlp_forward, norm_forward) and is_drop_in(ours.owner, forward, ours.spec)
 
 
 def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContext | None]:
-    """What tells a module of the packing where no keyword does: its forward, its attention."""
+    """The contexts that tell a module of the packing where no keyword does: of its forward, and of its attention."""
     ours = replacement_on(module)
     of_forward = ours.runtime.context if ours is not None and isinstance(ours.runtime, Runtime) else None
     return of_forward, getattr(module.__dict__.get("config"), SCOPE, None)

@@ -11,15 +11,15 @@ from fastpack.layers.read_projection import count_opaque, count_projections, not
 from fastpack.layers.rope_tables import unserved
 from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails
-from fastpack.model.prefix_sharing import NOTE as PREFIXES
-from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts, models_of, way_in
 from fastpack.patching.changes import count_drop_ins, unfused
-from fastpack.patching.plan import PROJECTING
 from fastpack.patching.report import PatchReport
 from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
 from fastpack.utils.classes import replaced_forward
 from fastpack.utils.protocols import TrainerLike
+
+_PROJECTING = {"attention", "mlp", "layer"}
+"""Kinds of replaced modules that read their projections' weights."""
 
 
 def inspect_patch(target: object, *more_notes: str) -> PatchReport:
@@ -29,20 +29,17 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     backbone, head = parts.backbone, parts.head
     state = state_of(backbone)
     if state is None:
-        return PatchReport.stock(backbone if head is None else head)
+        whole = head or backbone
+        return PatchReport(type(whole).__name__, getattr(whole.config, "model_type", "?"))
     # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
-    as_modules = count_opaque(backbone) if PROJECTING & state.report.swapped.keys() else {}
-    found = replace(state.report, **state.mixing.refreshed(state.report))
-    runtime = runtime_of(backbone)
-    outdated = (PREFIXES,) if runtime is None or runtime.graphs is None else (PREFIXES, "graphs:")
-    notes = tuple(note for note in found.notes if not note.startswith(outdated))
-    notes += () if runtime is None else runtime.describe(backbone)
-    budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
+    known, mixing, fused = state.report, state.mixing, kept_on(target, FUSED_LOSS)
+    budget = kept_on(target, BUDGET)
+    notes = known.notes + mixing.notes() + state.runtime.describe(backbone)
     if budget is not None:
         notes += (budget.describe(),)
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
-    skipped = (*found.skipped, *state.mixing.strangers(), *state.mixing.misplaced(), *unserved(backbone))
+    skipped = known.skipped + mixing.strangers() + unserved(backbone)
     skipped += unfused(backbone, state.changes)
     replaced = None if head is None else replaced_forward(head)
     if replaced is not None:
@@ -53,8 +50,15 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
         skipped += () if reason is None else (("loss", reason),)
         notes += (note,) if reason is None else ()
-    projections = count_projections(backbone)
-    return replace(found, projections=projections, as_modules=as_modules, skipped=skipped, notes=notes)
+    return replace(
+        known,
+        **mixing.describe(),
+        swapped={**known.swapped, **mixing.kinds()},
+        projections=count_projections(backbone),
+        as_modules=count_opaque(backbone) if _PROJECTING & known.swapped.keys() else {},
+        skipped=skipped,
+        notes=notes,
+    )
 
 
 def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:
@@ -78,7 +82,7 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
 
 
 def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object) -> str | None:
-    """What keeps the loss from being fused that was asked for, as far as only a look at the target now tells."""
+    """Say why the loss is not fused that was to be, as far as only a look at the target now tells; or None."""
     of_trainer = kept_on(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
         return str(rejected)
@@ -92,7 +96,7 @@ def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object
 
 
 def why_no_fused_loss(trainer: TrainerLike) -> str | None:
-    """Why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
+    """Say why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)
     if state is None:

@@ -1,9 +1,9 @@
-"""What a user may choose about a patch, checked in one place."""
+"""The choices that a user has about a patch, checked in one place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from fastpack.attention_dispatch import check_name
@@ -23,7 +23,7 @@ OFFLOADS: tuple[str, ...] = get_args(OffloadKind)
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many tokens a micro-batch may have, and what becomes of the trainer's own batches.
+    """The most tokens that a micro-batch may have, and what becomes of the trainer's own batches.
 
     Attributes:
         max_tokens: of a micro-batch on each rank, at most; a pair counts with both sides.
@@ -54,7 +54,7 @@ class PatchKeywords(TypedDict, total=False):
 
 
 def not_a_choice(name: str, value: object, allowed: Sequence[Any]) -> PatchError:
-    """What to raise for a value that an option does not take."""
+    """The error for a value that an option does not take."""
     return PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
 
 
@@ -99,7 +99,3 @@ class PatchOptions:
                 "step has sizes that come again, and every batch shares another number of tokens. Pass one of them; "
                 "graphs gain where layers are small, shared prefixes where they are big."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)

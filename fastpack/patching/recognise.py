@@ -1,4 +1,4 @@
-"""Which classes of a model are the family's own, which of them are proved, and what stands for them."""
+"""Recognise which classes of a model are the family's own, which of them are proved, and what stands for them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fastpack.errors import PatchError
 from fastpack.families.lock import hash_of, is_proved, proved_form, stock_mixing
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
 from fastpack.layers.read_projection import refuse_rows
-from fastpack.layers.rope_tables import gives_known_tables, is_rotary
+from fastpack.layers.rope_tables import unknown_tables
 from fastpack.layers.stock_attention import StockAttention
 from fastpack.model.unwrap import Parts
 from fastpack.patching.support import covered_family
-from fastpack.utils.classes import changes_of, mentions, place_of, replaced_forward, stock_class
+from fastpack.utils.classes import changes_of, mentions, place_of, replaced_forward, shadowed, stock_class
 from fastpack.utils.hooks import own_forward
 
 
@@ -27,12 +27,12 @@ def own_class(module: nn.Module, family: Family) -> str | None:
 
 
 Skipped = tuple[tuple[str, str], ...]
-"""What is left alone, and why."""
+"""Things that are left alone, each with the reason."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recognised:
-    """What a model is known to be.
+    """The things that are known of a model.
 
     Attributes:
         family: as this very model is of it.
@@ -75,14 +75,14 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     family = with_known_backbone(backbone, family)
     layers, skipped = layers_replaced(backbone, family)
     classes, others = known_classes(backbone, family)
-    if parts.head is not None and _is_own(parts.head, family):
+    if parts.head is not None and own_class(parts.head, family) and replaced_forward(parts.head) is None:
         classes.append(stock_class(parts.head))
     forms = {cls.__name__: proved_form(cls, family) for cls in classes if cls.__name__ in family.fast}
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
-    if strange := [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]:
+    if (strange := unknown_tables(backbone)) is not None:
         attention = [name for name in forms if isinstance(family.fast[name], AnyAttentionSpec)]
         forms = {name: form for name, form in forms.items() if name not in attention}
-        others += tuple((name, f"its cos and sin may be any of {strange[0]}'s: stock forward") for name in attention)
+        others += tuple((name, f"{strange}: stock forward") for name in attention)
     return Recognised(
         backbone,
         family,
@@ -98,11 +98,6 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
 def with_specs(found: Recognised, specs: Mapping[str, Spec], **others: Any) -> Recognised:
     """The same model, whose classes compute these."""
     return replace(found, specs=specs, family=_keeping_windows(found.family, specs), **others)
-
-
-def _is_own(module: nn.Module, family: Family) -> bool:
-    """True for a module of a class of the family's, with that class's own forward."""
-    return own_class(module, family) is not None and replaced_forward(module) is None
 
 
 def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
@@ -144,7 +139,8 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
 
 
 def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
-    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class.
+    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class; or on the
+    module a method that its forward calls.
 
     Raises:
         PatchError: how it mixes them is not known, and nothing says that it would be told of the packing.
@@ -152,8 +148,8 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
     for module in backbone.modules():
         if own_class(module, family) not in family.attention:
             continue
-        own, replaced = _put_on(module), replaced_forward(module)
-        if own is not None:
+        own, replaced = put_on(module) or ", ".join(shadowed(module)), replaced_forward(module)
+        if own:
             raise PatchError(
                 f"the forward of a {stock_class(module).__name__} was already replaced ({own!r}); undo that first: its "
                 "attention would not be packed. Nothing was changed."
@@ -167,7 +163,7 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
             )
 
 
-def _put_on(module: nn.Module) -> Any:
+def put_on(module: nn.Module) -> Any:
     """The forward that somebody has put on an instance; None for none, and for accelerate's hooks."""
     return None if hasattr(module, "_hf_hook") else own_forward(module)
 
@@ -183,7 +179,7 @@ def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module
     for module in backbone.modules():
         if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
             continue
-        own = _put_on(module)
+        own = put_on(module)
         if own is not None:
             skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
         if own is not None or replaced_forward(module) is not None:
@@ -200,7 +196,7 @@ def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
 
 
 def stock_attention(backbone: Any, family: Family) -> StockAttention:
-    """What this backbone attends by without a patch: every module that reads transformers' table of functions."""
+    """Find every module that reads transformers' table of attention functions, by which the stock model attends."""
     found: dict[tuple[int, type], tuple[nn.Module, str]] = {}
     bypassed = False
     for module in backbone.modules():
@@ -231,17 +227,6 @@ def _own_class_skipped(cls: Any, family: Family) -> Skipped:
     return ((cls.__name__, f"{what}: its own forward runs"),) if bases[0] in family.fast else ()
 
 
-def forms_by_family(backbone: nn.Module, specs: Mapping[str, Spec], family: Family) -> dict[int, Any]:
-    """The form of each module that mixes tokens, by the module's ``id``."""
-    forms: dict[int, Any] = {}
-    for module in backbone.modules():
-        own = own_class(module, family) or ""
-        if own in family.mixers or own in family.attention:
-            spec = family.mixers.get(own, specs.get(own))
-            forms[id(module)] = with_mask_window(module, spec, family) if isinstance(spec, AttentionSpec) else spec
-    return forms
-
-
 def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
     """The form of an attention whose window upstream has in its mask alone."""
     kinds = getattr(module.config, "layer_types", None)
@@ -251,7 +236,7 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
 
 
 def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
-    """Where windows are in upstream's masks alone, attention without a fast form runs on rows, which have masks."""
+    """The family, whose attention without a fast form runs on rows where windows are in upstream's masks alone."""
     if family.mask_window is None or all(name in specs for name in family.attention):
         return family
     masked = MixerSpec("added", window=f"config.{family.mask_window}")

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from fastpack.patching.tiers import WORDS, describe
 from fastpack.utils.console import as_text
-from fastpack.utils.protocols import ModelLike
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
+WORDS: dict[str, str] = {
+    "fast": "fastpack's own forwards: packed attention, the family's norms, gated MLPs",
+    "varlen": "packed attention, and norms and MLPs that are known; the rest is the stock model, on real tokens only",
+    "re-padded mixer": "what mixes tokens and knows no boundaries runs on one row a sequence; attention is packed, and "
+    "the rest runs on real tokens only",
+    "re-padded model": "the stock model on rows of equal length: exact, no faster",
+}
+"""The meaning of each rung, for people."""
+
+
 @dataclass(frozen=True)
 class PatchReport:
-    """What was swapped, which backend serves, and what was left alone.
+    """The account of a patch: what was swapped, which backend serves, and what was left alone.
 
     Attributes:
         model: class name of the head, or of a bare backbone.
         family: transformers' model_type.
-        rung: the lowest that any layer is on (:data:`fastpack.patching.tiers.WORDS` says what each means), or ``stock``
+        rung: the lowest that any layer is on (:data:`WORDS` says what each means), or ``stock``
             (not patched).
         layers: names of the modules that mix tokens, by rung.
         unpadded: the share of the backbone's products with weights that runs on real tokens alone, from 0 to 1.
@@ -39,7 +50,7 @@ class PatchReport:
 
     model: str
     family: str
-    rung: str
+    rung: str = "stock"
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unpadded: float | None = None
     attention: str = "auto"
@@ -51,11 +62,6 @@ class PatchReport:
     matched: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def stock(cls, model: ModelLike) -> PatchReport:
-        """The report of a head or a bare backbone that is not patched."""
-        return cls(type(model).__name__, getattr(model.config, "model_type", "?"), "stock")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""
@@ -100,3 +106,30 @@ class PatchReport:
         for name, why in unusable.items():
             table.add_row(f"not {name}", why, style="dim")
         return table
+
+
+def describe(names: Sequence[str]) -> str:
+    """``self_attn of 4 layers: 3, 7, 11, 15`` for ``layers.3.self_attn`` and the others; a kind a line."""
+    split = [_split(name) for name in names]
+    lines = []
+    for tail in dict.fromkeys(tail for _, tail in split):
+        at = [index for index, other in split if other == tail and index is not None]
+        if not at:
+            lines.append(tail)
+        else:
+            lines.append(f"{tail} of {len(at)} layer{'s' if len(at) > 1 else ''}: {_ranges(at)}")
+    return "\n".join(lines)
+
+
+def _split(name: str) -> tuple[int | None, str]:
+    """The index of the layer, and what of it; None where the name has no index."""
+    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    if found is None:
+        return None, name
+    return int(found[1]), name[found.end() :] or name[: found.start()]
+
+
+def _ranges(at: Iterable[int]) -> str:
+    """``0-2, 4`` for 0, 1, 2 and 4."""
+    runs = [[i for _, i in run] for _, run in groupby(enumerate(sorted(set(at))), lambda pair: pair[1] - pair[0])]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

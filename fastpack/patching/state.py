@@ -1,4 +1,4 @@
-"""What a patch has changed on a model, kept on its backbone, and what a trainer was given."""
+"""The record of a patch, kept on the model's backbone, and of what a trainer was given."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.layers.hf_attention import register_interface
+from fastpack.model.runtime import ModelRuntime
 from fastpack.model.unwrap import STATE, find_parts, models_of
 from fastpack.patching.changes import Change
 from fastpack.patching.options import PatchOptions
@@ -19,17 +20,18 @@ BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 
 
 def kept_on(target: object, name: str) -> Any:
-    """What a trainer has under one of these; None where it has nothing, and for a model."""
+    """The thing that a trainer has under one of these; None where it has nothing, and for a model."""
     return getattr(target, "__dict__", {}).get(name)
 
 
 @dataclass
 class PatchState:
-    """What was changed on one model, in order."""
+    """The record of one model's patch: what was changed, in order, and what was known of it beforehand."""
 
     options: PatchOptions
     report: PatchReport
     mixing: Mixing
+    runtime: ModelRuntime
     changes: list[Change]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -39,7 +41,7 @@ class PatchState:
 
 
 def options_of(model: nn.Module) -> PatchOptions | None:
-    """Those of the patch in force on a model, None where there is none."""
+    """The options of the patch in force on a model, None where there is none."""
     state = state_of(find_parts(model).backbone)
     return None if state is None else state.options
 

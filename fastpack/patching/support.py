@@ -1,4 +1,4 @@
-"""Which family a model is of, and why some are refused."""
+"""Find a model's family, or say why it has none."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def covered_family(parts: Parts) -> Family:
 
 
 def too_old(family: Family) -> str | None:
-    """Why this release of transformers can't have the family, or None."""
+    """Say why this release of transformers can't have the family, or None."""
     import transformers
 
     if family.since is None:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from fastpack.families.spec import RUNGS, MixerSpec, Rung
 from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
-from fastpack.layers.window_checks import forms_of, misplaced
+from fastpack.layers.read_projection import linear_sizes
 from fastpack.patching.changes import carries_ours, contexts_of
-from fastpack.patching.report import PatchReport
-from fastpack.patching.tiers import layer_rungs, unpadded_share
-
-NOTE = "mixers:"
+from fastpack.utils.protocols import ConfigLike
 
 
 @dataclass(frozen=True)
@@ -24,39 +22,39 @@ class Mixing:
 
     Attributes:
         modules: each with its rung, or with what decides it: the kernels that serve where its weights are.
-        others: those of the same classes that were left alone.
     """
 
     backbone: nn.Module
-    modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...] = field(default=())
-    others: tuple[nn.Module, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        known = {id(module) for module, _ in self.modules}
-        classes = {type(module) for module, _ in self.modules}
-        others = (m for m in self.backbone.modules() if type(m) in classes and id(m) not in known)
-        object.__setattr__(self, "others", tuple(others))
+    modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...]
 
     def describe(self) -> dict[str, Any]:
-        """What :class:`fastpack.patching.report.PatchReport` says of them: ``rung``, ``layers`` and ``unpadded``."""
+        """Return ``rung``, ``layers`` and ``unpadded`` of :class:`fastpack.patching.report.PatchReport`."""
         rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self._now()]
-        layers = layer_rungs(self.backbone, rungs)
+        named = {id(module): name for name, module in self.backbone.named_modules()}
+        layers: dict[str, tuple[str, ...]] = {}
+        for rung in RUNGS:
+            names = tuple(named[id(module)] or type(module).__name__ for module, its in rungs if its == rung)
+            if names:
+                layers[rung] = names
         on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]
-        lowest = next((rung for rung in reversed(RUNGS) if rung in layers), "stock")
-        return {"rung": lowest, "layers": layers, "unpadded": unpadded_share(self.backbone, on_rows)}
+        return {
+            "rung": next(reversed(layers), "stock"),
+            "layers": layers,
+            "unpadded": unpadded_share(self.backbone, on_rows),
+        }
 
     def kinds(self) -> dict[str, int]:
-        """How many mixers run packed, and on rows."""
+        """Count the mixers that run packed, and on rows."""
         found: Counter[str] = Counter(mixer_rung(module, how) for module, how in self._mixers())
         return {name: found[rung] for rung, name in _KINDS.items() if found[rung]}
 
     def notes(self) -> tuple[str, ...]:
-        """Which kernels run them, or why none do."""
+        """Name the kernels that run them, or say why none do."""
         return tuple(dict.fromkeys(note for module, how in self._mixers() for note in mixer_notes(module, how)))
 
     def strangers(self) -> tuple[tuple[str, str], ...]:
         """Modules of these classes that were put into the model since and are no part of the patch."""
-        known = {id(module) for module in (*self.others, *(module for module, _ in self._now()))}
+        known = {id(module) for module, _ in self._now()}
         classes = {type(module) for module, _ in self.modules}
         found = Counter(
             type(module).__name__
@@ -66,31 +64,17 @@ class Mixing:
         why = "put into the model after the patch, where packed batches are not right: patch(unpatch(model))"
         return tuple((name, f"{count} {why}") for name, count in found.items())
 
-    def misplaced(self) -> tuple[tuple[str, str], ...]:
-        """Those that the stock model masks in another way by now: they were moved, or the config was changed."""
-        why = "moved, or its config changed, after the patch, and refused when it runs: unpatch(model)"
-        return tuple(
-            ("layers", f"{found.what}; {why}, {found.mend}, and patch it")
-            for found in misplaced(self.backbone, forms_of(self.backbone))
-        )
-
-    def refreshed(self, report: PatchReport) -> dict[str, Any]:
-        """All of this, with what else the report counts and notes."""
-        others = {kind: count for kind, count in report.swapped.items() if kind not in _KINDS.values()}
-        notes = tuple(note for note in report.notes if not note.startswith(NOTE))
-        return {**self.describe(), "swapped": {**others, **self.kinds()}, "notes": (*notes, *self.notes())}
-
     def _mixers(self) -> list[tuple[nn.Module, MixerSpec]]:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]
 
     def _now(self) -> list[tuple[nn.Module, Rung | MixerSpec]]:
-        """Those that are there still, and copies that were made of them since (PEFT's replicated layers)."""
+        """The ones that are there still, and copies that were made of them since (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}
         contexts = {None, *(context for module, _ in self.modules for context in contexts_of(module))}
 
         def runs_as_its_original(module: nn.Module) -> bool:
-            """Where a context has to tell it the packing, that is this backbone's."""
+            """True unless another context than this backbone's is to tell it the packing."""
             return carries_ours(module) and contexts.issuperset(contexts_of(module))
 
         return [
@@ -101,3 +85,44 @@ class Mixing:
 
 
 _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padded mixer"}
+
+
+def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
+    """The share of a backbone's products with weights that runs on real tokens alone: from 0 to 1.
+
+    Of experts, as many count as each token takes; a module that is run several times counts once. Attention's scores
+    and recurrences have no weights and don't count.
+
+    Args:
+        on_rows: the modules that run on padded rows.
+    """
+    config = backbone.config.get_text_config(decoder=True)
+    padded = {id(inner) for module in on_rows for inner in module.modules()}
+    whole = sum(_products(module, config) for module in backbone.modules())
+    rows = sum(_products(module, config) for module in backbone.modules() if id(module) in padded)
+    return 1 - rows / whole if whole else 1.0
+
+
+def _products(module: nn.Module, config: ConfigLike) -> float:
+    """Multiplications a token with the weights that a module itself holds."""
+    if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return 0
+    sizes = linear_sizes(module)
+    if sizes is not None:
+        return float(sizes[0] * sizes[1])  # in 4 bits, a weight's own size is another
+    taken, experts = _experts(config)
+    total = 0.0
+    for name, weight in module._parameters.items():
+        if weight is None or not ("weight" in name or "proj" in name):
+            continue
+        share = taken / experts if weight.ndim == 3 and len(weight) == experts else 1
+        total += weight.numel() * share if weight.ndim > 1 else 0
+    return total
+
+
+def _experts(config: ConfigLike) -> tuple[int, int]:
+    """The number of experts that each token takes, and of all; 1 and 0 where there are none."""
+    taken = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
+    all_of_them = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+    found = [next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (taken, all_of_them)]
+    return (int(found[0]), int(found[1])) if all(isinstance(x, int) and x for x in found) else (1, 0)

@@ -35,7 +35,7 @@ from fastpack.exactness.oracle import Oracle
 from fastpack.exactness.rule import FULL_BOUND, Result, bound_of, compare, is_half, middle, relative
 from fastpack.exactness.twins import apart, build_twin, distinct_sequences
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec, Family, HeadSpec, MlpSpec, NormSpec, Spec
-from fastpack.layers.rope_tables import gives_known_tables, is_rotary
+from fastpack.layers.rope_tables import unknown_tables
 from fastpack.layers.window_checks import FULL
 from fastpack.model.unwrap import find_parts
 from fastpack.patching.apply import apply, restore
@@ -104,10 +104,8 @@ def _not_to_be_tried(backbone: nn.Module, family: Family, name: str, spec: Spec)
     if isinstance(spec, HeadSpec):
         cls = getattr(sys.modules[family.module], name, None)
         return f"its file has no {name}" if cls is None else _foreign(cls)
-    if isinstance(spec, AnyAttentionSpec):
-        strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
-        if strange:
-            return f"its cos and sin may be any of {strange[0]}'s"
+    if isinstance(spec, AnyAttentionSpec) and (strange := unknown_tables(backbone)) is not None:
+        return strange
     mine = [module for module in backbone.modules() if own_class(module, family) == name]
     if not mine:
         return f"the model has no {name}"
@@ -259,10 +257,10 @@ class Twin:
         found = _Comparison()
         fast = _plan(self.half, family, {**beside, **candidates})
         with patched(self.half, family, beside) as plan, ExitStack() as hooks, torch.no_grad():
-            for each in fast.planned:
+            for each in fast.replacements:
                 name = own_class(each.module, family) or ""
                 if name in candidates:
-                    hook = partial(found.compare, name, replace(each.replacement, runtime=plan.runtime.layers))
+                    hook = partial(found.compare, name, replace(each, runtime=plan.runtime.layers))
                     hooks.callback(each.module.register_forward_hook(hook, with_kwargs=True).remove)
             _packed(self.half)
         unseen = candidates.keys() - found.seen
@@ -339,7 +337,7 @@ def _packed(model: Any) -> Tensor:
 def _plan(model: Any, family: Family, specs: Mapping[str, Spec], options: PatchOptions = OPTIONS) -> Plan:
     """Plan a patch by which these classes compute this, and all others keep their own forward."""
     parts = find_parts(model)
-    return plan_recognised(model, parts, with_specs(recognise(parts, family), specs), options)
+    return plan_recognised(parts, with_specs(recognise(parts, family), specs), options)
 
 
 @contextmanager

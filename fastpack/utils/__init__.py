@@ -1,1 +1,1 @@
-"""What every part needs and none owns: torch's hooks, classes, signatures, sharded weights, the compiler."""
+"""Helpers that every part needs and none owns: torch's hooks, classes, signatures, sharded weights, the compiler."""

@@ -1,4 +1,4 @@
-"""Which class of a module says what it computes, where others were put over it."""
+"""Find the class of a module that says what it computes, where others were put over it."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def _differ(cls: object, base: object, name: str) -> bool:
     return unwrapped(mine) is not unwrapped(its)
 
 
-def unwrapped(function: object) -> Any:
+def unwrapped(function: Any) -> Any:
     """The function beneath transformers' and torch's own decorators; one that somebody else put over it stays."""
-    while hasattr(function, "__wrapped__"):
-        if defined_in(function).split(".")[0] not in ("transformers", "torch", "contextlib"):
-            break
-        function = function.__wrapped__
-    return function
+
+    def is_somebodys(wrapper: object) -> bool:
+        return defined_in(wrapper).split(".")[0] not in ("transformers", "torch", "contextlib")
+
+    return inspect.unwrap(function, stop=is_somebodys)
 
 
 def defined_in(forward: object) -> str:

@@ -67,7 +67,7 @@ def compile_often(function: Callable[Arguments, Found], limit: int, **settings: 
 
 
 def _with_limit(compiled: Callable[Arguments, Found], limit: int) -> Callable[Arguments, Found]:
-    """What ``recompile_limit`` does, for torch before it had that: dynamo's own setting, while it may compile."""
+    """Do what ``recompile_limit`` does, for torch before it had that: dynamo's own setting, while it may compile."""
     from torch._dynamo import config
 
     @functools.wraps(compiled)

@@ -15,7 +15,7 @@ WIDTH = 100
 
 
 def as_text(shown: RenderableType) -> str:
-    """Without colours, and without a line end."""
+    """Render without colours, and without a line end."""
     from rich.console import Console
 
     console = Console(width=room_for(WIDTH), color_system=None)
@@ -40,7 +40,7 @@ def headed(*names: str, title: str | None = None, right: Collection[str] = ()) -
 
 
 def room_for(wanted: int) -> int:
-    """So many columns, or the terminal's where there is one that has fewer (or ``COLUMNS`` says so)."""
+    """Return so many columns, or the terminal's where there is one that has fewer (or ``COLUMNS`` says so)."""
     return min(wanted, shutil.get_terminal_size((wanted, 0)).columns)
 
 

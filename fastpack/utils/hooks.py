@@ -1,6 +1,6 @@
-"""Whether calling a module does more than its class's forward: then it has to be called, and can't be read.
+"""Tell whether calling a module does more than its class's forward: then it has to be called, and can't be read.
 
-And how one is checkpointed.
+And tell how one is checkpointed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn.modules import module as _module
 from torch.utils.checkpoint import checkpoint
 
 _CAPTURING = "transformers.utils.output_capturing"
-"""Where transformers' hooks come from that it leaves behind for good once outputs were captured."""
+"""The module of the hooks that transformers leaves behind for good once outputs were captured."""
 
 
 def carries_hooks(module: nn.Module) -> bool:
@@ -49,8 +49,8 @@ def hooks_for_every_module() -> bool:
 
 
 def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]:
-    """How transformers checkpoints a module: torch's checkpointing or its reentrant kind, or ``own`` for a function
-    that we don't know; empty for one that was never given any."""
+    """Tell how transformers checkpoints a module: torch's checkpointing or its reentrant kind, or ``own`` for a
+    function that we don't know; empty for one that was never given any."""
     function = module.__dict__.get("_gradient_checkpointing_func")
     if function is None:
         return ""

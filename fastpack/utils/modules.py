@@ -1,4 +1,4 @@
-"""Which modules of a backbone are its decoder layers, and whether a model trains."""
+"""A backbone's decoder layers, and the mode of a model's modules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multimodal")
-"""In the names of what turns something else than text into embeddings."""
+"""Words in the names of modules that turn something else than text into embeddings."""
 
 
 def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
@@ -24,7 +24,7 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout; every module's mode is put back."""
+    """Run without dropout; every module's mode is put back."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

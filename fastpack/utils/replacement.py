@@ -20,9 +20,10 @@ SpecT = TypeVar("SpecT")
 RuntimeT = TypeVar("RuntimeT")
 
 FORWARDS = ("forward", "_old_forward")
-"""Where a module's forward may be: accelerate's hooks keep the one that they wrap under the second."""
+"""The attributes that hold a module's forward: accelerate's hooks keep the one that they wrap under the second."""
 KEPT_FORWARD = "_fastpack_forward"
-"""Where a norm or MLP keeps ours too, for when a drop-in is put over it (:mod:`fastpack.layers.liger`)."""
+"""The attribute that holds ours of a norm or MLP too, for when a drop-in is put over it
+(:mod:`fastpack.layers.liger`)."""
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)  # no __dict__, which functools.wraps would copy onto a wrapper
@@ -163,10 +164,6 @@ class PreHook(Generic[SpecT, RuntimeT]):
     def disable(self) -> Restore:
         """Let it do nothing, until what this returns is called."""
         return _disable(self)
-
-    def uncover(self) -> Restore:
-        """Nobody covers a hook."""
-        return nothing
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fastpack.utils.compile import known_once
 
 
 def accepted(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that a class's forward takes, by name or among its further keywords."""
+    """Return the arguments that a class's forward takes, by name or among its further keywords."""
     names = _keywords(forward)
     return dict(arguments) if names is None else {name: arguments[name] for name in arguments if name in names}
 

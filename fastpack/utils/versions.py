@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "fastpack-train"
-"""How pip calls fastpack, as ``[project].name`` says; Python imports ``fastpack``."""
+"""Pip's name of fastpack, as ``[project].name`` says; Python imports ``fastpack``."""
 
 NEWEST_TRIED = {"torch": "2.14", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
 """The newest minor release of each package with which the test suite passes, on a CPU at least. With a newer one it
@@ -59,11 +59,17 @@ def check_versions(packages: Iterable[str]) -> None:
         if is_untried(name, version):
             newer.append(f"{name} {version} (tried up to {NEWEST_TRIED[name]})")
     if newer:
-        message = f"newer than what fastpack was tried with: {', '.join(newer)}. fastpack.verify(model) tries yours."
-        warnings.warn(message, UntriedVersionWarning, stacklevel=3)
+        warnings.warn(
+            f"newer than what fastpack was tried with: {', '.join(newer)}. fastpack.verify(model) tries yours.",
+            UntriedVersionWarning,
+            stacklevel=3,
+        )
     if not needed:
-        message = f"it is unknown which versions fastpack needs: it was copied here without {DISTRIBUTION}'s metadata."
-        warnings.warn(message, UntriedVersionWarning, stacklevel=3)
+        warnings.warn(
+            f"it is unknown which versions fastpack needs: it was copied here without {DISTRIBUTION}'s metadata.",
+            UntriedVersionWarning,
+            stacklevel=3,
+        )
 
 
 def version_of(package: str) -> str | None:

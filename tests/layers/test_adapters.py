@@ -225,12 +225,12 @@ def test_virtual_tokens_before_each_row(kind: str) -> None:
     numbers = torch.cat([torch.full_like(s, i + 1) for i, s in enumerate(sequences)])[None]
     packings = ({"position_ids": positions(sequences)}, {"attention_mask": numbers}, {"packed_seq_lens": [7, 5, 9]})
     for packing in packings:
-        with pytest.raises(fastpack.PackingError, match="virtual tokens before each row"):
+        with pytest.raises(fastpack.PackingError, match=r"virtual tokens before each row|prefix tuning passes too"):
             model(input_ids=ids, labels=ids, **packing)
     if kind == "prefix tuning":
         model(**left)
     else:
-        with pytest.raises(fastpack.PackingError, match="padded on the left"):
+        with pytest.raises(fastpack.PackingError, match="before the padding, pad on the right"):
             model(**left)
     with model.disable_adapter():
         alone = model(**right).loss

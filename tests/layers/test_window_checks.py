@@ -75,12 +75,8 @@ def test_moved_layers_with_the_windows_of_their_places(model_type: str, move: An
 @pytest.mark.parametrize(
     ("model_type", "move"), [*((name, cut) for name in WINDOWED), ("gemma3_text", replicate), ("afmoe", replicate)]
 )
-def test_what_was_moved_since_is_in_the_report_and_refused(model_type: str, move: Any) -> None:
-    model = fastpack.patch(build_tiny(model_type))
-    assert not fastpack.report(model).skipped
-    said = [why for what, why in fastpack.report(move(model)).skipped if what == "layers"]
-    assert said
-    assert all("moved, or its config changed, after the patch, and refused" in why for why in said)
+def test_what_was_moved_since_is_refused(model_type: str, move: Any) -> None:
+    model = move(fastpack.patch(build_tiny(model_type)))
     for _ in range(2):
         with pytest.raises(
             PatchError, match=r"layers were moved, .* after the patch: .*layers\.\d.* set config.layer_ty"
@@ -124,7 +120,6 @@ def test_a_config_that_was_changed(model_type: str, change: Any, said: str) -> N
     ids = torch.full((1, 9), 5)
     model(input_ids=ids)
     change(model.config.get_text_config(decoder=True))
-    assert [why for what, why in fastpack.report(model).skipped if what == "layers"]
     for _ in range(2):
         with pytest.raises(PatchError, match=f"layers were moved, or their config changed, after the patch: .*{said}"):
             model(input_ids=ids)
@@ -245,7 +240,6 @@ def test_attention_in_the_place_of_a_recurrent_layer(model_type: str) -> None:
     later = replicate_as(layers, fastpack.patch(copy.deepcopy(stock)))
     with pytest.raises(PatchError, match=refused):
         later(input_ids=torch.full((1, 9), 5))
-    assert any(what == "layers" for what, _ in fastpack.report(later).skipped)
 
     model = replicate_as(layers, stock).train()
     assert sees_later_tokens(model)

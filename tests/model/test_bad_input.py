@@ -233,7 +233,7 @@ def test_a_classifier_that_would_pool_padding(given: str, side: str) -> None:
         with pytest.raises(fastpack.PackingError, match="would pool a slot of padding in 4 of 5 rows"):
             model(**batch)
     elif side == "left" and given == "prompts":
-        with pytest.raises(fastpack.PackingError, match="virtual tokens before the padding"):
+        with pytest.raises(fastpack.PackingError, match="before the padding, pad on the right"):
             model(**batch)
     else:
         assert relative(model(**batch).logits, alone) <= FLOAT32_BOUND

@@ -73,9 +73,8 @@ def test_what_a_head_does_beside_its_product_shows(model_type: str, monkeypatch:
     alone = run_alone(model, sequences)
     original = module.fused_head
 
-    def plain(head: Any, fused: Any, **kwargs: Any) -> Any:
-        spec = dataclasses.replace(fused.spec, scale=None, divisor=None, softcap=None)
-        return original(head, dataclasses.replace(fused, spec=spec), **kwargs)
+    def plain(head: Any, spec: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(head, dataclasses.replace(spec, scale=None, divisor=None, softcap=None), *args, **kwargs)
 
     monkeypatch.setattr("fastpack.model.head.fused_head", plain)
     fastpack.patch(model, loss="fused")

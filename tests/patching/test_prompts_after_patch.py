@@ -1,4 +1,4 @@
-"""PEFT's prompt learning, put over a model that is patched already: as exact as put on first, and refused as well."""
+"""PEFT's prompt learning, put over a model before it is patched, or after: exact, or refused."""
 
 from __future__ import annotations
 
@@ -129,18 +129,18 @@ def test_one_sequence_a_row_is_not_refused(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])
 def test_positions_that_say_nothing(kind: str) -> None:
-    """Wrapped first they are looked at; patched first PEFT has dropped them, and the advice holds."""
+    """PEFT drops them where prompts are embeddings, and the advice holds."""
     batch = padded(make_sequences(VOCAB, LENGTHS), "right")
     counted = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
     want = wrapped(kind)(**batch).loss
-    assert relative(wrapped(kind, patch="after")(**batch, position_ids=counted).loss, want) <= FLOAT32_BOUND
-    model = wrapped(kind, patch="first")
-    if kind in IN_A_CACHE:
-        assert relative(model(**batch, position_ids=counted).loss, want) <= FLOAT32_BOUND
-    else:
-        with pytest.raises(fastpack.PackingError, match="without position_ids"):
-            model(**batch, position_ids=counted)
-    assert relative(model(**batch).loss, want) <= FLOAT32_BOUND
+    for order in ("first", "after"):
+        model = wrapped(kind, patch=order)
+        if kind in IN_A_CACHE:
+            assert relative(model(**batch, position_ids=counted).loss, want) <= FLOAT32_BOUND
+        else:
+            with pytest.raises(fastpack.PackingError, match="without position_ids"):
+                model(**batch, position_ids=counted)
+        assert relative(model(**batch).loss, want) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"])

@@ -262,7 +262,8 @@ def test_what_is_far_from_float32_in_bfloat16_alone(name: str, function: str, mo
             out = (out + 16 * out) - 16 * out
         return (out, None) if isinstance(found, tuple) else out
 
-    monkeypatch.setattr(plan, function, coarse)
+    forwards = tuple((spec, coarse if forward is ours else forward) for spec, forward in plan.FAST)
+    monkeypatch.setattr(plan, "FAST", forwards)
     backbone, family, specs = llama()
     assert "in bfloat16" in match_by_twin(backbone, family, {name: specs[name]})[name]
 
