@@ -34,7 +34,7 @@ from fastpack.families.spec import Family, MixerSpec
 
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
-_POSITIONS = MixerSpec(left_out=("position_ids",))
+_POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
 """An embedding that counts positions itself, from the padding id on."""
 
 # those that kernels run on packed tokens

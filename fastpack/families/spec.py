@@ -159,6 +159,8 @@ class MixerSpec:
         alibi: name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]``.
         kept: names of arguments that are handed on as they are.
         left_out: names of keywords that it is not given, such as positions that it makes itself.
+        counts_from: name of an attribute that holds the padding id, where it makes positions that count from the next
+            number on and leave that id out; None for one that makes none, or from 0.
         states: how many states for a cache it returns behind its result, which are dropped.
         carried: name of the argument through which the next of its kind is handed what this one returns last: picked
             keys, as places in a row.
@@ -173,6 +175,7 @@ class MixerSpec:
     alibi: str | None = None
     kept: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    counts_from: str | None = None
     states: int = 0
     carried: str | None = None
     scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None

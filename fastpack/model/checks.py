@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
-from fastpack.families.spec import Family
+from fastpack.families.spec import Family, MixerSpec
 from fastpack.layers.read_projection import method_of
 from fastpack.layers.rope_tables import is_served
 from fastpack.packing.inputs import PACKING_KEYWORDS, numbers_segments
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import mentions
 from fastpack.utils.protocols import HeadLike, ModelLike
-from fastpack.utils.replacement import PreHook
+from fastpack.utils.replacement import PreHook, replacement_on
 from fastpack.utils.signatures import shape_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
@@ -152,9 +152,9 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     Where it is asked, it waits for the device.
 
     Raises:
-        PackingError: any but each sequence's 0, 1, 2, ..., where the family counts them anew; or a sequence that goes
-            on above the one before it, where frequencies depend on each sequence's length, which is read where
-            positions fall.
+        PackingError: any but each sequence's 0, 1, 2, ..., or those that the family makes itself, where they are
+            counted anew; or a sequence that goes on above the one before it, where frequencies depend on each
+            sequence's length, which is read where positions fall.
     """
     if arguments.get("position_ids") is None or packed.padding.is_empty or torch.compiler.is_compiling():
         return
@@ -162,21 +162,42 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
     recounted = family.repadded or any("position_ids" in spec.left_out for spec in family.mixers.values())
     if not (recounted or by_length):
         return
-    positions, sequence = packed.position_ids[0], packed.seq_idx[0]
+    positions, starts = packed.position_ids[0], packed.cu_seqlens[:-1]
+    starts = starts[starts < len(positions)].long()
     if recounted:
-        counted = torch.arange(len(positions), device=positions.device) - packed.cu_seqlens[sequence]
-        if bool((positions != counted).any()):
+        begun = torch.zeros_like(positions).index_fill(0, starts, 1).cumsum(0) - 1
+        counted = torch.arange(len(positions), device=positions.device) - starts[begun]
+        padding_id = _padding_id(backbone)
+        wrong, allowed = (positions != counted).any(), "0, 1, 2, ..."
+        if padding_id is not None:
+            own = counted + (padding_id + 1)
+            if arguments.get("input_ids") is not None:
+                real = packed.unpad(arguments["input_ids"])[0] != padding_id
+                before = real.cumsum(0) - real.long()
+                own = torch.where(real, before + 1 - before[starts][begun], 0) + padding_id
+            wrong &= (positions != own).any()
+            allowed += f" (or {padding_id + 1}, {padding_id + 2}, ..., past ids of padding)"
+        if bool(wrong):
             raise PackingError(
-                f"position_ids that do not count 0, 1, 2, ... in each sequence came to {type(backbone).__name__}, "
+                f"position_ids that do not count {allowed} in each sequence came to {type(backbone).__name__}, "
                 f"whose family ({family.model_type}) counts anew by itself. Leave them out, and pass packed_seq_lens "
                 "or a mask; or train this model unpatched (fastpack.unpatch(model))."
             )
-    elif bool(((positions.diff() > 0) & (sequence.diff() != 0)).any()):
+    elif bool((positions[starts[1:]] > positions[starts[1:] - 1]).any()):
         raise PackingError(
             "position_ids of a sequence go on above those of the one before it, and this model's rotary frequencies "
             "depend on each sequence's length, which is read from where positions fall. Let each begin at 0, or leave "
             "position_ids out."
         )
+
+
+def _padding_id(backbone: nn.Module) -> int | None:
+    """The id from which a module of a patched backbone counts positions; None where none does so."""
+    for module in backbone.modules():
+        ours = replacement_on(module)
+        if ours is not None and isinstance(ours.spec, MixerSpec) and ours.spec.counts_from is not None:
+            return getattr(module, ours.spec.counts_from)
+    return None
 
 
 def refuse_windows(window: int | None, packed: PackedSeqLens) -> None:

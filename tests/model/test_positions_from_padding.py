@@ -1,4 +1,4 @@
-"""RoBERTa-likes count positions from the padding id on, by themselves: batches may bring 0, 1, 2, ...; no others.
+"""RoBERTa-likes count positions from the padding id on: batches may bring those, or 0, 1, 2, ...; no others.
 
 The oracle is the stock model on each sequence alone, to which no positions are passed.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from oracle import FLOAT32_BOUND, Result, compare, make_sequences, relative, run_alone
+import torch
+from oracle import FLOAT32_BOUND, Result, compare, make_sequences, padded, relative, run_alone
 from tiny import VOCAB
 from transformers import DataCollatorWithFlattening
 
@@ -16,11 +17,12 @@ import fastpack
 from fastpack.errors import PackingError
 from fastpack.exactness.tiny import build_tiny
 from fastpack.families.recurrent import MIXER_FAMILIES
+from fastpack.families.registry import FAMILIES
 
 PADDING = 1
 SEQUENCES = make_sequences(VOCAB, (7, 1, 19, 12))
 LENGTHS = [len(s) for s in SEQUENCES]
-COUNTING = [f.model_type for f in MIXER_FAMILIES if any(spec.left_out for spec in f.mixers.values())]
+COUNTING = [f.model_type for f in MIXER_FAMILIES if any(spec.counts_from for spec in f.mixers.values())]
 
 
 def build(model_type: str) -> Any:
@@ -49,23 +51,23 @@ def test_which_families_count() -> None:
         assert hasattr(source, "create_position_ids_from_input_ids")
 
 
+@pytest.mark.parametrize("start", [0, PADDING + 1])
 @pytest.mark.parametrize("model_type", COUNTING)
-def test_what_the_collator_makes_is_exact(model_type: str) -> None:
+def test_both_starts_are_exact(model_type: str, start: int) -> None:
     model = build(model_type)
     alone = run_alone(model, SEQUENCES)
     stock = run(model, flattened(PADDING + 1, return_seq_idx=True))
     assert compare(stock, alone).worst > 1e3 * FLOAT32_BOUND, "stock tells no sequences apart"
     fastpack.patch(model)
     for further in ({}, {"return_seq_idx": True}, {"return_flash_attn_kwargs": True}):
-        assert compare(run(model, flattened(0, **further)), alone).worst <= FLOAT32_BOUND
+        assert compare(run(model, flattened(start, **further)), alone).worst <= FLOAT32_BOUND
 
 
-@pytest.mark.parametrize("start", [PADDING, PADDING + 1, 5])
-@pytest.mark.parametrize("model_type", ["roberta", "xmod", "big_bird"])
+@pytest.mark.parametrize("start", [PADDING, PADDING + 2, 5])
+@pytest.mark.parametrize("model_type", ["roberta", "xmod"])
 def test_other_starts_are_refused(model_type: str, start: int) -> None:
-    """A re-padded family counts by itself too."""
     model = fastpack.patch(build(model_type))
-    with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. in each sequence came"):
+    with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. \(or 2, 3, \.\.\., past ids of padding\)"):
         model(**flattened(start))
     batch = flattened(start)
     del batch["position_ids"]
@@ -74,10 +76,30 @@ def test_other_starts_are_refused(model_type: str, start: int) -> None:
 
 def test_one_start_for_all() -> None:
     model = fastpack.patch(build("roberta"))
-    batch = flattened(0)
-    batch["position_ids"][:, : LENGTHS[0]] += 1
+    batch = flattened(PADDING + 1)
+    batch["position_ids"][:, : LENGTHS[0]] -= PADDING + 1
     with pytest.raises(PackingError, match="do not count"):
         model(**batch, packed_seq_lens=LENGTHS)
+
+
+def test_others_take_no_such_start() -> None:
+    """Which count from 0 by themselves: theirs is 0, 1, 2, ... alone."""
+    model = fastpack.patch(build("big_bird"))
+    with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. in each sequence came"):
+        model(**flattened(PADDING + 1))
+    assert FAMILIES["big_bird"].repadded
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_with_the_positions_that_the_model_makes(side: str) -> None:
+    model = build("roberta")
+    batch = padded(SEQUENCES, side)
+    real = batch["attention_mask"] == 1
+    batch["input_ids"] = batch["input_ids"].masked_fill(~real, PADDING)
+    positions = type(model.base_model.embeddings).create_position_ids_from_input_ids(batch["input_ids"], PADDING)
+    alone = run_alone(model, SEQUENCES)
+    logits = fastpack.patch(model)(**batch, position_ids=positions).logits
+    assert relative(logits[real], torch.cat(alone.logits)) <= FLOAT32_BOUND
 
 
 def test_embeddings_and_ids_of_padding_among_the_tokens() -> None:
@@ -87,10 +109,14 @@ def test_embeddings_and_ids_of_padding_among_the_tokens() -> None:
     ids[4] = PADDING
     made = type(model.base_model.embeddings).create_position_ids_from_input_ids(ids[None], PADDING)
     assert made[0, 3:6].tolist() == [5, PADDING, 6]
+    counted = torch.arange(len(ids))[None] + PADDING + 1
     alone = model(input_ids=ids[None], use_cache=False).logits
     embeddings = model.get_input_embeddings()(ids[None]).detach()
     of_embeddings = model(inputs_embeds=embeddings, use_cache=False).logits
     fastpack.patch(model)
     packed = {"packed_seq_lens": [len(ids)]}
     assert relative(model(input_ids=ids[None], **packed).logits, alone) <= FLOAT32_BOUND
-    assert relative(model(inputs_embeds=embeddings, **packed).logits, of_embeddings) <= FLOAT32_BOUND
+    found = model(inputs_embeds=embeddings, position_ids=counted, **packed).logits
+    assert relative(found, of_embeddings) <= FLOAT32_BOUND
+    with pytest.raises(PackingError, match="past ids of padding"):
+        model(input_ids=ids[None], position_ids=counted, **packed)
