@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 from fastpack.errors import PackingError, PatchError, UnsupportedModelError
@@ -18,6 +19,7 @@ from fastpack.utils.classes import mentions
 from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.replacement import PreHook, replacement_on
 from fastpack.utils.signatures import shape_of
+from fastpack.utils.versions import version_of
 
 CACHES = ("past_key_values", "cache_params", "state", "mems", "cache")
 """The names under which a cache object is passed."""
@@ -89,11 +91,14 @@ def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]
         )
     if positions is None or (cached and positions.ndim > 2):  # of several axes, with images, they rise and fall
         return
-    grown = positions.diff() > 0
+    steps = positions.diff()
+    grown = (
+        steps > 0 if cached or mask is not None else steps == 1
+    )  # a jump may be a new sequence, as in a packed batch
     if mask is not None:  # behind a cache it is that of the cache too
         real = mask[:, -positions.shape[-1] :] > 0
         grown = grown | ~(real[:, 1:] & real[:, :-1])
-    error = f"position_ids restart inside a row (several sequences packed), and {why} was asked for. {mend}"
+    error = f"position_ids restart or jump inside a row (several sequences packed), and {why} was asked for. {mend}"
     if torch.compiler.is_compiling():  # a look would break the graph
         torch._assert_async(grown.all(), error)
     elif not bool(grown.all()):
@@ -267,6 +272,20 @@ def learns_prompts(module: nn.Module) -> bool:
 def passes_a_cache(module: Any) -> bool:
     """True where such a wrapper's active prompts are keys and values, which reach the model as a cache."""
     return method_of(module.peft_config[module.active_adapter]) in _PROMPTS_IN_A_CACHE
+
+
+def refuse_dropped_positions(wrapper: nn.Module) -> None:
+    """Raise where a wrapper of PEFT's that learns prompts drops ``position_ids`` before a backbone without a head.
+
+    Raises:
+        PatchError: PEFT is older than 0.19, and the prompts reach the model as a cache: nothing would tell it that the
+            batch is packed.
+    """
+    if learns_prompts(wrapper) and passes_a_cache(wrapper) and Version(version_of("peft") or "0") < Version("0.19"):
+        raise PatchError(
+            f"{type(wrapper).__name__} of PEFT {version_of('peft')} drops position_ids, so that a packed batch would "
+            "be taken for one sequence. Update PEFT (pip install -U 'peft>=0.19'), or wrap a model with a head."
+        )
 
 
 def refuse_packed_prompts(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -33,13 +33,13 @@ from fastpack.layers.rope_tables import depends_on_length, gives_known_tables, r
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import Form, LayerOrder, narrowest_window, refuse_misplaced
 from fastpack.model.backbone import backbone_forward
-from fastpack.model.checks import replica_pre_hook
+from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
 from fastpack.model.loss import fused_loss_rejects
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
 from fastpack.model.runtime import ModelRuntime, Watch
-from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped
+from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends
 from fastpack.patching.match import Match, settle
@@ -107,6 +107,9 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
     refuse_wrapped(model)
     parts = find_parts(model)
     refuse_kept_forward(model, parts.head)
+    if parts.head is None:
+        for wrapper in way_in(model):
+            refuse_dropped_positions(wrapper)
     found = settle(recognise(parts), match, head=options.loss is not None)
     return plan_recognised(parts, found, options)
 

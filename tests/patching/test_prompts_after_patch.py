@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from oracle import FLOAT32_BOUND, make_sequences, padded, positions, relative
@@ -171,6 +172,19 @@ def test_other_tasks(task: str) -> None:
         run("first", position_ids=restarting)
 
 
+@pytest.mark.parametrize("kind", ["prompt tuning", "prefix tuning"])
+def test_positions_that_an_old_peft_drops(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 0.19, and without a head, nothing tells a packed batch behind prefixes."""
+    old = wrapped(kind, model=tiny_model("llama", auto=AutoModel), task_type="FEATURE_EXTRACTION")
+    with monkeypatch.context() as older:
+        older.setattr(peft, "__version__", "0.18.1")
+        fastpack.patch(wrapped(kind))
+        if kind in IN_A_CACHE:
+            with pytest.raises(fastpack.PatchError, match=r"PEFT 0.18.1 drops position_ids"):
+                fastpack.patch(old)
+    fastpack.patch(old)
+
+
 def test_over_lora() -> None:
     """Prompts over LoRA over a patched model; and LoRA alone, whose wrapper passes the same keywords."""
     sequences = make_sequences(VOCAB, LENGTHS)
@@ -204,13 +218,13 @@ def test_a_cache_with_packed_positions_is_refused() -> None:
     model: Any = fastpack.patch(tiny_model("llama"))
     sequences = make_sequences(VOCAB, LENGTHS)
     batch = packings(sequences)["position_ids"]
-    with pytest.raises(fastpack.PackingError, match="position_ids restart inside a row"):
+    with pytest.raises(fastpack.PackingError, match="position_ids restart or jump inside a row"):
         model(**batch, past_key_values=DynamicCache())
     model(**{**batch, "position_ids": torch.arange(sum(LENGTHS))[None]}, past_key_values=DynamicCache())
     prefixed = wrapped("prefix tuning", patch="first").eval()
     with torch.no_grad():
         del batch["labels"]
-        with pytest.raises(fastpack.PackingError, match="position_ids restart inside a row"):
+        with pytest.raises(fastpack.PackingError, match="position_ids restart or jump inside a row"):
             prefixed(**batch)
         prefixed(input_ids=batch["input_ids"], position_ids=torch.arange(sum(LENGTHS))[None])
 
