@@ -175,6 +175,10 @@ BATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a numbered mask with attentions": ({"attention_mask": NUMBERED, "output_attentions": True}, "output_attentions"),
     "a packed batch with attentions": ({"packed_seq_lens": LENGTHS, "output_attentions": True}, "output_attentions"),
+    "jumping positions with attentions": (
+        {"position_ids": torch.arange(79)[None] + (torch.arange(79) > 40), "output_attentions": True},
+        "jump",
+    ),
 }
 
 
