@@ -205,15 +205,15 @@ def main(arguments: Sequence[str]) -> int:
 def _train(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Train in all these ways; return the exit code and everything measured."""
     on_gpu = torch.cuda.is_available()
+    if given.plot:
+        require("bench --plot", "matplotlib")
+        require_picture("--plot", given.plot)
     if given.loop == "trl":
         require("bench", "trl", "datasets")
         if not on_gpu:
             require_trl_on_cpu("bench")
     if given.mode == "qlora":
         require("bench --mode qlora", "bitsandbytes")
-    if given.plot:
-        require("bench --plot", "matplotlib")
-        require_picture("--plot", given.plot)
     from fastpack.bench.plot import save_plot
     from fastpack.bench.runner import run_all
     from fastpack.bench.table import print_outcome

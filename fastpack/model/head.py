@@ -132,8 +132,8 @@ def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
         kwargs["use_cache"] = False
     kept = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
-    context.offer(source_of(kwargs), packed)
-    return patched.stock(*args, **kept)
+    with context.offering(source_of(kwargs), packed):
+        return patched.stock(*args, **kept)
 
 
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)

@@ -41,6 +41,15 @@ class PackingContext(threading.local):
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
         return PackingContext, ()  # a pickle holds no batch
 
+    @contextmanager
+    def offering(self, source: Tensor, packed: PackedSeqLens) -> Iterator[None]:
+        """:meth:`offer` until a head's forward ends, however it does."""
+        self.offer(source, packed)
+        try:
+            yield
+        finally:
+            self._offered = None
+
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
         """Keep a head's reading of a batch for the backbone that will be given this ``source``, ids or embeddings."""
         self._offered = (source, packed)
