@@ -22,7 +22,7 @@ __all__ = [
     "LENGTHS",
     "Error",
     "Result",
-    "check_put_back",
+    "check_repadded",
     "compare",
     "flat",
     "make_sequences",
@@ -94,7 +94,7 @@ def run_batch(
     return oracle.run_batch(model, batch, sequences, lambda outputs, *_: outputs.loss, **given)
 
 
-def check_put_back(ours: Any, stock: Any, real: Tensor) -> None:
+def check_repadded(ours: Any, stock: Any, real: Tensor) -> None:
     """Hidden states and router logits are the stock ones where ``real`` is true, and hidden states 0 elsewhere."""
     for a, b in zip(ours.hidden_states, stock.hidden_states, strict=True):
         assert a.shape == b.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 from fastpack.packing.seqlens import PackedSeqLens
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ LENGTHS = (3, 1, 1, 4, 4, 2)
 
 
 def read(shape: tuple[int, int], mask: Any = None, positions: Tensor | None = None, **packing: Any) -> PackedSeqLens:
-    return pack_inputs(shape, CPU, attention_mask=mask, position_ids=positions, packing=packing)
+    return read_packing(shape, CPU, attention_mask=mask, position_ids=positions, packing=packing)
 
 
 def check(packed: PackedSeqLens, lengths: Sequence[int]) -> None:

@@ -168,7 +168,7 @@ def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Looks at the modules and readings of lengths from now on, in their order."""
     order: list[str] = []
-    unchanged, pack_inputs = Stack.unchanged, causal_lm.pack_inputs
+    unchanged, read_packing = Stack.unchanged, causal_lm.read_packing
     monkeypatch.setattr(Stack, "unchanged", lambda self: order.append("look") or unchanged(self))
-    monkeypatch.setattr(causal_lm, "pack_inputs", lambda *a, **k: order.append("lengths") or pack_inputs(*a, **k))
+    monkeypatch.setattr(causal_lm, "read_packing", lambda *a, **k: order.append("lengths") or read_packing(*a, **k))
     return order

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fastpack.errors import PackingError
-from fastpack.packing.inputs import PACKING_KEYWORDS, pack_inputs
+from fastpack.packing.inputs import PACKING_KEYWORDS, read_packing
 from fastpack.utils.signatures import source_of
 
 Collator = Callable[[Any], Any]
@@ -37,7 +37,7 @@ class _WithPackedSeqLens:
                 f"the collator made a batch of {', '.join(batch)}: no tensor of input_ids or inputs_embeds, whose "
                 "packing could be read."
             )
-        batch["packed_seq_lens"] = pack_inputs(
+        batch["packed_seq_lens"] = read_packing(
             (source.shape[0], source.shape[1]),
             source.device,
             attention_mask=batch.get("attention_mask"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import nn
 
 from fastpack.families.fast import FAST_FAMILIES
-from fastpack.families.recurrent import MIXER_FAMILIES
+from fastpack.families.mixers import MIXER_FAMILIES
 from fastpack.families.repadded import REPADDED_FAMILIES
 from fastpack.families.scoped import SCOPED_FAMILIES
 from fastpack.families.spec import Family

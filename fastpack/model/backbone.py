@@ -25,9 +25,9 @@ from fastpack.model.checks import (
     takes_stock_path,
 )
 from fastpack.model.equal_rows import repadded_forward
-from fastpack.model.outputs import put_back, spread_out
+from fastpack.model.outputs import repad_outputs, spread_out
 from fastpack.model.runtime import ModelRuntime
-from fastpack.packing.inputs import pack_inputs, take_packing
+from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_stand_in
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.protocols import ModelLike
@@ -55,7 +55,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     rows of equal length.
 
     Raises:
-        PackingError: see :func:`fastpack.packing.inputs.pack_inputs`; or a packed batch was sent on the stock path.
+        PackingError: see :func:`fastpack.packing.inputs.read_packing`; or a packed batch was sent on the stock path.
         UnsupportedModelError: images or audio came with the batch.
         PatchError: see :meth:`fastpack.model.runtime.Watch.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
@@ -118,7 +118,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
                 outputs = patched.stock(**arguments)
     if shared is not None:
         outputs = spread_out(outputs, shared)
-    outputs = put_back(outputs, packed)
+    outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
@@ -131,7 +131,7 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
-    return pack_inputs(
+    return read_packing(
         shape_of(arguments),
         source_of(arguments).device,
         attention_mask=arguments.get("attention_mask"),

@@ -8,7 +8,7 @@ import torch
 
 from fastpack.errors import PackingError
 from fastpack.model.runtime import ModelRuntime
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import shape_of, source_of
 
@@ -33,7 +33,7 @@ def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any
             given["inputs_embeds"] = None  # ids are what was read, where both came
         shape, device = shape_of(given), source_of(given).device
         mask = given.get("attention_mask")
-        packed = pack_inputs(shape, device, attention_mask=mask, packing={"packed_seq_lens": lengths})
+        packed = read_packing(shape, device, attention_mask=mask, packing={"packed_seq_lens": lengths})
         rows_BS = torch.arange(shape[0], device=device)[:, None].expand(shape)
         if packed.unpad(rows_BS).unique().numel() < packed.num_sequences:
             raise PackingError(

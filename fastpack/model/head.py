@@ -36,7 +36,7 @@ from fastpack.model.loss import (
     has_stock_loss,
     is_trls,
 )
-from fastpack.model.outputs import put_back
+from fastpack.model.outputs import repad_outputs
 from fastpack.model.runtime import ModelRuntime, runtime_of
 from fastpack.model.unwrap import find_parts, refuse_strange_backbone
 from fastpack.packing.inputs import take_packing
@@ -120,7 +120,7 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
         kwargs = {**kwargs, **flat, "attention_mask": mask, "position_ids": None, "packed_seq_lens": row}
     outputs = run(**kwargs, return_dict=True)
     if flatten:
-        outputs = put_back(outputs, packed)
+        outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 

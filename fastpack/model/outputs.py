@@ -19,15 +19,15 @@ from fastpack.packing.seqlens import PackedSeqLens
 Change = Callable[[Tensor], Tensor]
 
 
-def put_back(outputs: object, packed: PackedSeqLens) -> Any:
-    """Everything per token into its slot of the padded batch; the rest as it is."""
+def repad_outputs(outputs: object, packed: PackedSeqLens) -> Any:
+    """Put everything per token into its slot of the padded batch; the rest stays as it is."""
     if packed.padding.is_packed_row:
         return outputs
     return _change(outputs, packed.total_tokens, packed.repad, packed.padding.repad_flat)
 
 
 def spread_out(outputs: object, shared: SharedTokens) -> Any:
-    """Everything per token of the U that are kept, for each of the T that there are."""
+    """Copy everything per token from the U tokens that are kept to each of the T that there are."""
     copies = shared.copies
     return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))
 

@@ -27,7 +27,7 @@ PACKING_KEYWORDS = (
 """Every keyword that says how a batch is packed, ours first, then TRL's and transformers'."""
 
 
-def pack_inputs(
+def read_packing(
     shape: tuple[int, int],
     device: torch.device,
     *,

@@ -32,7 +32,7 @@ def read_inputs(
     position_ids: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> PackedSeqLens:
-    """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.pack_inputs`.
+    """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.read_packing`.
 
     Args:
         given: the packing keywords that came.

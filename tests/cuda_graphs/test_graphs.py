@@ -27,7 +27,7 @@ from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.varlen import VARLEN_FAMILIES
 from fastpack.model.runtime import runtime_of
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 
 pytestmark = pytest.mark.usefixtures("varlen")
 
@@ -376,7 +376,7 @@ def test_copies_and_pickles_start_empty() -> None:
 def test_a_batch_that_comes_in_a_bucket() -> None:
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
     ids = nn.utils.rnn.pad_sequence(make_sequences(VOCAB), batch_first=True)
-    packed = pack_inputs(tuple(ids.shape), ids.device, attention_mask=(ids != 0).long())
+    packed = read_packing(tuple(ids.shape), ids.device, attention_mask=(ids != 0).long())
     want = plain.model(input_ids=ids, packed_seq_lens=packed).last_hidden_state
     ours = model.model(input_ids=ids, packed_seq_lens=packed.bucketed()).last_hidden_state
     assert relative(ours, want) <= FLOAT32_BOUND

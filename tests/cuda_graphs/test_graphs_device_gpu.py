@@ -22,7 +22,7 @@ from fastpack.cuda_graphs import recorder as recorder_module
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, no_synchronisation
 from fastpack.cuda_graphs.recordings import TOO_LARGE
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 
 pytestmark = pytest.mark.gpu
 
@@ -282,7 +282,7 @@ def test_no_synchronisation_in_a_replay() -> None:
     model = graphed(build("llama", torch.bfloat16))
     sequences = make_sequences(VOCAB, SMALL)
     ids = torch.cat(sequences)[None].cuda()
-    packed = pack_inputs(tuple(ids.shape), ids.device, position_ids=positions(sequences))
+    packed = read_packing(tuple(ids.shape), ids.device, position_ids=positions(sequences))
 
     def go() -> None:
         model.model(input_ids=ids, packed_seq_lens=packed).last_hidden_state.float().sum().backward()

@@ -19,7 +19,7 @@ from torch import nn
 import fastpack
 from fastpack.cuda_graphs.runner import WAITING
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +78,7 @@ def test_the_same_kernels_give_the_same_bits() -> None:
     plain, model = both(torch.bfloat16)
     batch = padded(make_sequences(VOCAB, SMALL), "right")
     ids, mask = batch["input_ids"].cuda(), batch["attention_mask"]
-    packed = pack_inputs(tuple(ids.shape), ids.device, attention_mask=mask).bucketed()
+    packed = read_packing(tuple(ids.shape), ids.device, attention_mask=mask).bucketed()
     results = []
     for m, lens in ((plain, {"packed_seq_lens": packed}), (model, {"attention_mask": mask.cuda()})):
         out = m.model(input_ids=ids, **lens).last_hidden_state

@@ -19,7 +19,7 @@ import fastpack
 from fastpack import PackedSeqLens, PackingError
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.packing import reading
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 
 
 def collated(kind: str) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def move(value: Any) -> Any:
 
 
 def test_pinned_and_moved() -> None:
-    packed = pack_inputs((2, 3), torch.device("cpu"), attention_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    packed = read_packing((2, 3), torch.device("cpu"), attention_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]))
     if not torch.cuda.is_available():
         assert packed.to("cpu") is packed
         return

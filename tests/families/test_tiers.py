@@ -20,7 +20,7 @@ from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
 from fastpack.exactness.verification import Verification
 from fastpack.families.fast import FAST_FAMILIES
-from fastpack.families.recurrent import MIXER_FAMILIES
+from fastpack.families.mixers import MIXER_FAMILIES
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES
 from fastpack.families.repadded import REPADDED_FAMILIES

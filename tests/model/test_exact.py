@@ -12,7 +12,7 @@ from oracle import (
     FLOAT32_BOUND,
     INPUT_KINDS,
     LENGTHS,
-    check_put_back,
+    check_repadded,
     compare,
     flat,
     make_sequences,
@@ -198,7 +198,7 @@ def test_everything_per_token_is_put_back() -> None:
     ours = model(**batch, **wanted)
     assert relative(ours.aux_loss, stock.aux_loss) <= FLOAT32_BOUND
     assert len(ours.hidden_states) == len(stock.hidden_states) == layers(model) + 1
-    check_put_back(ours, stock, real)
+    check_repadded(ours, stock, real)
 
 
 def test_inputs_embeds_like_input_ids() -> None:

@@ -16,7 +16,7 @@ import fastpack
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.model import head as head_module
 from fastpack.model import loss as fused
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 
 END = 2
 LENGTHS = (5, 9, 7, 12)
@@ -59,7 +59,7 @@ def test_an_end_that_is_padding_too_is_learned(model_type: str, loss: Any, num_i
     stock = loss_and_grads(model, batch)
     fastpack.patch(model, loss=loss)
     assert off_by(model, batch, stock) <= FLOAT32_BOUND
-    read = pack_inputs(tuple(batch["input_ids"].shape), torch.device("cpu"), attention_mask=batch["attention_mask"])
+    read = read_packing(tuple(batch["input_ids"].shape), torch.device("cpu"), attention_mask=batch["attention_mask"])
     rounded = read.bucketed()
     assert rounded.bucket_padding
     for packed in (read, rounded):

@@ -16,7 +16,7 @@ from transformers import DataCollatorWithFlattening
 import fastpack
 from fastpack.errors import PackingError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.families.recurrent import MIXER_FAMILIES
+from fastpack.families.mixers import MIXER_FAMILIES
 from fastpack.families.registry import FAMILIES
 
 PADDING = 1

@@ -21,7 +21,7 @@ from oracle import (
     GPU_FLOAT32_BOUND,
     INPUT_KINDS,
     Result,
-    check_put_back,
+    check_repadded,
     compare,
     flat,
     padded,
@@ -236,7 +236,7 @@ def test_router_logits_and_hidden_states(model_type: str, loss: Any) -> None:
     error = compare(Result(logits, ours.loss, grads), Result(logits, stock.loss, stock_grads))
     assert error.worst <= FLOAT32_BOUND, error
     assert len(ours.hidden_states) == len(stock.hidden_states) == 3
-    check_put_back(ours, stock, real)
+    check_repadded(ours, stock, real)
 
 
 def test_a_classifier() -> None:

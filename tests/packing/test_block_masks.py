@@ -24,7 +24,7 @@ from fastpack import PackingError
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.tiny import build_tiny
 from fastpack.packing.block_masks import read_blocks
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 from fastpack.trainers.kinds import KINDS, lengths
 from fastpack.trainers.metrics.counting import count_batch
 
@@ -136,7 +136,7 @@ def test_one_look_at_the_device() -> None:
     with no_synchronisation():
         read_blocks(mask, (2, 32))
         with pytest.raises(RuntimeError, match="synchroniz"):
-            pack_inputs((2, 32), mask.device, attention_mask=mask)
+            read_packing((2, 32), mask.device, attention_mask=mask)
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -317,7 +317,7 @@ def test_what_contradicts_it(numbers: Sequence[int], further: dict[str, Any], ma
     mask = added(seen_in(T([numbers])))
     with pytest.raises(PackingError, match=match):
         read((1, 6), mask, **further)
-    assert pack_inputs((1, 6), CPU, attention_mask=mask).num_sequences == len(set(numbers))
+    assert read_packing((1, 6), CPU, attention_mask=mask).num_sequences == len(set(numbers))
 
 
 @pytest.mark.usefixtures("compile_anew")

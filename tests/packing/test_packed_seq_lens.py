@@ -14,7 +14,7 @@ from packing_cases import LENGTHS, check, read, trl
 from torch import Tensor
 
 from fastpack.ops.loss import IGNORE_INDEX
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 from fastpack.packing.seqlens import PackedSeqLens
 
 MASKS = {
@@ -152,12 +152,12 @@ def test_reading_a_batch_waits_for_the_gpu_once() -> None:
     mask = torch.ones_like(positions)
     ids = torch.zeros(1, sum(LENGTHS), 4, device="cuda")
     labels = torch.zeros_like(positions)
-    pack_inputs(tuple(positions.shape), ids.device, attention_mask=mask, position_ids=positions, packing=batch)
+    read_packing(tuple(positions.shape), ids.device, attention_mask=mask, position_ids=positions, packing=batch)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            packed = pack_inputs(
+            packed = read_packing(
                 tuple(positions.shape), ids.device, attention_mask=mask, position_ids=positions, packing=batch
             )
         assert len([w for w in caught if "synchron" in str(w.message)]) == 1, [str(w.message) for w in caught]

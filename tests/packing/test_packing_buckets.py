@@ -20,7 +20,7 @@ from fastpack.attention_dispatch import BACKENDS, attend
 from fastpack.backends.call import AttentionCall
 from fastpack.data.packed_collators import PackedSFTCollator
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 
 lists_of_lengths = st.lists(st.integers(1, 700), min_size=1, max_size=40)
 
@@ -109,7 +109,7 @@ def masks(draw: Any) -> torch.Tensor:
 @settings(deadline=None)
 def test_bucket_padding_comes_and_goes(mask: torch.Tensor) -> None:
     """``unpad`` makes it of the first token, ``repad`` drops it; labels and gradients never see it."""
-    packed = pack_inputs(tuple(mask.shape), mask.device, attention_mask=mask)
+    packed = read_packing(tuple(mask.shape), mask.device, attention_mask=mask)
     bucketed = packed.bucketed()
     x = torch.randn(*mask.shape, 3, requires_grad=True)
     flat, plain = bucketed.unpad(x), packed.unpad(x)
@@ -191,7 +191,7 @@ def test_a_model_runs_a_bucket_that_it_is_given(model_type: str, monkeypatch: py
     sequences = make_sequences(VOCAB)
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
-    packed = pack_inputs(tuple(ids.shape), ids.device, attention_mask=mask)
+    packed = read_packing(tuple(ids.shape), ids.device, attention_mask=mask)
     results = []
     for lens in (packed, packed.bucketed()):
         model.zero_grad()
@@ -222,7 +222,7 @@ def longer(kind: str, sequences: list[torch.Tensor]) -> dict[str, Any]:
     rows = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
     labels = rows.masked_fill(mask == 0, -100)
-    read = pack_inputs(tuple(rows.shape), rows.device, attention_mask=mask).bucketed()
+    read = read_packing(tuple(rows.shape), rows.device, attention_mask=mask).bucketed()
     return {"input_ids": rows, "attention_mask": mask, "labels": labels, "packed_seq_lens": read}
 
 

@@ -10,7 +10,7 @@ from tiny import tiny_model
 
 import fastpack
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.inputs import pack_inputs
+from fastpack.packing.inputs import read_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.trainers.metrics.counting import count_batch
 from fastpack.trainers.metrics.peaks import PEAKS, peak_of
@@ -115,7 +115,7 @@ def test_labels_at_padding(mask: list[list[int]], read: bool) -> None:
     ids = torch.arange(3, 13).view(2, 5)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.tensor(mask), "labels": ids}
     if read:
-        batch["packed_seq_lens"] = pack_inputs((2, 5), ids.device, attention_mask=batch["attention_mask"])
+        batch["packed_seq_lens"] = read_packing((2, 5), ids.device, attention_mask=batch["attention_mask"])
     taken: list[int] = []
     stock = model.loss_function
 
