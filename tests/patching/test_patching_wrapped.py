@@ -94,14 +94,10 @@ def test_accelerate_bf16_wrapper() -> None:
 def test_torch_compile_after_patching() -> None:
     model = tiny_model("llama", num_hidden_layers=1)
     alone = run_alone(model, make_sequences(VOCAB))
+    renamed = alone._replace(grads={f"_orig_mod.{name}": grad for name, grad in alone.grads.items()})
     compiled = torch.compile(fastpack.patch(model), backend="eager")
     for kind in ("padded left", "TRL's keywords"):
-        assert compare(run_batch(compiled, make_sequences(VOCAB), kind), _renamed(alone)).worst <= FLOAT32_BOUND
-
-
-def _renamed(alone: Any) -> Any:
-    alone.grads = {f"_orig_mod.{name.removeprefix('_orig_mod.')}": grad for name, grad in alone.grads.items()}
-    return alone
+        assert compare(run_batch(compiled, make_sequences(VOCAB), kind), renamed).worst <= FLOAT32_BOUND
 
 
 def test_fsdp2_after_patching(tmp_path: Path) -> None:
