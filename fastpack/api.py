@@ -96,7 +96,7 @@ def patch(
             the lengths where those are read from the batch, with the batch where its collator is one of fastpack's or
             wrapped by :func:`fastpack.with_packed_seq_lens`; else the model waits for the device once a batch. Not
             together with ``graphs``.
-        strict: raise unless every layer lands on the fast rung.
+        strict: raise unless every layer lands on the fast tier.
         verify: run :func:`fastpack.verify` on the patched model, and leave it unpatched where that fails.
         max_tokens: for trainers of transformers and TRL: micro-batches of at most so many tokens each, instead of so
             many examples, and losses that are means over the whole optimiser step; or a
@@ -119,7 +119,7 @@ def patch(
         InconclusiveError: with ``verify``: rounding in the model's dtypes would hide a leak; it is unpatched again.
 
     Warns:
-        NoFasterWarning: the whole model runs on padded rows (the re-padded model's rung).
+        NoFasterWarning: the whole model runs on padded rows (the re-padded model's tier).
         UntriedVersionWarning: a package that the target builds on is newer than what fastpack was tried with; or a
             class that mixes tokens in its stock forward has a source that was not tried.
         FastpackWarning: a class of the family computes something else than what fastpack was proved on, as a twin of

@@ -4,7 +4,7 @@
 
     FastpackError                   anything fastpack itself raises
     ├── PackingError (ValueError)   a batch whose lengths, masks or positions contradict each other
-    ├── UnsupportedModelError       a model that no rung of the ladder covers (TypeError)
+    ├── UnsupportedModelError       a model that no tier covers (TypeError)
     ├── ReferenceCacheError (ValueError)    a cache of another reference model, or a damaged one
     │   └── MissingReferenceError (LookupError)    examples that a cache does not have
     ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
@@ -31,7 +31,7 @@ class PackingError(FastpackError, ValueError):
 
 
 class UnsupportedModelError(FastpackError, TypeError):
-    """No rung of the ladder is known to be exact for this model."""
+    """No tier is known to be exact for this model."""
 
 
 class ReferenceCacheError(FastpackError, ValueError):

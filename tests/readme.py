@@ -17,8 +17,8 @@ def section() -> str:
 
 
 def claimed() -> dict[str, str]:
-    """The rung of each family in its table."""
+    """The tier of each family in its table."""
     rows = re.findall(r"^\| \*\*(.+?)\*\* \((\d+)\) \| .*? \| (.+) \|$", section(), re.MULTILINE)
-    told = {name: rung for rung, _, names in rows for name in re.findall(r"`(.+?)`", names)}
+    told = {name: tier for tier, _, names in rows for name in re.findall(r"`(.+?)`", names)}
     assert sum(int(count) for _, count, _ in rows) == len(told)
     return told

@@ -49,7 +49,7 @@ FAST = (
     "starcoder2",
     *EXPERTS,
 )
-"""Families of the fast rung that stand for all: there is one here for each form of attention."""
+"""Families of the fast tier that stand for all: there is one here for each form of attention."""
 
 
 def tiny_config(model_type: str, head_dim: int | None = None, **overrides: Any) -> Any:

@@ -85,7 +85,7 @@ WRONG: tuple[Wrong, ...] = (
     Wrong("qwen2", ATTENTION, {"rope_layout": "interleaved"}, "float32"),
     Wrong("qwen3", ATTENTION, {"qk_norm": None}, "float32"),
     Wrong("qwen3", ATTENTION, {"qk_norm": "flat"}, "fails"),
-    Wrong("qwen3", ATTENTION, {"qk_norm": "turned"}, "float32"),
+    Wrong("qwen3", ATTENTION, {"qk_norm": "rotated"}, "float32"),
     Wrong("qwen3", ATTENTION, {"norms": ("k_norm", "q_norm")}, "float32"),
     Wrong("qwen3", ATTENTION, {"norms": ("q_layernorm", "k_layernorm")}, "float32"),
     Wrong("qwen3", NORM, {"rounding": "after"}, "bfloat16"),

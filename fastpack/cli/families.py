@@ -1,4 +1,4 @@
-"""``fastpack families``: which families of models are covered, and on which rung; what a run of them proved, and the
+"""``fastpack families``: which families of models are covered, and on which tier; what a run of them proved, and the
 lock file of the sources that it was proved on."""
 
 from __future__ import annotations
@@ -84,44 +84,44 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def family_rows() -> list[dict[str, str]]:
-    """``model_type``, ``rung`` and ``backbone`` of each family, those of the highest rung first."""
+    """``model_type``, ``tier`` and ``backbone`` of each family, those of the highest tier first."""
     rows = [
-        {"model_type": name, "rung": _rung(family), "backbone": family.backbone} for name, family in FAMILIES.items()
+        {"model_type": name, "tier": _tier(family), "backbone": family.backbone} for name, family in FAMILIES.items()
     ]
     order = list(WORDS)
-    return sorted(rows, key=lambda row: (order.index(row["rung"]), row["model_type"]))
+    return sorted(rows, key=lambda row: (order.index(row["tier"]), row["model_type"]))
 
 
-def _rung(family: Family) -> str:
+def _tier(family: Family) -> str:
     """The one that it is on without kernels of others: convolutions alone run packed everywhere."""
-    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.rung)
+    return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """The rows as a Markdown table, one line a rung, since there are many."""
-    lines = ["| rung | what runs | families |", "|---|---|---|"]
-    for rung in dict.fromkeys([*WORDS, *(row["rung"] for row in rows)]):  # a run of another version may name others
-        names = [f"`{row['model_type']}`" for row in rows if row["rung"] == rung]
+    """The rows as a Markdown table, one line a tier, since there are many."""
+    lines = ["| tier | what runs | families |", "|---|---|---|"]
+    for tier in dict.fromkeys([*WORDS, *(row["tier"] for row in rows)]):  # a run of another version may name others
+        names = [f"`{row['model_type']}`" for row in rows if row["tier"] == tier]
         if names:
-            lines.append(f"| **{rung}** ({len(names)}) | {WORDS.get(rung, '')} | {', '.join(names)} |")
+            lines.append(f"| **{tier}** ({len(names)}) | {WORDS.get(tier, '')} | {', '.join(names)} |")
     return "\n".join(lines)
 
 
 def _print_table(rows: Sequence[dict[str, str]]) -> None:
     table = Table(*rows[0], title=f"{len(rows)} families", title_justify="left", box=box.ROUNDED)
     for row in rows:
-        table.add_row(*row.values(), style="" if row["rung"] == "fast" else "dim")
+        table.add_row(*row.values(), style="" if row["tier"] == "fast" else "dim")
     console = Console()
     console.print(table)
-    for rung, what in WORDS.items():
-        console.print(f"[bold]{rung}[/bold]: {what}")
+    for tier, what in WORDS.items():
+        console.print(f"[bold]{tier}[/bold]: {what}")
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
     recurrent = sorted(name for name, found in scans.items() if found - {"conv"} and None not in found)
     console.print(
         f"{', '.join(recurrent)}: varlen too on a GPU, where kernels of flash-linear-attention or mamba-ssm run "
         "their recurrence packed."
     )
-    console.print("Others find their rung when they are patched: fastpack verify MODEL says which, and proves it.")
+    console.print("Others find their tier when they are patched: fastpack verify MODEL says which, and proves it.")
 
 
 def _show_run(run: Path, into: Path | None) -> None:
@@ -187,13 +187,13 @@ def _not_in_both(record: Record) -> list[str]:
 
 
 def exact_families(record: Record) -> dict[str, str]:
-    """Return the families that a run proved, each with its rung: tried in mode ``exact``, and no row of them failed."""
+    """Return the families that a run proved, each with its tier: tried in mode ``exact``, and no row of them failed."""
     failed = {row.family for row in record.rows if row.problem is not None}
-    return {row.family: row.rung for row in record.rows if row.kinds and row.family not in failed}
+    return {row.family: row.tier for row in record.rows if row.kinds and row.family not in failed}
 
 
 def proved(record: Record) -> str:
-    """What a run proved, as Markdown: the table of rungs, what was tried, on what, and who was refused and why.
+    """What a run proved, as Markdown: the table of tiers, what was tried, on what, and who was refused and why.
 
     Only families that the run tried in mode ``exact`` are claimed, and those alone of which no row failed.
 
@@ -201,8 +201,8 @@ def proved(record: Record) -> str:
     """
     failed = sorted({row.family for row in record.rows if row.problem is not None})
     refused = {row.family: row.refused for row in record.rows if row.refused is not None}
-    rungs = exact_families(record)
-    exact = [row for row in record.rows if row.kinds and row.family in rungs]
+    tiers = exact_families(record)
+    exact = [row for row in record.rows if row.kinds and row.family in tiers]
     if not exact:
         raise ValueError("no family was proved exact in it")
     kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
@@ -215,12 +215,12 @@ def proved(record: Record) -> str:
         else f"{total} names in transformers' causal-LM mapping"
     )
     told = (
-        f"{len(rungs)} of {names} give what each sequence alone gives, logits and every gradient, off by "
+        f"{len(tiers)} of {names} give what each sequence alone gives, logits and every gradient, off by "
         f"{figures} at most (1e-5 is allowed, or 1.5 times what the stock model itself is off by where that is more). "
         f"Tried were {', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was built tiny "
         f"from its own config, in a process of its own, on {record.made_with}."
     )
-    lines = [markdown([{"model_type": family, "rung": rung} for family, rung in sorted(rungs.items())]), ""]
+    lines = [markdown([{"model_type": family, "tier": tier} for family, tier in sorted(tiers.items())]), ""]
     lines += textwrap.wrap(told, 120, break_long_words=False, break_on_hyphens=False)
     if failed:
         lines += ["", f"Not proved: {', '.join(f'`{family}`' for family in failed)}."]

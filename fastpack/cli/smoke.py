@@ -28,7 +28,7 @@ from fastpack.exactness import tiny
 from fastpack.exactness.special import HEADS, KV_HEADS, NOT_BUILT, TRAITS
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES
-from fastpack.families.spec import RUNGS
+from fastpack.families.spec import TIERS
 from fastpack.testing.processes import run
 from fastpack.testing.record import Record, Setting
 from fastpack.testing.worker import EACH, MODES, USUAL, Task
@@ -54,7 +54,7 @@ by its own rounding), and with TRL plain, lora and packed."""
 FLAGS: dict[str, dict[str, Any]] = {
     "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: those that people use most"},
     "--all": {"action": "store_true", "help": "every family of transformers' causal-LM mapping"},
-    "--tier": {"choices": RUNGS, "help": "with --all: only the families of this tier"},
+    "--tier": {"choices": TIERS, "help": "with --all: only the families of this tier"},
     "--modes": {"nargs": "+", "choices": MODES, "default": list(USUAL)},
     "--backends": {
         "choices": (EACH, "auto", *BACKENDS),
@@ -120,14 +120,14 @@ def heading(record: Record) -> str:
 
 def table(record: Record) -> Table:
     """For people: a line for each family, mode and backend."""
-    made = headed("family", "mode", "rung", "attention", "dtype", *NUMBERS, "", right=NUMBERS)
+    made = headed("family", "mode", "tier", "attention", "dtype", *NUMBERS, "", right=NUMBERS)
     before = ""
     for row in record.rows:
         figures = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.bound, row.loss)]
         speed = f"{row.speed:.1f}" if row.speed is not None else ""
         name = row.family if row.family != before else ""
         style = {"FAILED": "bold red", "refused": "dim", "left out": "dim"}.get(row.verdict)
-        made.add_row(name, row.mode, row.rung, row.backend, row.dtype, *figures, speed, row.verdict, style=style)
+        made.add_row(name, row.mode, row.tier, row.backend, row.dtype, *figures, speed, row.verdict, style=style)
         before = row.family
     return made
 
@@ -175,7 +175,7 @@ def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> 
         absent = [name for name in named if name not in here and name in known]
         return [name for name in named if name not in absent], absent
     if tier is not None:
-        return [name for name in here if name in FAMILIES and FAMILIES[name].rung == tier], ()
+        return [name for name in here if name in FAMILIES and FAMILIES[name].tier == tier], ()
     if everyone:
         return here, sorted(known - {*here})
     return [name for name in here if name in MOST_USED], [name for name in MOST_USED if name not in here]

@@ -121,7 +121,7 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
         figures = {
             "steps": [{**step, **logged.get(step["step"], {})} for step in read_steps(metrics)],
             "evaluations": evaluations,
-            "summary": {**vars(summary), "backend": report.backend, "rung": report.rung},
+            "summary": {**vars(summary), "backend": report.backend, "tier": report.tier},
             "hint": advice,
             "report": report.to_dict(),
         }
@@ -142,7 +142,7 @@ def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
         "slots that were padding": f"{summary.padding_share:.1%} of {summary.slots:,}",
         "peak memory": "not known" if memory is None else f"{memory / 2**30:.2f} GiB ({summary.memory_kind})",
         "attention backend": report.backend or "stock",
-        "rung": report.rung,
+        "tier": report.tier,
     }
     table = Table(Column(style="bold", no_wrap=True), title=title, box=box.ROUNDED, show_header=False)
     for name, value in (*rows.items(), *(note.split(": ", 1) for note in notes)):

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     except (fastpack.ContaminationError, fastpack.InconclusiveError) as error:
         found = error.verification
     if given.json:
-        print(json.dumps({**found.to_dict(), "rung": fastpack.report(model).rung}, indent=2))
+        print(json.dumps({**found.to_dict(), "tier": fastpack.report(model).tier}, indent=2))
     else:
         Console().print(fastpack.report(model), found)
     return EXIT_CODES[found.verdict]

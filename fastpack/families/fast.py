@@ -1,4 +1,4 @@
-"""Families of the fast rung: every attention module has a form of :mod:`fastpack.families.forms`.
+"""Families of the fast tier: every attention module has a form of :mod:`fastpack.families.forms`.
 
 They fulfil what :mod:`fastpack.families.varlen` asks for. What else of them has a form is fast as well: norms, MLPs,
 whole layers, and heads where their loss is to be fused. Blocks of experts keep their stock forward.

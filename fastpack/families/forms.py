@@ -42,7 +42,7 @@ LFM2_ATTENTION = AttentionSpec(qk_norm="head", norms=("q_layernorm", "k_layernor
 EXAONE4_ATTENTION = AttentionSpec(
     qk_norm="head", rope_if=("is_sliding", "!sliding_window"), window="sliding_window", window_if="is_sliding"
 )
-HUNYUAN_ATTENTION = AttentionSpec(qk_norm="turned", norms=("query_layernorm", "key_layernorm"))
+HUNYUAN_ATTENTION = AttentionSpec(qk_norm="rotated", norms=("query_layernorm", "key_layernorm"))
 OLMO2_ATTENTION = AttentionSpec(qk_norm="flat")
 OLMO3_ATTENTION = AttentionSpec(qk_norm="flat", window="sliding_window")
 

@@ -1,4 +1,4 @@
-"""Families that no rung takes, and why."""
+"""Families that no tier takes, and why."""
 
 REFUSED: dict[str, str] = {
     "gemma4_assistant": "it drafts for another model, from whose hidden states, keys and values it goes on",

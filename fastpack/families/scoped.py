@@ -1,4 +1,4 @@
-"""Further families of the fast and varlen rungs, whose own modules, or heads, drop the packing on its way to attention.
+"""Further families of the fast and varlen tiers, whose own modules, or heads, drop the packing on its way to attention.
 
 They fulfil what :mod:`fastpack.families.varlen` asks for, but for that: the packing reaches their attention through a
 :class:`fastpack.packing.context.PackingContext`. BERT and its kin are decoders only where their config says so.

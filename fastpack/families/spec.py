@@ -23,7 +23,7 @@ class AttentionSpec:
         gated: whether ``q_proj`` gives each head's queries and, beside them, a gate whose sigmoid multiplies its
             result.
         qk_norm: where the norms of queries and keys act: on each ``head``, on the whole projection (``flat``), on each
-            head once it is at its position (``turned``), or nowhere. A module without them (Cohere without
+            head once it is at its position (``rotated``), or nowhere. A module without them (Cohere without
             ``use_qk_norm``) is taken as it is.
         norms: their names.
         key_scale: name of a factor on the keys, or None.
@@ -41,7 +41,7 @@ class AttentionSpec:
     qkv: str | None = None
     out: str = "o_proj"
     gated: bool = False
-    qk_norm: Literal["head", "flat", "turned"] | None = None
+    qk_norm: Literal["head", "flat", "rotated"] | None = None
     norms: tuple[str, str] = ("q_norm", "k_norm")
     key_scale: str | None = None
     rope_layout: Layout = "half"
@@ -181,8 +181,8 @@ class MixerSpec:
     scan: Literal["conv", "gated_delta", "kda", "ssd"] | None = None
 
 
-Rung = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
-RUNGS: tuple[Rung, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
+Tier = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
+TIERS: tuple[Tier, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
 """From the highest to the lowest."""
 Spec = AnyAttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
 
@@ -254,7 +254,7 @@ class Family:
     earlier: Mapping[str, Spec] = field(default_factory=dict)
 
     @property
-    def rung(self) -> Rung:
+    def tier(self) -> Tier:
         """The highest one that its modules can reach."""
         if self.repadded:
             return "re-padded model"

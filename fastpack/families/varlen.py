@@ -1,4 +1,4 @@
-"""Families of the varlen rung: their attention goes through :mod:`fastpack.attention_dispatch` in its stock forward.
+"""Families of the varlen tier: their attention goes through :mod:`fastpack.attention_dispatch` in its stock forward.
 
 Norms and MLPs whose forms are known are fast, all else is stock.
 

@@ -47,7 +47,7 @@ def packed_interface(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An implementation in transformers' ``AttentionInterface``: what the varlen rung's attention calls.
+    """An implementation in transformers' ``AttentionInterface``: what the varlen tier's attention calls.
 
     Args:
         attention: the backend asked for, or ``auto``.

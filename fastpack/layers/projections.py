@@ -117,6 +117,6 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> li
 
 
 def _call(module: nn.Module, n: Tensor) -> Tensor:
-    """With one row ``[1, T, H]``, which is what its hooks see on every rung."""
+    """With one row ``[1, T, H]``, which is what its hooks see on every tier."""
     result: Tensor = module(n[None])
     return result[0]

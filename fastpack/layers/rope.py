@@ -42,7 +42,7 @@ def normalise_and_turn(
         q, k = _each(first, q), _each(second, k)
     if tables is not None:
         q, k = apply_rope(q, k, *tables, **settings)
-    if spec.qk_norm == "turned" and first is not None and second is not None:
+    if spec.qk_norm == "rotated" and first is not None and second is not None:
         q, k = _each(first, q), _each(second, k)
     return q, k
 

@@ -1,4 +1,4 @@
-"""The last rung: the stock backbone on rows of equal length, one batch for each length.
+"""The last tier: the stock backbone on rows of equal length, one batch for each length.
 
 Nothing is padded, so this is exact whatever the model does inside a row: the length of the row may matter, and what
 stands to the right. It is no faster than the stock model, and slower where every sequence has another length. Where

@@ -44,7 +44,7 @@ def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> li
             for put_on in restore(model):
                 put_back.callback(put_on)  # it calls the last one first
             plans.append(make_plan(model, options, match))
-            if plans[-1].mixing.describe()["rung"] == "re-padded model":
+            if plans[-1].mixing.describe()["tier"] == "re-padded model":
                 warnings.warn(
                     f"{plans[-1].report.model} runs as a re-padded model: sequences are exact and apart, but on padded "
                     "rows, so that nothing gets faster.",

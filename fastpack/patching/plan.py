@@ -20,7 +20,7 @@ from fastpack.families.spec import (
     MixerSpec,
     MlpSpec,
     NormSpec,
-    Rung,
+    Tier,
     Spec,
 )
 from fastpack.layers.attention import attention_forward
@@ -149,13 +149,13 @@ def plan_recognised(parts: Parts, found: Recognised, options: PatchOptions) -> P
 def _refuse_options(options: PatchOptions, found: Recognised) -> None:
     """Raise where an option can't be kept in this model: ``strict``, or shared prefixes."""
     family, specs = found.family, found.specs
-    fast = family.rung == "fast" and all(name in specs for name in family.attention)
-    rung = "varlen" if family.rung == "fast" and not fast else family.rung
+    fast = family.tier == "fast" and all(name in specs for name in family.attention)
+    tier = "varlen" if family.tier == "fast" and not fast else family.tier
     if options.strict and (not fast or found.skipped):
         why = "; ".join(f"{what}: {reason}" for what, reason in found.skipped) or (
-            f"family {family.model_type} has no fast forwards; it would run on the {rung} rung"
+            f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
         )
-        raise PatchError(f"strict=True, but not every layer is on the fast rung: {why}.")
+        raise PatchError(f"strict=True, but not every layer is on the fast tier: {why}.")
     not_shared = None if options.share_prefixes is None else sharing_rejects(found.backbone, family)
     if not_shared is not None:
         raise PatchError(
@@ -334,12 +334,12 @@ def _computed_here(
 
 def _mixing_modules(
     found: Recognised, planned: Sequence[Replacement[Any, Any]], through_interface: Sequence[nn.Module]
-) -> list[tuple[nn.Module, Rung | MixerSpec]]:
+) -> list[tuple[nn.Module, Tier | MixerSpec]]:
     """The modules that mix tokens; the whole backbone where nobody knows which they are."""
     if found.family.repadded:
         return [(found.backbone, "re-padded model")]
     inside = {id(module) for layer in found.replaced_layers for module in layer.modules()}
-    how: dict[int, Rung | MixerSpec] = {id(module): "varlen" for module in through_interface}
+    how: dict[int, Tier | MixerSpec] = {id(module): "varlen" for module in through_interface}
     for each in planned:
         if each.function is attention_forward:
             how[id(each.module)] = "varlen" if id(each.module) in inside else "fast"

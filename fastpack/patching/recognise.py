@@ -189,7 +189,7 @@ def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module
 
 def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
     """The family; where somebody has put a forward on the backbone's class, of which it may make anything, its last
-    rung: the backbone runs on rows of equal length, as it would on each sequence alone."""
+    tier: the backbone runs on rows of equal length, as it would on each sequence alone."""
     if replaced_forward(backbone) is None:
         return family
     return replace(family, attention=(), mixers={}, fast={}, repadded=True)

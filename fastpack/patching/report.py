@@ -22,7 +22,7 @@ WORDS: dict[str, str] = {
     "the rest runs on real tokens only",
     "re-padded model": "the stock model on rows of equal length: exact, no faster",
 }
-"""The meaning of each rung, for people."""
+"""The meaning of each tier, for people."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class PatchReport:
     Attributes:
         model: class name of the head, or of a bare backbone.
         family: transformers' model_type.
-        rung: the lowest that any layer is on (:data:`WORDS` says what each means), or ``stock``
+        tier: the lowest that any layer is on (:data:`WORDS` says what each means), or ``stock``
             (not patched).
-        layers: names of the modules that mix tokens, by rung.
+        layers: names of the modules that mix tokens, by tier.
         unpadded: the share of the backbone's products with weights that runs on real tokens alone, from 0 to 1.
         attention: the backend asked for.
         backend: the one that serves a batch of this model's dtype on its device.
@@ -50,7 +50,7 @@ class PatchReport:
 
     model: str
     family: str
-    rung: str = "stock"
+    tier: str = "stock"
     layers: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unpadded: float | None = None
     attention: str = "auto"
@@ -78,13 +78,13 @@ class PatchReport:
         table = Table(title=title, title_justify="left", box=box.ROUNDED, show_header=False, min_width=60)
         table.add_column(style="bold", no_wrap=True)
         table.add_column()
-        if self.rung == "stock":
-            table.add_row("rung", "stock: not patched")
+        if self.tier == "stock":
+            table.add_row("tier", "stock: not patched")
             return table
         if len(self.layers) == 1:
-            table.add_row("rung", f"{self.rung}: {WORDS[self.rung]}")
-        for rung, names in self.layers.items() if len(self.layers) > 1 else ():
-            table.add_row(rung, describe(names))
+            table.add_row("tier", f"{self.tier}: {WORDS[self.tier]}")
+        for tier, names in self.layers.items() if len(self.layers) > 1 else ():
+            table.add_row(tier, describe(names))
         if self.unpadded is not None:
             table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the backbone's products with weights")
         if self.backend is not None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fastpack.families.spec import RUNGS, MixerSpec, Rung
-from fastpack.layers.mixers.forward import mixer_notes, mixer_rung
+from fastpack.families.spec import TIERS, MixerSpec, Tier
+from fastpack.layers.mixers.forward import mixer_notes, mixer_tier
 from fastpack.layers.read_projection import linear_sizes
 from fastpack.patching.changes import carries_ours, contexts_of
 from fastpack.utils.protocols import ConfigLike
@@ -21,32 +21,32 @@ class Mixing:
     """The modules of a backbone that mix tokens, in order.
 
     Attributes:
-        modules: each with its rung, or with what decides it: the kernels that serve where its weights are.
+        modules: each with its tier, or with what decides it: the kernels that serve where its weights are.
     """
 
     backbone: nn.Module
-    modules: tuple[tuple[nn.Module, Rung | MixerSpec], ...]
+    modules: tuple[tuple[nn.Module, Tier | MixerSpec], ...]
 
     def describe(self) -> dict[str, Any]:
-        """Return ``rung``, ``layers`` and ``unpadded`` of :class:`fastpack.patching.report.PatchReport`."""
-        rungs = [(module, how if isinstance(how, str) else mixer_rung(module, how)) for module, how in self._now()]
+        """Return ``tier``, ``layers`` and ``unpadded`` of :class:`fastpack.patching.report.PatchReport`."""
+        tiers = [(module, how if isinstance(how, str) else mixer_tier(module, how)) for module, how in self._now()]
         named = {id(module): name for name, module in self.backbone.named_modules()}
         layers: dict[str, tuple[str, ...]] = {}
-        for rung in RUNGS:
-            names = tuple(named[id(module)] or type(module).__name__ for module, its in rungs if its == rung)
+        for tier in TIERS:
+            names = tuple(named[id(module)] or type(module).__name__ for module, its in tiers if its == tier)
             if names:
-                layers[rung] = names
-        on_rows = [module for module, rung in rungs if rung.startswith("re-padded")]
+                layers[tier] = names
+        on_rows = [module for module, tier in tiers if tier.startswith("re-padded")]
         return {
-            "rung": next(reversed(layers), "stock"),
+            "tier": next(reversed(layers), "stock"),
             "layers": layers,
             "unpadded": unpadded_share(self.backbone, on_rows),
         }
 
     def kinds(self) -> dict[str, int]:
         """Count the mixers that run packed, and on rows."""
-        found: Counter[str] = Counter(mixer_rung(module, how) for module, how in self._mixers())
-        return {name: found[rung] for rung, name in _KINDS.items() if found[rung]}
+        found: Counter[str] = Counter(mixer_tier(module, how) for module, how in self._mixers())
+        return {name: found[tier] for tier, name in _KINDS.items() if found[tier]}
 
     def notes(self) -> tuple[str, ...]:
         """Name the kernels that run them, or say why none do."""
@@ -67,7 +67,7 @@ class Mixing:
     def _mixers(self) -> list[tuple[nn.Module, MixerSpec]]:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]
 
-    def _now(self) -> list[tuple[nn.Module, Rung | MixerSpec]]:
+    def _now(self) -> list[tuple[nn.Module, Tier | MixerSpec]]:
         """The ones that are there still, and copies that were made of them since (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}

@@ -60,7 +60,7 @@ class Row:
     """What one family did in one mode, with one attention backend.
 
     Attributes:
-        rung, backend, dtype: of the patched model; empty where it was not patched, or nothing attends.
+        tier, backend, dtype: of the patched model; empty where it was not patched, or nothing attends.
         error: the worst relative error against each sequence alone of the kinds of input in mode ``exact``; in the
             others that of what :func:`fastpack.verify` compares which comes nearest to its bound.
         bound: what ``error`` may be.
@@ -74,7 +74,7 @@ class Row:
 
     family: str
     mode: str
-    rung: str = ""
+    tier: str = ""
     backend: str = ""
     dtype: str = ""
     error: float | None = None
@@ -92,7 +92,7 @@ class Row:
         report = fastpack.report(model)
         if found is not None:
             more = {"error": found.nearest.error, "bound": found.nearest.bound, "problem": found.problem, **more}
-        return cls(family, mode, report.rung, report.backend or "", setting.dtype, **more)
+        return cls(family, mode, report.tier, report.backend or "", setting.dtype, **more)
 
     @property
     def verdict(self) -> str:

@@ -31,7 +31,7 @@ def test_patched_and_stock_have_the_same_losses(work: Path, capsys: pytest.Captu
     assert len(losses(stock)) == STEPS
     assert losses(patched) == pytest.approx(losses(stock), rel=FLOAT32_BOUND)
     assert losses(stock)[-1] < losses(stock)[0]
-    assert (patched["summary"]["rung"], stock["summary"]["rung"]) == ("fast", "stock")
+    assert (patched["summary"]["tier"], stock["summary"]["tier"]) == ("fast", "stock")
     assert patched["summary"]["backend"] == "segments"
     counts = [(step["real_tokens"], step["slots"]) for step in patched["steps"]]
     assert counts == [(step["real_tokens"], step["slots"]) for step in stock["steps"]]
@@ -43,7 +43,7 @@ def test_patched_and_stock_have_the_same_losses(work: Path, capsys: pytest.Captu
     for text, said in ((printed, "the patched backbone skipped them"), (stock_printed, "without --no_patch")):
         (line,) = (line for line in text.splitlines() if line.startswith("hint:"))
         assert said in line
-    for row in ("steps", "loss, first to last", "real tokens/s", "slots that were padding", "peak memory", "rung"):
+    for row in ("steps", "loss, first to last", "real tokens/s", "slots that were padding", "peak memory", "tier"):
         assert row in printed
 
 
@@ -101,7 +101,7 @@ def test_lora_on_four_bit_weights(work: Path) -> None:
     pytest.importorskip("bitsandbytes")
     flags = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj", "--load_in_4bit")
     figures = run_sft(work, *flags)
-    assert figures["summary"]["rung"] == "fast"
+    assert figures["summary"]["tier"] == "fast"
     assert any("LoRA" in kind or "lora" in kind for kind in figures["report"]["projections"])
     stock = run_sft(work, *flags, "--no_patch")
     assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
@@ -278,7 +278,7 @@ def test_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["families", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {row["model_type"] for row in rows} == set(FAMILIES)
-    assert {"model_type": "llama", "rung": "fast", "backbone": "LlamaModel"} in rows
+    assert {"model_type": "llama", "tier": "fast", "backbone": "LlamaModel"} in rows
     assert main(["families", "--markdown"]) == 0
     markdown = capsys.readouterr().out
     assert all(f"`{name}`" in markdown for name in FAMILIES)
@@ -290,11 +290,11 @@ def test_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lfm2" not in recurrent
 
 
-def test_families_are_on_the_rung_that_a_run_proved() -> None:
+def test_families_are_on_the_tier_that_a_run_proved() -> None:
     """Without a GPU, as the README's table was made; names of wrappers are in that alone."""
     proved = claimed()
-    told = {row["model_type"]: row["rung"] for row in family_rows()}
-    assert {name: rung for name, rung in told.items() if proved.get(name, rung) != rung} == {}
+    told = {row["model_type"]: row["tier"] for row in family_rows()}
+    assert {name: tier for name, tier in told.items() if proved.get(name, tier) != tier} == {}
 
 
 def test_the_module_is_the_command_and_starts_light() -> None:

@@ -15,7 +15,7 @@ from fastpack.cli.main import main
 
 
 def check_equal_dpo(patched: dict[str, Any], stock: dict[str, Any]) -> None:
-    assert (patched["summary"]["rung"], stock["summary"]["rung"]) == ("fast", "stock")
+    assert (patched["summary"]["tier"], stock["summary"]["tier"]) == ("fast", "stock")
     for mine, theirs in zip(patched["steps"], stock["steps"], strict=True):
         largest = max(abs(theirs[f"logps/{side}"]) for side in ("chosen", "rejected"))
         for name in ("loss", "grad_norm"):
@@ -68,7 +68,7 @@ def test_dpo_counts_both_sides_of_each_pair(work: Path) -> None:
 def test_dpo_on_four_bit_weights(work: Path) -> None:
     pytest.importorskip("bitsandbytes")
     figures = run_dpo(work, *LORA, "--load_in_4bit", "--loss_type", "ipo")
-    assert figures["summary"]["rung"] == "fast"
+    assert figures["summary"]["tier"] == "fast"
     stock = run_dpo(work, *LORA, "--load_in_4bit", "--loss_type", "ipo", "--no_patch")
     assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
 

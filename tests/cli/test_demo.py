@@ -60,7 +60,7 @@ def test_demo(tmp_path: Path) -> None:
     assert 0.3 < figures["padding_share"] < 0.7
     speeds = figures["tokens_per_second"]
     assert figures["speed_ratio"] == pytest.approx(speeds["patched"] / speeds["stock"])
-    assert figures["model"]["rung"] == "fast"
+    assert figures["model"]["tier"] == "fast"
     assert figures["machine"]["torch"]
 
 
@@ -71,7 +71,7 @@ def written(loss: float, seconds: float) -> dict[str, Any]:
     return {
         "steps": [{"step": number, **step} for number in range(1, 5)],
         "summary": {**summary, "peak_memory_bytes": 2**30},
-        "report": {"family": "llama", "rung": "fast", "backend": "segments"},
+        "report": {"family": "llama", "tier": "fast", "backend": "segments"},
     }
 
 

@@ -57,7 +57,7 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [row.mode for row in record.rows] == list(USUAL)
     assert record.versions.keys() >= {"transformers", "torch", "trl", "fastpack", "python"}
     for row in record.rows:
-        assert row.rung == "re-padded mixer"
+        assert row.tier == "re-padded mixer"
         assert row.error is not None
         assert row.error <= 1e-4
         if row.mode == "exact":
@@ -77,7 +77,7 @@ def test_verified_alone_in_half_precision(model_type: str, tmp_path: Path) -> No
     flags = [model_type, "--modes", "verify", "--backends", "auto", "--dtype", "bfloat16", "--json", str(found)]
     assert smoke_main([*flags, *ON_CPU]) == 0
     (row,) = Record.read(found).rows
-    assert (row.mode, row.dtype, row.rung, row.verdict) == ("verify", "bfloat16", "fast", "exact")
+    assert (row.mode, row.dtype, row.tier, row.verdict) == ("verify", "bfloat16", "fast", "exact")
     assert row.error is not None
     assert row.bound is not None
     assert 1e-4 < row.error <= row.bound < 0.1
@@ -98,7 +98,7 @@ def test_a_leak_fails_what_is_verified_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_families_of_a_tier() -> None:
     chosen, _ = choose([], everyone=True, tier="fast")
     assert "llama" in chosen
-    assert {FAMILIES[name].rung for name in chosen} == {"fast"}
+    assert {FAMILIES[name].tier for name in chosen} == {"fast"}
     assert set(chosen) < set(choose([], everyone=True)[0])
 
 
@@ -425,7 +425,7 @@ def test_what_is_no_run_or_no_readme_is_said(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_the_readme_has_every_family() -> None:
-    """On which rung each of them is, the sweep of the ladder's tests checks."""
+    """On which tier each of them is, the sweep's tests check."""
     told = set(claimed())
     assert told <= {*KNOWN}, MEND
     assert told >= set(model_types()) - UNTRIED.keys(), MEND

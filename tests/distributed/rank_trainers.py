@@ -83,9 +83,9 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
             if "loss" in entry and kind == "sft"
         ]
         found["of loss"] = [*(note for note in report.notes if note.startswith("loss")), *dict(report.skipped).values()]
-        found |= {"rung": report.rung, "as_modules": report.as_modules, "world": trainer.args.world_size}
+        found |= {"tier": report.tier, "as_modules": report.as_modules, "world": trainer.args.world_size}
         fastpack.unpatch(trainer)
-        found["rung after"] = fastpack.report(trainer).rung
+        found["tier after"] = fastpack.report(trainer).tier
     return found
 
 

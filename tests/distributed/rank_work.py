@@ -307,7 +307,7 @@ def told(case: Case) -> dict[str, Any]:
     }
     fastpack.unpatch(outer)
     found["left"] = [name for name, module in model.named_modules() if "forward" in module.__dict__]
-    found["rung after"] = fastpack.report(outer).rung
+    found["tier after"] = fastpack.report(outer).tier
     again = step(outer, replace(case, feed="padded right"), sequences)
     found["stock again"] = abs(float(again - loss)) / float(loss)
     try:

@@ -125,6 +125,6 @@ def _differently(what: str) -> str:
         try:
             fastpack.patch(trainer, max_tokens=150 + (rank if what == "budget" else 0))
         except PackingError as error:
-            assert fastpack.report(trainer).rung == "stock", "nothing was changed"
+            assert fastpack.report(trainer).tier == "stock", "nothing was changed"
             return str(error)
     return "nothing was raised"

@@ -35,7 +35,7 @@ def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: 
     for found in ranks.run(train_on_ranks, kind, lora, **checkpointing, **further):
         assert found["world"] == 2
         assert found["wrapped"].startswith(wrapper)
-        assert (found["rung"], found["as_modules"], found["rung after"]) == ("fast", {}, "stock")
+        assert (found["tier"], found["as_modules"], found["tier after"]) == ("fast", {}, "stock")
         assert len(found["logged"]) == STEPS
         for ours, stock in zip(found["logged"], alone[kind, lora], strict=True):
             assert ours == pytest.approx(stock, rel=3e-5 if ranks.backend == "gloo" else 1e-3)

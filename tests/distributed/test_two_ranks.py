@@ -106,7 +106,7 @@ def test_modules_without_weights(loss: str | None, ranks: Ranks) -> None:
     """The first version of FSDP holds them all itself, but while a layer runs."""
     for found in ranks.run(flat_step, Case("flat", loss=loss)):
         assert found["error"] <= bound(ranks)
-        assert [said["rung"] for said in found["reports"]] == ["fast", "fast"]
+        assert [said["tier"] for said in found["reports"]] == ["fast", "fast"]
         assert "already wrapped by FSDP" in found["refused"]
         assert "call it before the model is wrapped" in found["refused"]
 
@@ -175,14 +175,14 @@ def test_what_is_said_of_a_wrapped_model(wrap: str, lora: bool, ranks: Ranks) ->
     found: dict[str, Any]
     for found in ranks.run(told, Case(wrap, lora)):
         assert found["patched"]
-        assert found["report"]["rung"] == "fast"
+        assert found["report"]["tier"] == "fast"
         assert found["report"]["as_modules"] == {}, "a weight is whole while its layer runs"
         assert found["report"]["projections"] == found["before"]["projections"]
         assert "fastpack" in found["text"]
         assert not [text for text in found["warnings"] if "view" in text], "FSDP2 warns of views"
         assert found["names"]
         assert found["left"] == []
-        assert found["rung after"] == "stock"
+        assert found["tier after"] == "stock"
         assert found["stock again"] <= bound(ranks)
         assert ("DistributedDataParallel" if wrap == "ddp" else "FSDP2") in found["refused"]
         assert found["still stock"]

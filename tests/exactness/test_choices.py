@@ -93,7 +93,7 @@ def test_rows_name_the_modules_that_choose(model_type: str) -> None:
         assert {len(call) for call in calls} == {9}
 
 
-@pytest.mark.parametrize("model_type", [n for n in model_types() if n in FAMILIES and FAMILIES[n].rung == "fast"])
+@pytest.mark.parametrize("model_type", [n for n in model_types() if n in FAMILIES and FAMILIES[n].tier == "fast"])
 def test_no_row_of_the_fast_tier_is_without(model_type: str) -> None:
     classes = {type(module).__name__ for module in build_tiny(model_type).modules()}
     assert bool(FAMILIES[model_type].routers) >= any("Experts" in name for name in classes)

@@ -34,7 +34,7 @@ def test_exact(model_type: str) -> None:
     sequences = make_sequences(76 + FIRST_PLAIN)
     alone = run_alone(in_4_bits(build_tiny(model_type)), sequences)
     model = fastpack.patch(in_4_bits(build_tiny(model_type)))
-    assert fastpack.report(model).rung == "re-padded mixer"
+    assert fastpack.report(model).tier == "re-padded mixer"
     for kind in ("padded left", "packed_seq_lens"):
         error = compare(run_batch(model, sequences, kind), alone)
         assert error.worst <= FLOAT32_BOUND, f"{kind}: {error}"

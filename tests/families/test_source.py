@@ -91,5 +91,5 @@ def test_a_window_in_the_mask_alone_outlives_its_form(
     monkeypatch.setattr(cls, "forward", written_in(cls.__module__, forward))
     with pytest.warns(FastpackWarning, match=cls.__name__):
         model = fastpack.patch(Setting().build(model_type))
-    assert fastpack.report(model).rung == "re-padded mixer"
+    assert fastpack.report(model).tier == "re-padded mixer"
     assert oracle_of(model_type, Setting()).prove(model).problem is None

@@ -1,4 +1,4 @@
-"""Every family of transformers' causal-LM mapping, on whichever rung it is exact: nothing leaks, nothing crashes."""
+"""Every family of transformers' causal-LM mapping, on whichever tier it is exact: nothing leaks, nothing crashes."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ EACH = [*(f for f in FAST_FAMILIES if f.model_type in model_types()), *FURTHER]
 def test_exact(model_type: str) -> None:
     """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""
     model = fastpack.patch(TINY.build(model_type))
-    rung = fastpack.report(model).rung
+    tier = fastpack.report(model).tier
     found = oracle_of(model_type, TINY).prove(model)
     assert found.problem is None
     assert found.nearest.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
-    assert rung != "stock"
+    assert tier != "stock"
     assert len(found.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
-    assert claimed().get(model_type) == rung, f"the README is stale: {MEND}"
+    assert claimed().get(model_type) == tier, f"the README is stale: {MEND}"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba2"])
@@ -79,7 +79,7 @@ def test_what_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])
-def test_the_rung_that_was_promised_ran(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tier_that_was_promised_ran(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     """Re-padded mixers were given rows, and what has a form has its fast forward; each kind as often as it is there."""
     model, sequences = TINY.build(family.model_type), make_sequences()
     fastpack.patch(model)
@@ -87,7 +87,7 @@ def test_the_rung_that_was_promised_ran(family: Family, monkeypatch: pytest.Monk
     mixers = [m for m in model.modules() if type(m).__name__ in family.mixers]
     # a convolution alone needs no kernel to run on packed tokens: see tests/layers/mixers/test_packed_mixer.py
     packed = [m for m in mixers if family.mixers[type(m).__name__].scan == "conv"]
-    assert report.rung == ("varlen" if packed else family.rung)
+    assert report.tier == ("varlen" if packed else family.tier)
     assert report.swapped.get("packed mixer", 0) == len(packed)
     assert report.swapped.get("re-padded mixer", 0) == len(mixers) - len(packed)
     attentions = [type(m).__name__ for m in model.modules() if type(m).__name__ in family.attention]
@@ -96,7 +96,7 @@ def test_the_rung_that_was_promised_ran(family: Family, monkeypatch: pytest.Monk
     assert report.swapped.get("attention (interface)", 0) == len(attentions) - len(fast)
     assert bool(mixers) == bool(family.mixers)
     assert not report.skipped
-    if packed or family.rung == "fast":
+    if packed or family.tier == "fast":
         return
     rows: list[int] = []
     for mixer in mixers:

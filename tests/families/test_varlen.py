@@ -1,4 +1,4 @@
-"""Every family of the varlen rung gives what each sequence alone gives, through our attention, layer by layer."""
+"""Every family of the varlen tier gives what each sequence alone gives, through our attention, layer by layer."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
 @pytest.mark.parametrize("kind", INPUT_KINDS)
 def test_every_kind_of_input(case: Case, kind: str, calls: list[AttentionCall]) -> None:
     with fastpack.patched(case.model):
-        assert fastpack.report(case.model).rung == "varlen"
+        assert fastpack.report(case.model).tier == "varlen"
         error = compare(run_batch(case.model, case.sequences, kind), case.alone)
     assert error.worst <= FLOAT32_BOUND, error
     assert [call.q.shape[0] for call in calls] == [sum(LENGTHS)] * case.calls, "each module, the real tokens alone"
@@ -152,8 +152,8 @@ def test_the_table() -> None:
     names = [family.model_type for family in VARLEN_FAMILIES]
     assert names == sorted(set(names))
     assert not {*names} & {family.model_type for family in FAST_FAMILIES}
-    assert all(family.rung == "varlen" for family in VARLEN_FAMILIES)
-    assert all(family.rung == "fast" for family in FAST_FAMILIES)
+    assert all(family.tier == "varlen" for family in VARLEN_FAMILIES)
+    assert all(family.tier == "fast" for family in FAST_FAMILIES)
 
 
 @each_family

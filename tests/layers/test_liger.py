@@ -67,7 +67,7 @@ def test_the_layers_are_fast_and_exact(order: str, kind: str, liger: Apply) -> N
     alone = run_alone(tiny_model("llama"), sequences)
     model = both(tiny_model("llama"), order, liger)
     report = fastpack.report(model)
-    assert (report.rung, report.skipped) == ("fast", ())
+    assert (report.tier, report.skipped) == ("fast", ())
     assert report.swapped["norm"] == 2 * len(model.model.layers) + 1
     assert any("Liger" in note and f"{3 * len(model.model.layers) + 1} norms and MLPs" in note for note in report.notes)
     found = compare(run_batch(model, sequences, kind), alone)
@@ -215,7 +215,7 @@ def test_models_of_ligers_own_classes(offset: float, casting_mode: str) -> None:
     fastpack.patch(model)
     report = fastpack.report(model)
     layers = len(model.model.layers)
-    assert (report.rung, report.swapped["norm"], report.swapped["mlp"]) == ("fast", 2 * layers + 1, layers)
+    assert (report.tier, report.swapped["norm"], report.swapped["mlp"]) == ("fast", 2 * layers + 1, layers)
     assert not any("Liger" in note for note in report.notes)
     stand_in.CALLS.clear()
     assert compare(run_batch(model, sequences, "padded right"), alone).worst <= FLOAT32_BOUND
@@ -259,7 +259,7 @@ def test_liger_itself(order: str, fused: bool, real: Any) -> None:
     alone = run_alone(tiny_model("llama").cuda(), sequences)
     model = both(tiny_model("llama").cuda(), order, lambda it: real(model=it, fused_linear_cross_entropy=fused))
     report = fastpack.report(model)
-    assert (report.rung, report.skipped) == ("fast", ())
+    assert (report.tier, report.skipped) == ("fast", ())
     assert any("Liger" in note for note in report.notes)
     batch = to_device(INPUT_KINDS["padded right"](sequences), torch.device("cuda"))
     out = model(**batch, num_items_in_batch=trained_tokens(sequences))
@@ -281,7 +281,7 @@ def test_a_model_that_liger_built() -> None:
     model = fastpack.patch(tiny_model("llama").cuda())
     assert type(model.model.norm).__module__.startswith("liger_kernel.")
     report = fastpack.report(model)
-    assert (report.rung, report.skipped, report.swapped["mlp"]) == ("fast", (), len(model.model.layers))
+    assert (report.tier, report.skipped, report.swapped["mlp"]) == ("fast", (), len(model.model.layers))
     assert compare(run_batch(model, sequences, "padded right"), alone).worst < 1e-4
 
 
@@ -316,5 +316,5 @@ def test_trls_trainer_has_liger_too(feed: str, patch: str, tmp_path: Path, real:
     ours, trainer = train(model, tmp_path, patch=patch, use_liger_kernel=True, **FEEDS[feed])
     check_equal(ours, stock, 1e-3)
     report = fastpack.report(trainer)
-    assert (report.rung, report.skipped) == ("fast", ())
+    assert (report.tier, report.skipped) == ("fast", ())
     assert any("Liger" in note for note in report.notes)

@@ -153,7 +153,7 @@ def test_an_attention_forward_that_is_its_own() -> None:
     model = tiny_model("llama")
     layer = model.model.layers[0].self_attn
     layer.forward = layer.forward
-    assert fastpack.report(fastpack.patch(model)).rung == "fast"
+    assert fastpack.report(fastpack.patch(model)).tier == "fast"
 
 
 BATCHES: dict[str, tuple[dict[str, Any], str]] = {

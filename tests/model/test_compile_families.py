@@ -1,4 +1,4 @@
-"""Every family of the fast rung trains as one graph, and so does LoRA over NF4: loss and gradients are those of eager.
+"""Every family of the fast tier trains as one graph, and so does LoRA over NF4: loss and gradients are those of eager.
 
 The graph is traced out of the fast forwards, and a packing that is not the batch's shows in what it gives.
 """
@@ -90,7 +90,7 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
         assert found <= FLOAT32_BOUND
     assert len(compiler.graphs) == len(compiler.fw_graphs) == len(compiler.bw_graphs) == 1
     (graph,) = compiler.graphs
-    assert (report.rung, report.skipped) == ("fast", ())
+    assert (report.tier, report.skipped) == ("fast", ())
     assert calls_of_ours(graph) == report.swapped["attention"] == model.config.num_hidden_layers
     functions = traced(graph)
     assert {kind for kind, name in TRACED.items() if name in functions} == report.swapped.keys() - {"backbone"}

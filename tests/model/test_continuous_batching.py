@@ -33,7 +33,7 @@ def generated(model: Any) -> list[tuple[list[int], str | None]]:
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "gemma3", "persimmon"])
 def test_it_is_stock(model_type: str) -> None:
-    """On the fast and the varlen rung, with windows, and where a scope knows the packing."""
+    """On the fast and the varlen tier, with windows, and where a scope knows the packing."""
     model = build_tiny(model_type).eval()
     stock = generated(model)
     assert all(len(tokens) == 5 and error is None for tokens, error in stock)

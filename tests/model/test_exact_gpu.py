@@ -65,7 +65,7 @@ def test_varlen_families(model_type: str) -> None:
 
     oracle = Oracle.of(build_tiny, torch.bfloat16)
     model = fastpack.patch(build_tiny(oracle.dtype))
-    assert fastpack.report(model).rung == "varlen"
+    assert fastpack.report(model).tier == "varlen"
     assert oracle.prove(model).problem is None
 
 

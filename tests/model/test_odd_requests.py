@@ -176,7 +176,7 @@ def test_variants_of_a_family(model_type: str, settings: dict[str, Any]) -> None
     model = build_tiny(model_type, **settings).train()
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model)
-    assert fastpack.report(model).rung == "re-padded model"
+    assert fastpack.report(model).tier == "re-padded model"
     check_exact(model, alone)
 
 

@@ -98,7 +98,7 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(stock["loss"]) == STEPS
     assert padding_free["loss"] == pytest.approx(stock["loss"], rel=1e-4)
     assert stock["loss"][-1] < stock["loss"][0]
-    assert figures["report"]["rung"] == "fast"
+    assert figures["report"]["tier"] == "fast"
 
 
 @trains_on_cpu
@@ -112,7 +112,7 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert padding_free["logps"] == pytest.approx(stock["logps"], rel=1e-6)
     assert figures["apart"][1] <= 1e-6
     assert stock["margin"][0] == 0 != stock["margin"][-1]
-    assert figures["report"]["rung"] == "fast"
+    assert figures["report"]["tier"] == "fast"
     real, slots = figures["counts"]
     assert 0.3 < 1 - real / slots < 0.8
     assert figures["runs"]["patched"]["num_tokens"] == real  # what was counted is what was trained on

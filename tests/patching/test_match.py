@@ -55,7 +55,7 @@ def test_what_matches_is_fast_and_said_to_be_matched(monkeypatch: pytest.MonkeyP
     alone = run_alone(model, make_sequences(VOCAB))
     report = fastpack.report(fastpack.patch(model, strict=True))
     assert [set(each) for each in judge.asked] == [{"LlamaMLP", "LlamaAttention"}]
-    assert (report.rung, report.skipped, report.swapped["mlp"]) == ("fast", (), 2)
+    assert (report.tier, report.skipped, report.swapped["mlp"]) == ("fast", (), 2)
     assert report.matched == ("LlamaAttention", "LlamaMLP")
     assert "matched by a twin" in str(report)
     check_exact(model, alone)
@@ -123,9 +123,9 @@ def test_stock_attention_that_was_not_tried_is_said(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_mixer_that_was_not_read_runs_on_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).rung == "varlen"
+    assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).tier == "varlen"
     monkeypatch.delitem(lock.proved(), "Lfm2ShortConv (packed)")
-    assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).rung == "re-padded mixer"
+    assert fastpack.report(fastpack.patch(build_tiny("lfm2"))).tier == "re-padded mixer"
     monkeypatch.delitem(lock.proved(), "Lfm2ShortConv")
     with pytest.warns(UntriedVersionWarning, match="Lfm2ShortConv"):
         fastpack.patch(build_tiny("lfm2"))

@@ -352,7 +352,7 @@ def test_an_upstream_source_that_computes_something_else_is_varlen(
     with pytest.warns(fastpack.FastpackWarning, match="LlamaAttention"):
         fastpack.patch(model)
     report = fastpack.report(model)
-    assert report.rung == "varlen"
+    assert report.tier == "varlen"
     assert report.skipped[0][0] == "LlamaAttention"
     check_exact(model, alone)
 
@@ -400,10 +400,10 @@ def test_what_autocast_will_bring_is_said(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_report_says_what_was_done() -> None:
     model = tiny_model("qwen3")
-    assert fastpack.report(model).rung == "stock"
+    assert fastpack.report(model).tier == "stock"
     fastpack.patch(model)
     report = fastpack.report(model)
-    assert (report.rung, report.family, report.model) == ("fast", "qwen3", "Qwen3ForCausalLM")
+    assert (report.tier, report.family, report.model) == ("fast", "qwen3", "Qwen3ForCausalLM")
     assert report.backend == "segments"
     assert report.swapped == {"backbone": 1, "head": 1, "layer": 2, "attention": 2, "mlp": 2, "norm": 9}
     assert report.projections == {"linear": 14}

@@ -184,7 +184,7 @@ def test_tables_that_are_no_rotation(model_type: str, how: str) -> None:
     with pytest.raises(PatchError, match="its cos and sin may be any of"):
         fastpack.patch(model, strict=True)
     fastpack.patch(model)
-    assert fastpack.report(model).rung == "varlen"
+    assert fastpack.report(model).tier == "varlen"
     check_exact(model, alone)
 
 
@@ -243,7 +243,7 @@ def test_decorated_helpers_of_a_family(name: str, monkeypatch: pytest.MonkeyPatc
     alone = run_alone(model, make_sequences(VOCAB))
     with pytest.warns(FastpackWarning, match="LlamaAttention .* a twin of it does not match"):
         fastpack.patch(model)
-    assert fastpack.report(model).rung == "varlen"
+    assert fastpack.report(model).tier == "varlen"
     check_exact(model, alone)
 
 
@@ -311,7 +311,7 @@ def test_a_norm_that_reads_rows() -> None:
                 setattr(layer, name, Rows())
         alone = run_alone(model, make_sequences(VOCAB))
         fastpack.patch(model)
-        assert fastpack.report(model).rung == "fast"
+        assert fastpack.report(model).tier == "fast"
         check_exact(model, alone)
 
 
@@ -411,7 +411,7 @@ def test_subclasses_that_only_name_things_are_fast(backbone: Any) -> None:
     whole = fastpack.report(fastpack.patch(tiny_model("llama"))).swapped
     fastpack.patch(model, strict=True)
     report = fastpack.report(model)
-    assert (report.rung, report.swapped, report.model, report.family) == ("fast", whole, "OwnHead", "llama")
+    assert (report.tier, report.swapped, report.model, report.family) == ("fast", whole, "OwnHead", "llama")
     check_exact(model, alone)
     fastpack.verify(model)
     fastpack.patch(model, loss="fused")
@@ -429,7 +429,7 @@ def test_a_prefix_that_names_no_backbone() -> None:
     subclassed(model, base_model_prefix="transformer")
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model, loss="fused")
-    assert fastpack.report(model).rung == "fast"
+    assert fastpack.report(model).tier == "fast"
     ((what, why),) = fastpack.report(model).skipped
     assert what == "loss"
     assert "base_model_prefix='transformer' names nothing" in why
@@ -480,7 +480,7 @@ def test_remote_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(model.model).__module__.startswith("transformers_modules.")
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model, strict=True)
-    assert fastpack.report(model).rung == "fast"
+    assert fastpack.report(model).tier == "fast"
     check_exact(model, alone)
 
 

@@ -91,7 +91,7 @@ def test_a_release_that_only_renames_is_matched(model_type: str, released: Any) 
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model, loss="fused", strict=True)
     report = fastpack.report(model)
-    assert (report.rung, report.skipped, set(report.matched)) == ("fast", (), set(unseen))
+    assert (report.tier, report.skipped, set(report.matched)) == ("fast", (), set(unseen))
     fastpack.patch(model)
     check_exact(model, alone)
 
@@ -115,13 +115,13 @@ EDITS: dict[str, tuple[str, str, str]] = {
 @pytest.mark.parametrize("cls", EDITS)
 def test_a_line_edited_by_hand_that_computes_something_else(cls: str, released: Any) -> None:
     """That class alone is lowered, by name; and the model is exact by what it computes now."""
-    before, after, rung = EDITS[cls]
+    before, after, tier = EDITS[cls]
     model = model_of(released("llama", edit(before, after)), "llama")
     alone = run_alone(model, make_sequences(VOCAB))
     with pytest.warns(FastpackWarning, match=rf"{cls} of transformers .* a twin of it does not match"):
         fastpack.patch(model)
     report = fastpack.report(model)
-    assert report.rung == rung
+    assert report.tier == tier
     assert cls in dict(report.skipped)
     assert cls not in report.matched
     check_exact(model, alone)

@@ -1,4 +1,4 @@
-"""Forwards that somebody has put on a family's classes: said by name, on a lower rung, or refused; before and after."""
+"""Forwards that somebody has put on a family's classes: said by name, on a lower tier, or refused; before and after."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ PLACES: dict[str, tuple[Any, Any]] = {
     "norm": (llama.LlamaRMSNorm, norm),
     "rotary": (llama.LlamaRotaryEmbedding, tables),
 }
-RUNGS = {"layer": "varlen", "backbone": "re-padded model", "head": "fast", "norm": "fast", "rotary": "varlen"}
+TIERS = {"layer": "varlen", "backbone": "re-padded model", "head": "fast", "norm": "fast", "rotary": "varlen"}
 
 
 def put(changed: pytest.MonkeyPatch, name: str) -> None:
@@ -86,7 +86,7 @@ def put(changed: pytest.MonkeyPatch, name: str) -> None:
     changed.setattr(cls, "forward", forward)
 
 
-@pytest.mark.parametrize("name", RUNGS)
+@pytest.mark.parametrize("name", TIERS)
 def test_it_runs_and_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", attn_implementation="sdpa").train()
     sequences = make_sequences(VOCAB)
@@ -101,7 +101,7 @@ def test_it_runs_and_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     fastpack.patch(model, strict=name == "head")
     report = fastpack.report(model)
     cls = PLACES[name][0].__name__
-    assert report.rung == RUNGS[name]
+    assert report.tier == TIERS[name]
     assert any(what == cls and HERE + PLACES[name][1].__name__ in why for what, why in report.skipped), report.skipped
     check_exact(model, alone)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -115,7 +115,7 @@ def test_on_instances() -> None:
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model)
     report = fastpack.report(model)
-    assert report.rung == "varlen"
+    assert report.tier == "varlen"
     assert report.skipped[0] == ("LlamaDecoderLayer", f"its forward is {HERE}layer, somebody's own: that runs")
     check_exact(model, alone)
 
@@ -135,7 +135,7 @@ def test_nothing_is_named_where_nothing_was_replaced() -> None:
     for family in ("llama", "stablelm", "bamba"):
         report = fastpack.report(fastpack.patch(build_tiny(family)))
         assert report.skipped == ()
-        assert report.rung == {"llama": "fast", "stablelm": "varlen", "bamba": "re-padded mixer"}[family]
+        assert report.tier == {"llama": "fast", "stablelm": "varlen", "bamba": "re-padded mixer"}[family]
 
 
 @pytest.mark.parametrize("family", ["llama", "stablelm"])

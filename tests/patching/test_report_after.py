@@ -39,25 +39,25 @@ def loss_of(model: Any) -> float:
     return float(model(**batch, use_cache=False).loss)
 
 
-@pytest.mark.parametrize(("model_type", "rung"), [("llama", "fast"), ("gpt_neox", "varlen")])
-def test_copied_layers(model_type: str, rung: str) -> None:
+@pytest.mark.parametrize(("model_type", "tier"), [("llama", "fast"), ("gpt_neox", "varlen")])
+def test_copied_layers(model_type: str, tier: str) -> None:
     """They are patched as what they are copies of, and taken back with the patch."""
     stock = tiny_model(model_type)
     model = fastpack.patch(copy.deepcopy(stock))
     before = fastpack.report(model)
-    assert before.rung == rung
+    assert before.tier == tier
     for each in (stock, model):
         replicate(layers_of(each))
     found = fastpack.report(model)
-    assert found.rung == rung
-    assert len(found.layers[rung]) == len(before.layers[rung]) + 1
+    assert found.tier == tier
+    assert len(found.layers[tier]) == len(before.layers[tier]) + 1
     assert not found.skipped
     fastpack.unpatch(model)
     assert not ours_in(model)
     assert not any("fastpack" in str(getattr(m, "config", None)) for m in model.modules())
     assert loss_of(model) == loss_of(stock)
     fastpack.patch(model)
-    assert len(fastpack.report(model).layers[rung]) == len(found.layers[rung])
+    assert len(fastpack.report(model).layers[tier]) == len(found.layers[tier])
     assert abs(loss_of(model) - loss_of(stock)) < FLOAT32_BOUND * 10
 
 
@@ -136,8 +136,8 @@ def test_copies_share_the_scope_that_tells_them_the_packing() -> None:
     for each in (model, plain):
         replicate(layers_of(each))
     found = fastpack.report(model)
-    (rung,) = before.layers
-    assert len(found.layers[rung]) == len(before.layers[rung]) + 1
+    (tier,) = before.layers
+    assert len(found.layers[tier]) == len(before.layers[tier]) + 1
     assert not found.skipped
     check_exact(model, run_alone(plain, make_sequences(VOCAB)))
 

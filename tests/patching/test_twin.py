@@ -281,7 +281,7 @@ def test_a_release_that_nobody_has_proved_is_matched_whole() -> None:
     alone = run_alone(model, make_sequences())
     report = fastpack.report(fastpack.patch(model, loss="fused"))  # a warning is an error here
     assert {*report.matched} == {*FAMILIES["llama"].fast}
-    assert (report.rung, report.skipped) == ("fast", ())
+    assert (report.tier, report.skipped) == ("fast", ())
     found = run_batch(model, INPUT_KINDS["padded left"](make_sequences()), make_sequences())
     assert compare(found, alone).of_tensors <= FULL_BOUND
 

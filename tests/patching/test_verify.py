@@ -201,7 +201,7 @@ def test_right_models_pass_in_half_precision(model_type: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", [n for n in model_types() if n in FAMILIES and FAMILIES[n].rung == "fast" and n not in NOT_BUILT]
+    "model_type", [n for n in model_types() if n in FAMILIES and FAMILIES[n].tier == "fast" and n not in NOT_BUILT]
 )
 def test_every_fast_family_in_half_precision(model_type: str) -> None:
     found = fastpack.verify(fastpack.patch(build_tiny(model_type, dtype=torch.bfloat16)))
@@ -329,7 +329,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "fastpack verify: LlamaForCausalLM" in printed
     config = tmp_path / "model" / "config.json"
     assert main(["verify", str(config), "--random", "--device", "cpu", "--dtype", "float32", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rung"] == "fast"
+    assert json.loads(capsys.readouterr().out)["tier"] == "fast"
     for wrong in (["nowhere.json"], [str(tmp_path / "model"), "--dtype", "int3"], [str(tmp_path)]):
         assert main(["verify", *wrong, "--device", "cpu"]) == 2
     assert main(["verify", str(tmp_path / "modle"), "--device", "cpu"]) == 2

@@ -59,7 +59,7 @@ def test_before_there_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ask(Swift.__new__(Swift))
     monkeypatch.setattr(Swift, "made", Patches("on_init_end"))
     trainer = plain(tmp_path)
-    assert fastpack.report(trainer).rung == "fast"
+    assert fastpack.report(trainer).tier == "fast"
     monkeypatch.setattr("trainer_cases.Trainer", Trainer)
     assert losses(trainer) == pytest.approx(losses(plain(tmp_path)), rel=BOUND)
 
@@ -85,6 +85,6 @@ def test_events_that_have_the_model(build: Any, event: str, bf16: bool, tmp_path
     ours = losses(trainer)
     assert len(ours) == STEPS
     assert ours == pytest.approx(stock, rel=2e-2 if bf16 else BOUND)
-    assert fastpack.report(trainer).rung == "fast"
+    assert fastpack.report(trainer).tier == "fast"
     fastpack.unpatch(trainer)
     assert not fastpack.is_patched(trainer)

@@ -74,6 +74,6 @@ def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monk
     monkeypatch.setattr("trainer_cases.policy", lambda: experts)
     with pytest.raises(PatchError, match=r"each piece: set router_aux_loss_coef=0\.0, or leave max_tokens out"):
         fastpack.patch(make(tmp_path), max_tokens=BUDGET)
-    assert fastpack.report(experts).rung == "stock", "nothing was changed"
+    assert fastpack.report(experts).tier == "stock", "nothing was changed"
     unbalanced = make(tmp_path, router_aux_loss_coef=0.0)
     assert fastpack.patch(unbalanced, max_tokens=BUDGET) is unbalanced

@@ -94,7 +94,7 @@ def test_patched_twice_and_undone(tmp_path: Path) -> None:
     fastpack.patch(trainer)
     assert [m.model.__dict__["forward"] for m in (trainer.model, trainer.ref_model)] == forwards
     trainer.train()
-    assert fastpack.report(trainer).rung == "fast"
+    assert fastpack.report(trainer).tier == "fast"
     assert fastpack.is_patched(trainer)
     assert fastpack.is_patched(trainer.ref_model)
     fastpack.unpatch(trainer)

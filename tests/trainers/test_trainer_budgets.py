@@ -241,7 +241,7 @@ def test_too_long(tmp_path: Path) -> None:
         PackingError, match=f"example {at} has {lengths[at]} tokens, more than max_tokens={max(lengths) - 1}"
     ):
         fastpack.patch(trainer, max_tokens=max(lengths) - 1)
-    assert fastpack.report(trainer).rung == "stock", "nothing was changed"
+    assert fastpack.report(trainer).tier == "stock", "nothing was changed"
     with pytest.raises(PackingError, match="more than max_tokens"):
         fastpack.patch(trainer, max_tokens=TokenBudget(20, same_steps=True))
     with pytest.raises(PatchError, match="set max_length in the config"):

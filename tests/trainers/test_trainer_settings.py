@@ -281,7 +281,7 @@ def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monk
     off = "output_router_logits=False in the model's config" if make is plain else "router_aux_loss_coef=0.0"
     with pytest.raises(PatchError, match=f"auxiliary loss of experts .* each piece: set {off}, or leave same_steps"):
         fastpack.patch(make(tmp_path), max_tokens=TokenBudget(160, same_steps=True))
-    assert fastpack.report(experts).rung == "stock", "nothing was changed"
+    assert fastpack.report(experts).tier == "stock", "nothing was changed"
     trainer = make(tmp_path)
     assert fastpack.patch(trainer, max_tokens=160) is trainer
     if make is not plain:

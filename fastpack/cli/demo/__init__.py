@@ -143,7 +143,7 @@ def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
     }
     furthest = max(row["relative_difference"] for row in steps)
     return {
-        "model": {name: patched["report"][name] for name in ("family", "rung", "backend")},
+        "model": {name: patched["report"][name] for name in ("family", "tier", "backend")},
         "steps": steps,
         "warm_up_steps": WARM_UP,
         **{name: stock["summary"][name] for name in ("real_tokens", "slots", "padding_share", "memory_kind")},

@@ -74,7 +74,7 @@ class _Carried:
     groups: tuple[Any, ...]
 
 
-def mixer_rung(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
+def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
     """``varlen`` where a batch of the module's own device and dtype will run on packed tokens."""
     return "varlen" if _why_rows(module, spec) is None else "re-padded mixer"
 

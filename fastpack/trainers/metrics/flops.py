@@ -28,7 +28,7 @@ from fastpack.utils.classes import stock_class
 from fastpack.utils.modules import TOWERS, decoder_layers
 from fastpack.utils.protocols import AdapterLike, ConfigLike
 
-_KNOWN_RUNGS = ("fast", "varlen")
+_KNOWN_TIERS = ("fast", "varlen")
 """Of the families in which nothing but attention mixes tokens."""
 _ROUTED = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
@@ -60,7 +60,7 @@ def read_flops(model: nn.Module) -> ModelFlops:
     parts = find_parts(model)
     backbone = parts.backbone
     family = family_of(backbone)
-    if family is None or family.rung not in _KNOWN_RUNGS or family.uncounted:
+    if family is None or family.tier not in _KNOWN_TIERS or family.uncounted:
         raise UnsupportedModelError(f"there is no formula for all that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())

@@ -22,7 +22,7 @@ from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
-from fastpack.layers.mixers.forward import mixer_rung
+from fastpack.layers.mixers.forward import mixer_tier
 from fastpack.layers.mixers.kernels import packed_conv, packed_recurrence
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
@@ -175,7 +175,7 @@ def test_on_rows_without_kernels(model_type: str) -> None:
     alone = run_alone(model)
     fastpack.patch(model)
     report = fastpack.report(model)
-    assert report.rung == "re-padded mixer"
+    assert report.tier == "re-padded mixer"
     assert "packed mixer" not in report.swapped
     assert any("on rows: " in note and "flash-linear-attention is not installed" in note for note in report.notes)
     assert error(run_packed(model), alone) <= BOUND
@@ -184,16 +184,16 @@ def test_on_rows_without_kernels(model_type: str) -> None:
 def test_the_report_says_what_runs(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next"))
-    assert fastpack.report(model).rung == "varlen"
+    assert fastpack.report(model).tier == "varlen"
     assert "mixers: flash-linear-attention on packed tokens" in " ".join(fastpack.report(model).notes)
     fastpack.unpatch(model)
     assert not installed.made, "planning runs nothing"
 
     monkeypatch.setattr(mixer_kernels, "_device_rejects", rejects_float32)
     fastpack.patch(model)
-    assert fastpack.report(model).rung == "re-padded mixer"
+    assert fastpack.report(model).tier == "re-padded mixer"
     assert "on rows while these float32 weights are not under autocast" in " ".join(fastpack.report(model).notes)
-    assert mixer_rung(mixers_of(model, "qwen3_next")[0], MixerSpec()) == "re-padded mixer"
+    assert mixer_tier(mixers_of(model, "qwen3_next")[0], MixerSpec()) == "re-padded mixer"
 
 
 def rejects_float32(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -291,10 +291,10 @@ def test_compiled(training: bool, compile_anew: None) -> None:
 def test_the_report_follows_a_model_that_moves(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("fla")
     model = fastpack.patch(build_tiny("qwen3_next"))
-    assert fastpack.report(model).rung == "varlen"
+    assert fastpack.report(model).tier == "varlen"
     monkeypatch.setattr(mixer_kernels, "rejects", lambda *_: "it is somewhere else now")
     report = fastpack.report(model)
-    assert report.rung == "re-padded mixer"
+    assert report.tier == "re-padded mixer"
     assert report.unpadded is not None
     assert report.unpadded < 1
     assert "packed mixer" not in report.swapped

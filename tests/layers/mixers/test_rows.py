@@ -294,7 +294,7 @@ def test_rows_as_long_as_there_are_heads(model_type: str, lengths: list[int]) ->
 
 
 @pytest.mark.parametrize("model_type", ["bamba", "nemotron", "zaya"])
-def test_offloading_is_asked_on_every_rung(model_type: str) -> None:
+def test_offloading_is_asked_on_every_tier(model_type: str) -> None:
     """On a CPU it can't be done, and says so; it was not asked at all where a scope is."""
     model = fastpack.patch(build_tiny(model_type).train(), offload="checkpoints")
     model(input_ids=plain_tokens(1, 8, seed=0), packed_seq_lens=[3, 5])
@@ -308,7 +308,7 @@ def test_offloading_is_asked_on_every_rung(model_type: str) -> None:
 def test_falcon_with_alibi_runs_on_rows() -> None:
     """Its biases are in a mask that the backbone builds."""
     model = fastpack.patch(build_tiny("falcon", alibi=True).eval())
-    assert fastpack.report(model).rung == "re-padded model"
+    assert fastpack.report(model).tier == "re-padded model"
     first, second = plain_tokens(1, 5, seed=0), plain_tokens(1, 7, seed=1)
     with torch.no_grad():
         logits = model(input_ids=torch.cat([first, second], 1), packed_seq_lens=[5, 7]).logits
