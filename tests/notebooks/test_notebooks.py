@@ -14,7 +14,7 @@ from fastpack.cli import trl_trains_on_cpu
 from fastpack.cli.demo.data import Row, make_pairs, make_rows, tiny_llama, train_tokenizer, write_rows
 
 FOLDER = Path(__file__).parent.parent.parent / "notebooks"
-SFT, DPO, FRAMEWORKS = "sft_quickstart.ipynb", "dpo_padding_free.ipynb", "frameworks.ipynb"
+SFT, DPO, FRAMEWORKS, OPTIONS = "sft_quickstart.ipynb", "dpo_padding_free.ipynb", "frameworks.ipynb", "options.ipynb"
 STEPS = 6
 trains_on_cpu = pytest.mark.skipif(not trl_trains_on_cpu(), reason="this TRL's loss needs a GPU")
 
@@ -23,13 +23,13 @@ def read(name: str) -> Any:
     return nbformat.read(FOLDER / name, as_version=4)
 
 
-@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS])
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS])
 def test_outputs_are_not_committed(name: str) -> None:
     cells = [cell for cell in read(name).cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in cells)
 
 
-@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS])
+@pytest.mark.parametrize("name", [SFT, DPO, FRAMEWORKS, OPTIONS])
 def test_first_code_cell_installs_only_where_fastpack_is_missing(name: str) -> None:
     first = next(cell.source for cell in read(name).cells if cell.cell_type == "code")
     condition, install = first.index('find_spec("fastpack") is None'), first.index("%pip install")
@@ -116,3 +116,23 @@ def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real, slots = figures["counts"]
     assert 0.3 < 1 - real / slots < 0.8
     assert figures["runs"]["patched"]["num_tokens"] == real  # what was counted is what was trained on
+
+
+def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The notebook itself compares the losses of every option with the stock model's, and stops where they differ."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    notebook = read(OPTIONS)
+    (cell,) = (cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
+    sizes = {"HIDDEN_SIZE": 64, "LAYERS": 2, "VOCABULARY": 256, "GROUPS": 2, "STEPS": 4}
+    assert {line.split(" = ")[0] for line in cell.source.splitlines()} == sizes.keys()
+    cell.source = "\n".join(f"{name} = {value}" for name, value in sizes.items())
+    execute(notebook, tmp_path)
+
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "loss: fused in training" in text
+    assert "prefixes: on" in text
+    assert "graphs: off" in text
+    assert "shared prefixes  " in text
+    assert any("image/png" in output.get("data", {}) for output in outputs)
