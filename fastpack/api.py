@@ -35,7 +35,7 @@ from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
-from fastpack.utils.replacement import nothing
+from fastpack.utils.replacement import do_nothing
 from fastpack.utils.versions import check_versions
 
 __all__ = ["patch", "patched", "report", "unpatch", "verify"]
@@ -194,7 +194,7 @@ def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | No
     budgeted = max_tokens is not None or kept_on(target, BUDGET) is not None
     fused = not isinstance(target, nn.Module) and (loss is not None or kept_on(target, FUSED_LOSS) is not None)
     if not (budgeted or fused):
-        return nothing
+        return do_nothing
     from fastpack.trainers.budget import plan_budget  # heavy: these import transformers' trainer
     from fastpack.trainers.fused_loss import plan_fused_loss
 

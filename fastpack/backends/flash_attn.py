@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import HALF_DTYPES, cuda_capability, flash2_rejects, lacks, needs_cuda, wrong_dtype
-from fastpack.utils.compile import known_once
+from fastpack.utils.compile import cached_constant
 
 SERVES = ("window",)
 
@@ -145,7 +145,7 @@ def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
     return why
 
 
-@known_once
+@cached_constant
 def _installed(module: str) -> bool:
     parent = module.partition(".")[0]
     found = importlib.util.find_spec(parent)
@@ -159,7 +159,7 @@ def _installed(module: str) -> bool:
         return True
 
 
-@known_once
+@cached_constant
 def _import_error(module: str) -> str | None:
     # A wheel for another torch or CUDA, or generation 4's source shipped beside 2 without what it needs.
     try:

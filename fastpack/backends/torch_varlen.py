@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import flash2_rejects, lacks
-from fastpack.utils.compile import known_once
+from fastpack.utils.compile import cached_constant
 
 SERVES = ("window",)
 
@@ -46,7 +46,7 @@ def grouped_heads(grouped: bool) -> dict[str, Any]:
     return {"enable_gqa": True} if grouped and _asks_for_groups() else {}
 
 
-@known_once
+@cached_constant
 def _asks_for_groups() -> bool:
     # torch 2.11 takes fewer key/value heads without being told; from 2.13 on it wants enable_gqa=True.
     from torch.nn.attention.varlen import varlen_attn

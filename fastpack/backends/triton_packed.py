@@ -20,7 +20,7 @@ from fastpack.backends.limits import (
 from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.implementation import triton_installed
 from fastpack.ops.row_count import rows_of
-from fastpack.utils.compile import known_once
+from fastpack.utils.compile import cached_constant
 
 if TYPE_CHECKING:
     from fastpack.ops.kernels.attention import Scores
@@ -64,7 +64,7 @@ def run(call: AttentionCall) -> Tensor:
     return _TritonPacked.apply(q, k, v, call.sinks, call.packed.cu_seqlens, rows, scores)
 
 
-@known_once
+@cached_constant
 def _installed() -> bool:
     return triton_installed()
 

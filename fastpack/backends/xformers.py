@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastpack.backends.call import AttentionCall, AttentionShape
 from fastpack.backends.limits import HALF_DTYPES, lacks, needs_cuda, wrong_dtype, wrong_sizes
-from fastpack.utils.compile import known_once
+from fastpack.utils.compile import cached_constant
 from fastpack.utils.versions import install_command
 
 SERVES = ("window",)
@@ -60,7 +60,7 @@ def _bias(call: AttentionCall, window: int | None) -> Any:
     return bias if window is None else bias.make_local_attention(window)
 
 
-@known_once
+@cached_constant
 def _unusable() -> str | None:
     if importlib.util.find_spec("xformers") is None:
         return f"xformers is not installed ({install_command('xformers', RUNTIME_PACKAGE)})"

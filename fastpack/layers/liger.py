@@ -15,7 +15,7 @@ from fastpack.families.spec import MlpSpec, NormSpec, Spec
 from fastpack.ops.glu import activation_kind
 from fastpack.ops.kinds import ActivationKind, Rounding
 from fastpack.utils.classes import defined_in
-from fastpack.utils.replacement import KEPT_FORWARD
+from fastpack.utils.replacement import FORWARD_COPY
 
 PACKAGE = "liger_kernel."
 _NORMS = {("liger_kernel.transformers.rms_norm", "LigerRMSNorm.forward")}
@@ -73,7 +73,7 @@ def _keeps_dtype(module: nn.Module, spec: Spec, backbone: Any) -> bool:
 def count_unknown(backbone: nn.Module) -> int:
     """How many modules of Liger's own classes have no forward of ours."""
     own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
-    return sum(KEPT_FORWARD not in module.__dict__ for module in own)
+    return sum(FORWARD_COPY not in module.__dict__ for module in own)
 
 
 def _place(function: object) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from fastpack.ops.linear.parts import Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.row_count import RowCount
 from fastpack.utils.hooks import has_hooks
-from fastpack.utils.replacement import KEPT_FORWARD, Replacement, replaces
+from fastpack.utils.replacement import FORWARD_COPY, Replacement, replaces
 from fastpack.utils.sharding import is_partitioned
 
 
@@ -27,7 +27,7 @@ def fast_forward(module: nn.Module, function: Callable[..., Any]) -> Replacement
     computes something else, or hooks do more than it."""
     found = module.__dict__.get("forward")
     if not isinstance(found, Replacement) and not torch.compiler.is_compiling():
-        kept: Replacement[Any, Runtime] | None = module.__dict__.get(KEPT_FORWARD)
+        kept: Replacement[Any, Runtime] | None = module.__dict__.get(FORWARD_COPY)
         if kept is not None and is_drop_in(module, found, kept.spec):
             found = kept
     if not replaces(found, function) or not found.enabled or has_hooks(module):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastpack.errors import PatchError
 from fastpack.utils.classes import names_in, package_of, place_of
-from fastpack.utils.compile import constant, known_once
+from fastpack.utils.compile import constant, cached_constant
 
 STOCK_CONFIG = "_fastpack_stock_config"
 """The attribute of the private config of a module that attends through our interface: the config it stands for."""
@@ -148,7 +148,7 @@ def _is_own(function: object) -> bool:
     return function is None or package_of(function) in _OWN
 
 
-@known_once
+@cached_constant
 def _helpers(function: object) -> tuple[str, ...]:
     """The functions of its file that one of transformers' calls: flash attention's does all of its work in another."""
     if package_of(function) != "transformers" or not hasattr(function, "__globals__"):

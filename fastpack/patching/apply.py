@@ -21,7 +21,7 @@ from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.plan import Plan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
-from fastpack.utils.replacement import KEPT_FORWARD, Replacement, Restore, replaces
+from fastpack.utils.replacement import FORWARD_COPY, Replacement, Restore, replaces
 
 
 def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[Plan]:
@@ -75,7 +75,7 @@ def apply(plan: Plan, options: PatchOptions) -> None:
     for replacement in plan.replacements:
         changes.append(replacement)
         if replacement.function in (norm_forward, mlp_forward):
-            changes.append(Attribute(replacement.module, KEPT_FORWARD, replacement))
+            changes.append(Attribute(replacement.module, FORWARD_COPY, replacement))
     for module in plan.interface_modules:
         original = module.config
         if id(original) not in configs:
@@ -83,7 +83,7 @@ def apply(plan: Plan, options: PatchOptions) -> None:
         changes.append(Attribute(module, "config", configs[id(original)]))
     changes.append(plan.pre_hook)
     for change in changes:
-        change.put()
+        change.install()
     plan.runtime.watch.configs += configs.values()
     plan.backbone.__dict__[STATE] = PatchState(options, plan.report, plan.mixing, plan.runtime, changes)
 
@@ -130,7 +130,7 @@ def uncovered(model: nn.Module) -> Iterator[PatchState]:
                 module.forward = wrapped
         for change in state.changes:
             if isinstance(change, Replacement):
-                later.callback(change.uncover())
+                later.callback(change.remove_wrapper())
         yield state
 
 

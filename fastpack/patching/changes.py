@@ -24,13 +24,13 @@ from fastpack.packing.context import PackingContext
 from fastpack.utils.hooks import has_hooks
 from fastpack.utils.replacement import (
     FORWARDS,
-    KEPT_FORWARD,
+    FORWARD_COPY,
     PreHook,
     Replacement,
     Restore,
-    nothing,
+    do_nothing,
     replacement_on,
-    take_off,
+    restore_class_method,
 )
 
 _PARTS = (attention_forward, mlp_forward, norm_forward)
@@ -49,18 +49,18 @@ class Attribute:
     ours: Any
     previous: Any = None
 
-    def put(self) -> None:
+    def install(self) -> None:
         self.previous = self.module.__dict__.get(self.name)
         setattr(self.module, self.name, self.ours)
 
     def undo(self) -> Restore:
         if self.module.__dict__.get(self.name) is not self.ours:
-            return nothing
+            return do_nothing
         if self.previous is not None:
             setattr(self.module, self.name, self.previous)
         else:
             delattr(self.module, self.name)
-        return self.put
+        return self.install
 
     def disable(self) -> Restore:
         return self.undo()
@@ -95,7 +95,7 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Rest
     for module in copies.values():
         if id(module) in known or not carries_ours(module):
             continue
-        for place in (*FORWARDS, KEPT_FORWARD, "config"):
+        for place in (*FORWARDS, FORWARD_COPY, "config"):
             if place in module.__dict__:
                 restores.append(functools.partial(setattr, module, place, module.__dict__[place]))
         _take_off_forwards(module)
@@ -114,7 +114,7 @@ def _weights(module: nn.Module) -> tuple[type, int] | None:
 
 def carries_ours(module: nn.Module) -> bool:
     """True where a module has a forward of ours, or attends through our interface."""
-    ours = KEPT_FORWARD in module.__dict__ or replacement_on(module) is not None
+    ours = FORWARD_COPY in module.__dict__ or replacement_on(module) is not None
     return ours or stock_config(module) is not None
 
 
@@ -164,14 +164,14 @@ def take_off_head(head: nn.Module) -> None:
     """Take off what is ours on a head whose backbone, and with it all that was known of the patch, was replaced."""
     _take_off_forwards(head)
     if isinstance(head.__dict__.get("generate"), Replacement):
-        take_off(head, "generate")
+        restore_class_method(head, "generate")
     for hook in list(head._forward_pre_hooks.values()):
         if isinstance(hook, PreHook):
             hook.undo()
 
 
 def _take_off_forwards(module: nn.Module) -> None:
-    module.__dict__.pop(KEPT_FORWARD, None)
+    module.__dict__.pop(FORWARD_COPY, None)
     for place in FORWARDS:
         if isinstance(module.__dict__.get(place), Replacement):
-            take_off(module, place)
+            restore_class_method(module, place)

@@ -203,7 +203,7 @@ def _set_up(trainer: TrainerLike, state: BudgetState) -> None:
         change = Replacement(trainer, "get_train_dataloader", loader.get_train_dataloader, state, None)
         state.changes.append(change)
     for change in state.changes:
-        change.put()
+        change.install()
     if state.weighing.kind.planned:
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state

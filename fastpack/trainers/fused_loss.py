@@ -140,7 +140,7 @@ def _set_up(trainer: TrainerLike, state: FusedLossState) -> None:
     if state.rejected is None:
         for name, ours in (("compute_loss", _compute_loss), ("log", _log)):
             state.changes.append(Replacement(trainer, name, ours, state, None))
-            state.changes[-1].put()
+            state.changes[-1].install()
     trainer.__dict__[FUSED_LOSS] = state
 
 

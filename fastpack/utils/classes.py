@@ -1,4 +1,4 @@
-"""Find the class of a module that says what it computes, where others were put over it."""
+"""Find the class that says what a module computes, beneath the classes that others put over it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.utils.compile import constant, known_once
+from fastpack.utils.compile import cached_constant, constant
 
-_SAYING = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
+_COMPUTING_METHODS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 """Special methods that change what a module computes; the others copy, restore or print it."""
 
 
-_NAMING = (
+_DESCRIPTIVE_NAMES = (
     "_auto_class",
     "_keys_to_ignore_on_load_missing",
     "_keys_to_ignore_on_load_unexpected",
@@ -30,13 +30,14 @@ _NAMING = (
     "main_input_name",
     "model_tags",
 )
-"""Attributes that only name things, for loading, saving and placing a model that exists: no forward reads them."""
+"""Attributes that only describe a model, for loading, saving and placing it: no forward reads them."""
 
 
 def stock_class(module: nn.Module) -> Any:
-    """The class of a module, or the one under those that FSDP2, a parametrization or a user has put over it.
+    """Return a module's class, or the class beneath those that FSDP2, a parametrization or a user put over it.
 
-    Of a user's only such as changes nothing that it inherits; one with a forward of its own stays what it is.
+    A user's subclass is skipped only if it changes nothing that it inherits. One with its own forward is the stock
+    class.
     """
     return _stock_of(type(module))
 
@@ -46,20 +47,20 @@ def _stock_of(cls: type) -> Any:
 
 
 def mentions(module: nn.Module, name: str) -> bool:
-    """True where the stock forward of a module's class reads this global or attribute."""
+    """Return whether the stock forward of a module's class reads this global or attribute."""
     return name in names_in(stock_class(module).forward)
 
 
 def shadowed(module: nn.Module) -> list[str]:
-    """Methods of a module's class that its stock forward calls, and in whose place the instance has another."""
+    """Return the methods that a module's stock forward calls and that the instance overrides."""
     cls = stock_class(module)
-    held = [name for name in names_in(cls.forward) if name in module.__dict__]
-    return [name for name in held if inspect.isfunction(inspect.getattr_static(cls, name, None))]
+    overridden = [name for name in names_in(cls.forward) if name in module.__dict__]
+    return [name for name in overridden if inspect.isfunction(inspect.getattr_static(cls, name, None))]
 
 
-@known_once
+@cached_constant
 def names_in(function: Any) -> tuple[str, ...]:
-    """The globals and attributes that a function reads, whatever wraps it."""
+    """Return the globals and attributes that a function reads, beneath all that wraps it."""
     return inspect.unwrap(function).__code__.co_names
 
 
@@ -73,46 +74,52 @@ def _adds_nothing(cls: type) -> bool:
 
 
 def changes_of(cls: Any) -> list[str]:
-    """Return the names that a class, or a mixin of it that is no module, has in place of what it inherits.
+    """Return the names that a class, or a mixin of it that is not a module, overrides.
 
-    Names don't count (a config class, as remote code sets it). An ``__init__`` counts together with a config class: it
-    may build something else of settings that are nobody's but its own.
+    Descriptive names such as a config class don't count: remote code sets them. An ``__init__`` counts only beside a
+    config class of its own, since it may then build something else from settings that no other class has.
     """
     modules = [base for base in cls.__bases__ if issubclass(base, nn.Module)]
     mixins = [base for base in cls.__bases__ if base not in modules]
     spaces = [cls, *(each for base in mixins for each in base.__mro__ if each is not object)]
     names = dict.fromkeys(name for space in spaces for name in vars(space))
-    said = [name for name in names if name in (*_SAYING, "__init__") or not name.startswith("__")]
-    own = [name for name in said if any(hasattr(base, name) and _differ(cls, base, name) for base in modules)]
-    unknown = () if "config_class" in own else ("__init__",)
-    return [name for name in own if name not in (*_NAMING, *unknown)]
+    relevant = [name for name in names if name in (*_COMPUTING_METHODS, "__init__") or not name.startswith("__")]
+    own = [name for name in relevant if any(hasattr(base, name) and _differ(cls, base, name) for base in modules)]
+    ignored = _DESCRIPTIVE_NAMES if "config_class" in own else (*_DESCRIPTIVE_NAMES, "__init__")
+    return [name for name in own if name not in ignored]
 
 
 def _differ(cls: object, base: object, name: str) -> bool:
-    """Unless one wraps the other, as transformers wraps the forward of every subclass of its layers."""
+    """Return whether two classes differ in an attribute.
+
+    A wrapper counts as what it wraps, since transformers wraps the forward of every subclass of its layers.
+    """
     mine, its = inspect.getattr_static(cls, name), inspect.getattr_static(base, name)
     return unwrapped(mine) is not unwrapped(its)
 
 
 def unwrapped(function: Any) -> Any:
-    """The function beneath transformers' and torch's own decorators; one that somebody else put over it stays."""
+    """Return the function beneath the decorators of transformers and torch; other people's decorators stay."""
 
-    def is_somebodys(wrapper: object) -> bool:
+    def is_foreign(wrapper: object) -> bool:
         return defined_in(wrapper).split(".")[0] not in ("transformers", "torch", "contextlib")
 
-    return inspect.unwrap(function, stop=is_somebodys)
+    return inspect.unwrap(function, stop=is_foreign)
 
 
 def defined_in(forward: object) -> str:
-    """The module in which a forward was written, whatever it says: TRL's has the name of what it replaces."""
+    """Return the name of the module whose globals a forward reads.
+
+    ``__module__`` does not tell: TRL gives its forward the name of the one that it replaces.
+    """
     return str(getattr(getattr(forward, "__func__", forward), "__globals__", {}).get("__name__"))
 
 
 def place_of(code: object) -> str:
-    """Return the dotted name of a function, a class or an object's class, under the module in which it was written.
+    """Return the dotted name of a function, a class or an object's class, after the module in which it was written.
 
-    Of a function that is the module whose globals it reads, whatever its ``__module__`` says, beneath decorators of
-    torch and transformers.
+    A function's module is the one whose globals it reads, whatever its ``__module__`` says. Decorators of torch and
+    transformers are looked through.
     """
     while isinstance(code, functools.partial | MethodType):
         code = code.func if isinstance(code, functools.partial) else code.__func__
@@ -123,74 +130,75 @@ def place_of(code: object) -> str:
 
 
 def package_of(code: object) -> str:
-    """The top-level package of :func:`place_of`."""
+    """Return the top-level package of :func:`place_of`."""
     return place_of(code).partition(".")[0]
 
 
 @constant
 def is_upstreams(function: object) -> bool:
-    """True for a function of transformers or torch, decorated by these alone."""
+    """Return whether a function is written in transformers or torch, and decorated by these alone."""
     return package_of(function) in ("transformers", "torch")
 
 
 def replaced_forward(module: nn.Module) -> str | None:
-    """Return the place of a forward that somebody has put on a module's class; None for the class's own.
+    """Return the place of a forward that somebody assigned to a module's class, or None if the class has its own.
 
-    A class of somebody's own counts as what it is: see :func:`stock_class`.
+    The class is that of :func:`stock_class`; a class that a user wrote has its own forward.
     """
     return foreign_forward(stock_class(module))
 
 
 def foreign_forward(cls: Any) -> str | None:
-    """The same of a class."""
+    """Return the place of a forward that somebody assigned to a class, or None if the class has its own."""
     own = cls.__module__.split(".")[0] not in ("transformers", "torch") or is_upstreams(cls.forward)
     return None if own else place_of(cls.forward)
 
 
 class Classes:
-    """The classes of modules whose forward a patch replaced, as they were when they were last looked at.
+    """The classes of the patched modules, as they were at the last check.
 
-    A forward of ours computes what the class did that the module had; one that comes over it later, or is put on that
-    class, is seen at the next forward of the model.
+    Our forward computes what the module's class computed at the patch. A class that is put over it later, or a forward
+    that is assigned to the class, is noticed at the model's next forward.
     """
 
     def __init__(self) -> None:
-        self._seen: list[tuple[nn.Module, type]] = []
+        """Set up with no class to check."""
+        self._classes: list[tuple[nn.Module, type]] = []
         self._forwards: dict[Any, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        # somebody's forward can't always be pickled
-        return {"seen": self._seen, "places": {cls: place_of(forward) for cls, forward in self._forwards.items()}}
+        """Return the state with the places of forwards, as not every forward can be pickled."""
+        return {"classes": self._classes, "places": {cls: place_of(forward) for cls, forward in self._forwards.items()}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._seen, places = state["seen"], state["places"]
+        """Find the forwards again by their places."""
+        self._classes, places = state["classes"], state["places"]
         self._forwards = {cls: cls.forward if place_of(cls.forward) == place else None for cls, place in places.items()}
 
     def watch(self, modules: Iterable[nn.Module], *, forwards: Iterable[nn.Module] = ()) -> None:
-        """Look at the classes of these from now on, and at what forward is on the classes of ``forwards``."""
-        self._seen += [(module, type(module)) for module in modules]
+        """Check the classes of ``modules`` from now on, and the forwards of the classes of ``forwards``."""
+        self._classes += [(module, type(module)) for module in modules]
         self._forwards |= {cls: cls.forward for cls in map(stock_class, forwards)}
 
     def check(self) -> None:
-        """Raise where a module computes something else now; costs a look at each class while none was changed.
+        """Raise if a module computes something else than at the patch. This costs one comparison a class.
 
         Raises:
-            PatchError: it names both classes, or the forward that was put on one.
+            PatchError: a module has another class, or a class has another forward; the message names both.
         """
         for cls, forward in self._forwards.items():
             if cls.forward is not forward:
                 raise PatchError(
-                    f"the forward of {cls.__name__} became {place_of(cls.forward)} after the patch, which is another "
-                    "than the one that fastpack computes, or calls. Put the class's own back, or call unpatch(model) "
-                    "and patch it again."
+                    f"the forward of {cls.__name__} became {place_of(cls.forward)} after the patch; fastpack computes "
+                    "the one before it. Assign the class's own forward again, or call unpatch(model) and patch anew."
                 )
-        for at, (module, before) in enumerate(self._seen):
+        for at, (module, before) in enumerate(self._classes):
             now = type(module)
             if now is before:
                 continue
             if _stock_of(now) is not _stock_of(before):
                 raise PatchError(
-                    f"a {before.__name__} became a {now.__name__} after the patch, whose forward is another than the "
-                    "one that fastpack computes. Call unpatch(model), and patch it again."
+                    f"a {before.__name__} became a {now.__name__} after the patch, and their forwards differ. "
+                    "Call unpatch(model), and patch it again."
                 )
-            self._seen[at] = (module, now)
+            self._classes[at] = (module, now)

@@ -1,25 +1,27 @@
 """A patched model under ``torch.compile``.
 
-Compile the whole model, after patching it, and feed it batches whose lengths were read in the collator::
+Patch the model first, then compile all of it. Its batches need lengths that the collator has read::
 
     packed = PackedSeqLens.from_lengths(lengths).bucketed()
     batch = {
-        "input_ids": packed.unpad(input_ids),  # [1, T] to the bucket's T
-        "labels": packed.unpad(packed.mask_first_labels(labels)),  # those of bucket padding are ignored
+        "input_ids": packed.unpad(input_ids),  # [1, T], where T is the bucket's size
+        "labels": packed.unpad(packed.mask_first_labels(labels)),  # the labels of bucket padding are ignored
         "packed_seq_lens": packed.flattened(),
     }
     model = torch.compile(fastpack.patch(model), fullgraph=True)
 
-Shapes, and all else that is guarded, are the bucket's, so that nothing is compiled more often than there are buckets:
-by default for the first sizes and then for any, with ``dynamic=False`` for each bucket (for more than eight of them
-raise ``torch._dynamo.config.recompile_limit``). Without ``bucketed()`` sizes come to stand for any as well.
+All that the compiler guards, shapes included, belongs to the bucket, so there are no more compilations than buckets. By
+default torch compiles for the first sizes and then once for all sizes; with ``dynamic=False`` it compiles each bucket
+(for more than eight buckets raise ``torch._dynamo.config.recompile_limit``). Without ``bucketed()`` it also ends with
+one compilation for all sizes.
 
-Any other batch (padded, or with restarting ``position_ids``) has its lengths read on the host before the one compiled
-region that does the rest; ``fullgraph=True`` does not allow that. Layers should not be compiled one by one: each has
-a forward of its own, so each would be compiled.
+Of any other batch (padded, or with restarting ``position_ids``) the host reads the lengths before the compiled region,
+which ``fullgraph=True`` does not allow. Don't compile layers one by one: each has its own forward, so each would be
+compiled.
 
-Kernels and Functions of ours stay out: a compiler fuses the plain definitions with their neighbours. Attention runs on
-``torch_varlen`` where that serves, else on any backend as one operator (:mod:`fastpack.backends.custom_op`).
+Our kernels and autograd Functions are not used here: the compiler fuses the plain definitions with their neighbours.
+Attention runs on ``torch_varlen`` if that serves the call, else on any backend as one operator
+(:mod:`fastpack.backends.custom_op`).
 """
 
 from __future__ import annotations
@@ -33,22 +35,27 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 Arguments = ParamSpec("Arguments")
-Found = TypeVar("Found")
+Output = TypeVar("Output")
 
 
 @contextmanager
 def activation_memory_budget(fraction: float) -> Iterator[None]:
-    """Let ``torch.compile`` keep this share of the activations that a backward pass would like, and recompute the rest.
+    """Let ``torch.compile`` keep a share of the activations, and recompute the rest in the backward.
 
-    The compiler chooses what is cheap to compute again (its own setting ``activation_memory_budget``, which it reads
-    when it compiles: put this around the steps that do, and those that may compile anew). Outside compiled regions it
-    does nothing. Results stay what they are.
+    The compiler recomputes what is cheap. It reads this setting, its own ``activation_memory_budget``, when it
+    compiles: put the context around every step that may compile. It does nothing outside compiled regions, and changes
+    no result.
 
     Args:
-        fraction: from 0, the inputs of the compiled region alone, to 1, whatever makes the backward fastest.
+        fraction: the share to keep, from 0 (only the inputs of the compiled region) to 1 (all that makes the backward
+            faster).
 
     Raises:
         ValueError: ``fraction`` is not from 0 to 1.
+
+    Example:
+        >>> with fastpack.activation_memory_budget(0.5):
+        ...     model(**batch).loss.backward()
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"activation_memory_budget takes a fraction from 0 to 1, not {fraction!r}: 0.5 keeps half.")
@@ -58,20 +65,20 @@ def activation_memory_budget(fraction: float) -> Iterator[None]:
         yield
 
 
-def compile_often(function: Callable[Arguments, Found], limit: int, **settings: Any) -> Callable[Arguments, Found]:
-    """``torch.compile(function, **settings)``, anew up to ``limit`` times, not 8."""
+def compile_often(function: Callable[Arguments, Output], limit: int, **settings: Any) -> Callable[Arguments, Output]:
+    """Return ``torch.compile(function, **settings)`` that may recompile ``limit`` times, instead of 8."""
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         settings["recompile_limit"] = limit
         return torch.compile(function, **settings)
     return _with_limit(torch.compile(function, **settings), limit)
 
 
-def _with_limit(compiled: Callable[Arguments, Found], limit: int) -> Callable[Arguments, Found]:
-    """Do what ``recompile_limit`` does, for torch before it had that: dynamo's own setting, while it may compile."""
+def _with_limit(compiled: Callable[Arguments, Output], limit: int) -> Callable[Arguments, Output]:
+    """Do what ``recompile_limit`` does in newer releases of torch: raise dynamo's setting while it may compile."""
     from torch._dynamo import config
 
     @functools.wraps(compiled)
-    def within(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+    def within(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Output:
         before = config.recompile_limit
         config.recompile_limit = max(before, limit)  # config.patch takes ten times as long
         try:
@@ -82,21 +89,28 @@ def _with_limit(compiled: Callable[Arguments, Found], limit: int) -> Callable[Ar
     return within
 
 
-def constant(function: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
-    """Mark what ``torch.compile`` is to call while it traces, and take for a constant: the same results for the same
-    arguments as long as the process lives, and these are strings, bools, numbers, None or tuples of them."""
-    # as torch.compiler.assume_constant_result does, which imports the compiler: `import fastpack` is not the time
+def constant(function: Callable[Arguments, Output]) -> Callable[Arguments, Output]:
+    """Mark a function that ``torch.compile`` calls while it traces, and whose result it takes for a constant.
+
+    Such a function gives the same result for the same arguments as long as the process lives. The results are strings,
+    bools, numbers, None or tuples of these.
+    """
+    # torch.compiler.assume_constant_result sets the same mark, but imports the compiler, which `import fastpack` must
+    # not
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
-def known_once(function: Callable[Arguments, Found]) -> Callable[Arguments, Found]:
-    """``functools.cache`` that is a :func:`constant`: the compiler would look through the cache into the function."""
+def cached_constant(function: Callable[Arguments, Output]) -> Callable[Arguments, Output]:
+    """Cache a function's results, and mark it as a :func:`constant`.
+
+    With ``functools.cache`` alone the compiler would look through the cache into the function.
+    """
     cached: Any = functools.cache(function)
 
     @functools.wraps(function)
-    def known(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Found:
+    def call_cached(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Output:
         return cached(*args, **kwargs)
 
-    known.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
-    return constant(known)
+    call_cached.cache_clear = cached.cache_clear  # type: ignore[attr-defined]
+    return constant(call_cached)

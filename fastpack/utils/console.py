@@ -1,4 +1,4 @@
-"""Rich's tables: as plain text, for ``print`` and for messages, and as wide as there is room."""
+"""Rich's tables as plain text, for ``print`` and for messages, no wider than the terminal."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 WIDTH = 100
-"""Columns, where the terminal has as many, or where there is none."""
+"""Width in columns, if the terminal is not narrower."""
 
 
-def as_text(shown: RenderableType) -> str:
-    """Render without colours, and without a line end."""
+def as_text(renderable: RenderableType) -> str:
+    """Render as text, without colours and without a line end."""
     from rich.console import Console
 
     console = Console(width=room_for(WIDTH), color_system=None)
     with console.capture() as capture:
-        console.print(shown)
+        console.print(renderable)
     return capture.get().rstrip("\n")
 
 
 def counted(number: int, what: str, several: str = "s") -> str:
-    """``1 step``, ``2 steps``; with ``es``, ``1 batch``, ``2 batches``."""
+    """Return a number with its noun: ``1 step``, ``2 steps``; with ``es``, ``1 batch``, ``2 batches``."""
     return f"{number:,} {what}{'' if number == 1 else several}"
 
 
 def headed(*names: str, title: str | None = None, right: Collection[str] = ()) -> Table:
-    """Return a table with these columns, of which those named in ``right`` hold numbers; the last one does not wrap."""
+    """Return an empty table with these columns; those in ``right`` hold numbers, and the last one does not wrap."""
     from rich import box
     from rich.table import Column, Table
 
@@ -39,12 +39,12 @@ def headed(*names: str, title: str | None = None, right: Collection[str] = ()) -
     return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 
-def room_for(wanted: int) -> int:
-    """Return so many columns, or the terminal's where there is one that has fewer (or ``COLUMNS`` says so)."""
-    return min(wanted, shutil.get_terminal_size((wanted, 0)).columns)
+def room_for(width: int) -> int:
+    """Return a width in columns, or the terminal's (or that of ``COLUMNS``) if it has fewer."""
+    return min(width, shutil.get_terminal_size((width, 0)).columns)
 
 
 def without_empty(table: Table) -> Table:
-    """The table, whose columns without anything in a cell are taken out."""
+    """Remove the columns of a table whose cells are all empty, and return the table."""
     table.columns = [column for column in table.columns if any(column.cells)]
     return table

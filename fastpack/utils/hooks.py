@@ -1,6 +1,6 @@
-"""Tell whether calling a module does more than its class's forward: then it has to be called, and can't be read.
+"""Tell whether calling a module does more than run its class's forward, and how a module is checkpointed.
 
-And tell how one is checkpointed.
+A module that does more has to be called: reading its weights would skip the hooks.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from torch.nn.modules import module as _module
 from torch.utils.checkpoint import checkpoint
 
 _CAPTURING = "transformers.utils.output_capturing"
-"""The module of the hooks that transformers leaves behind for good once outputs were captured."""
+"""The module of the hooks that transformers never removes once it has captured outputs."""
 
 
 def carries_hooks(module: nn.Module) -> bool:
-    """True where hooks run when a module is called, or its instance has a forward of its own."""
+    """Return whether hooks run when a module is called, or its instance has its own forward."""
     return own_forward(module) is not None or has_hooks(module)
 
 
 def own_forward(module: nn.Module) -> Any:
-    """The forward that was set on the instance, unless it is its class's, which accelerate's hooks leave behind."""
-    found = module.__dict__.get("forward")
-    return None if getattr(found, "__func__", None) is type(module).forward else found
+    """Return the forward that was set on the instance, or None.
+
+    The class's own forward does not count, which accelerate's hooks leave on the instance.
+    """
+    forward = module.__dict__.get("forward")
+    return None if getattr(forward, "__func__", None) is type(module).forward else forward
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """True where hooks run when a module is called: its own, or those that torch runs for every module.
+    """Return whether hooks run when a module is called: its own, or those that torch runs for every module.
 
-    Those that capture outputs for transformers don't count: while they do, the stock path runs.
+    Hooks that capture outputs for transformers don't count: while they capture, the stock path runs.
     """
     if module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks or hooks_for_every_module():
         return True
@@ -39,7 +42,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hooks_for_every_module() -> bool:
-    """True where torch runs hooks whenever any module is called."""
+    """Return whether torch runs hooks whenever any module is called."""
     return bool(
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
@@ -49,8 +52,11 @@ def hooks_for_every_module() -> bool:
 
 
 def checkpointing(module: nn.Module) -> Literal["plain", "reentrant", "own", ""]:
-    """Tell how transformers checkpoints a module: torch's checkpointing or its reentrant kind, or ``own`` for a
-    function that we don't know; empty for one that was never given any."""
+    """Return how transformers checkpoints a module.
+
+    That is ``plain`` or ``reentrant`` for torch's two kinds, ``own`` for a function that we don't know, and empty for a
+    module that is not checkpointed.
+    """
     function = module.__dict__.get("_gradient_checkpointing_func")
     if function is None:
         return ""

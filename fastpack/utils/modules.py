@@ -1,4 +1,4 @@
-"""A backbone's decoder layers, and the mode of a model's modules."""
+"""A backbone's decoder layers, and the training mode of a model's modules."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from torch import nn
 
 TOWERS = ("visual", "vision", "image", "audio", "speech", "multi_modal", "multimodal")
-"""Words in the names of modules that turn something else than text into embeddings."""
+"""Words in the names of modules that embed something else than text."""
 
 
 def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
-    """The longest list of modules right inside the backbone, or inside a child of its own; those of towers left out."""
-    found = _inside(backbone)
-    found += [inner for child in found if not isinstance(child, nn.ModuleList) for inner in _inside(child)]
-    return list(max((module for module in found if isinstance(module, nn.ModuleList)), key=len, default=()))
+    """Return the longest list of modules among the backbone's children and grandchildren, without those of towers."""
+    modules = _inside(backbone)
+    modules += [inner for child in modules if not isinstance(child, nn.ModuleList) for inner in _inside(child)]
+    return list(max((module for module in modules if isinstance(module, nn.ModuleList)), key=len, default=()))
 
 
 def _inside(module: nn.Module) -> list[nn.Module]:
@@ -24,7 +24,7 @@ def _inside(module: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run without dropout; every module's mode is put back."""
+    """Put a model in evaluation mode, and restore every module's mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

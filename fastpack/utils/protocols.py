@@ -1,7 +1,7 @@
-"""Types of the objects of transformers, PEFT and TRL that are handed around, whatever their release.
+"""Types of the objects of transformers, PEFT and TRL that fastpack hands around.
 
-They name what is read of such objects as an attribute; what only some have is asked for by ``getattr``. No protocol can
-say that something is a module, so models and layers are classes here, of which nobody makes an instance.
+Each type lists the attributes that fastpack reads. Attributes that only some objects have are read with ``getattr``. A
+protocol can't say that something is a module, so models and layers are classes here; nobody makes an instance of them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class ConfigLike(Protocol):
     pad_token_id: int | None
 
     def get_text_config(self, decoder: bool | None = None) -> ConfigLike:
-        """The config of the text model in a composite; else this one."""
+        """Return the config of a composite's text model, else this config."""
 
     def to_dict(self) -> dict[str, Any]:
-        """All settings."""
+        """Return all settings."""
 
 
 class ModelLike(nn.Module):
@@ -56,7 +56,7 @@ class LayerLike(nn.Module):
 
 
 class AttentionLike(nn.Module):
-    """A module of attention; each kind of attention has some of these."""
+    """An attention module; each kind of attention has some of these attributes."""
 
     config: ConfigLike
     layer_type: str
@@ -67,7 +67,7 @@ class AttentionLike(nn.Module):
 
 
 class AdapterLike(nn.Module):
-    """A layer of PEFT's around another one."""
+    """A layer of PEFT around another layer."""
 
     active_adapter: str | list[str]
     active_adapters: list[str]
@@ -93,7 +93,7 @@ class ArgumentsLike(Protocol):
 
 
 class TrainerLike(Protocol):
-    """A trainer of transformers or TRL; each of TRL's has some of the last ones."""
+    """A trainer of transformers or TRL; each of TRL's trainers has some of the last group."""
 
     model: HeadLike
     args: ArgumentsLike

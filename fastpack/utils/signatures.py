@@ -1,4 +1,4 @@
-"""Reading the arguments of a stock forward, whatever it calls them and however they came."""
+"""Read the arguments of a stock forward, passed by position or by name."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PackingError
-from fastpack.utils.compile import known_once
+from fastpack.utils.compile import cached_constant
 
 
 def accepted(forward: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a class's forward takes, by name or among its further keywords."""
+    """Return the arguments that a class's forward takes, by name or in its ``**kwargs``."""
     names = _keywords(forward)
     return dict(arguments) if names is None else {name: arguments[name] for name in arguments if name in names}
 
 
-@known_once
+@cached_constant
 def _keywords(forward: Callable[..., Any]) -> tuple[str, ...] | None:
-    """Names of a forward's parameters, None where it takes any."""
+    """Return the names of a forward's parameters, or None if it has ``**kwargs``."""
     parameters = inspect.signature(forward).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else tuple(p.name for p in parameters)
 
 
-@known_once
+@cached_constant
 def parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional parameters of a class's forward, without self."""
+    """Return the names of the positional parameters of a class's forward, without ``self``."""
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
-    found = [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
-    return tuple(found[1:])
+    names = [p.name for p in inspect.signature(forward).parameters.values() if p.kind in kinds]
+    return tuple(names[1:])
 
 
 def bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """All arguments by name."""
+    """Return all arguments of a call of ``cls.forward`` by name.
+
+    Raises:
+        TypeError: there are more positional arguments than parameters.
+    """
     names = parameters(cls.forward)
     if len(args) > len(names):
         raise TypeError(f"{cls.__name__}.forward takes {len(names)} positional arguments, {len(args)} came")
@@ -42,29 +46,32 @@ def bind(cls: type[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def wants_tuple(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Take ``return_dict`` out of the arguments; PEFT passes None for "as the config says"."""
+    """Remove ``return_dict`` from the arguments, and return whether a tuple is asked for.
+
+    PEFT passes None, which means what the config says.
+    """
     return_dict = arguments.pop("return_dict", None)
     return not (getattr(module.config, "return_dict", True) if return_dict is None else return_dict)
 
 
 def keeps_some_logits(arguments: Mapping[str, Any]) -> bool:
-    """True where ``logits_to_keep``, a number or a tensor of places, asks for some of the logits alone."""
+    """Return whether ``logits_to_keep``, a number or a tensor of indices, asks for a part of the logits."""
     keep = arguments.get("logits_to_keep")
     return not (keep is None or (isinstance(keep, int) and keep == 0))
 
 
 def source_of(arguments: Mapping[str, Any]) -> Any:
-    """The ids of a batch, or its embeddings where it has none; None where it has neither."""
+    """Return the ids of a batch, else its embeddings, else None."""
     ids = arguments.get("input_ids")
     return arguments.get("inputs_embeds") if ids is None else ids
 
 
 def shape_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
-    """``(B, S)`` of a batch.
+    """Return the shape ``(B, S)`` of a batch.
 
     Raises:
-        ValueError: it has ids and embeddings, or neither.
-        PackingError: they are not ``[B, S]`` or ``[B, S, H]``.
+        ValueError: the batch has both ids and embeddings, or neither.
+        PackingError: the ids are not ``[B, S]``, or the embeddings not ``[B, S, H]``.
     """
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if (ids is None) == (embeddings is None):

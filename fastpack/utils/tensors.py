@@ -1,4 +1,4 @@
-"""Tensors on their way to a device, alone and in objects that hold several."""
+"""Send tensors to a device, and map a function over the tensors in an object."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-Held = TypeVar("Held")
+Value = TypeVar("Value")
 
 
-def send(made: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor made on the host, from pinned memory, since a copy from other memory waits for a GPU."""
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor from the host to a device, through pinned memory: a copy from other memory waits for the GPU."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def map_tensors(value: Held, change: Callable[[Tensor], Tensor]) -> Held:
-    """Return a dataclass or tuple with ``change(tensor)`` in place of each tensor in it, however deep."""
-    made: Any = value
+def map_tensors(value: Value, change: Callable[[Tensor], Tensor]) -> Value:
+    """Return a copy of nested dataclasses and tuples with ``change(tensor)`` in place of each tensor."""
+    result: Any = value
     if isinstance(value, Tensor):
-        made = change(value)
+        result = change(value)
     elif isinstance(value, tuple):
-        made = tuple(map_tensors(item, change) for item in value)
+        result = tuple(map_tensors(item, change) for item in value)
     elif is_dataclass(value):
         parts = {part.name: map_tensors(getattr(value, part.name), change) for part in fields(value) if part.init}
-        made = replace(made, **parts)
-    return made
+        result = replace(result, **parts)
+    return result

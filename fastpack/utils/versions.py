@@ -1,7 +1,7 @@
 """The versions of other packages that fastpack needs and was tried with, and the command that installs them.
 
-The ranges are written in ``pyproject.toml`` alone: read from there in a checkout, also one that is only on
-``PYTHONPATH``, and elsewhere from the metadata of the installed distribution.
+Only ``pyproject.toml`` says the ranges. A checkout reads that file; an installed fastpack reads its metadata, which is
+made from it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 DISTRIBUTION = "fastpack-train"
-"""Pip's name of fastpack, as ``[project].name`` says; Python imports ``fastpack``."""
+"""The name that pip knows, ``[project].name``; Python imports ``fastpack``."""
 
 NEWEST_TRIED = {"torch": "2.14", "trl": "1.16", "peft": "0.21", "accelerate": "1.15"}
-"""The newest minor release of each package with which the test suite passes, on a CPU at least. With a newer one it
-fails until that is entered here: a warning of fastpack's is an error there. Of transformers each class is looked at by
-itself (:mod:`fastpack.families.lock`)."""
+"""The newest minor release of each package with which the test suite passes, at least on a CPU. With a newer release
+the suite fails until it is entered here, since fastpack's warnings are errors there. Transformers is not listed: each
+of its classes is proved by itself (:mod:`fastpack.families.lock`)."""
 
 
 def check_versions(packages: Iterable[str]) -> None:
-    """Raise where one of these packages is older than fastpack needs; warn where one is newer than was tried.
+    """Raise if a package is older than fastpack needs, and warn if one is newer than was tried.
 
     A pre-release counts as the release that it precedes, and a patch release as its minor release.
 
     Args:
-        packages: their names, imported and installed under the same one. Those of which nothing is known are skipped.
+        packages: names of packages, the same to import and to install. Packages without a known range are skipped.
 
     Raises:
-        PatchError: it names the version, what is allowed, and the command that mends it.
+        PatchError: a package is too old; the message has its version, the allowed ones, and the command that mends it.
 
     Warns:
-        UntriedVersionWarning: all that are too new; or that nothing can be told, since fastpack was copied here
-            without its metadata.
+        UntriedVersionWarning: some packages are too new; or fastpack was copied here without its metadata, so that
+            nothing is known.
     """
     needed, newer = version_ranges(), []
     for name in sorted(packages):
@@ -73,7 +73,7 @@ def check_versions(packages: Iterable[str]) -> None:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package as it was imported, else as it is installed; None where it is neither."""
+    """Return the version of the imported package, else of the installed one, else None."""
     from importlib import metadata
 
     imported = getattr(sys.modules.get(package), "__version__", None)
@@ -86,25 +86,25 @@ def version_of(package: str) -> str | None:
 
 
 def versions_of(*packages: str) -> dict[str, str]:
-    """Return the versions of those packages that are here, and Python's."""
-    found = {package: version for package in packages if (version := version_of(package)) is not None}
-    return {**found, "python": platform.python_version()}
+    """Return the versions of these packages, without the missing ones, and that of Python."""
+    versions = {package: version for package in packages if (version := version_of(package)) is not None}
+    return {**versions, "python": platform.python_version()}
 
 
 def is_too_old(package: str, version: str) -> bool:
-    """Return whether a version is below the floor; one above the ceiling is not too old."""
+    """Return whether a version is below the lowest that fastpack needs."""
     floors = (limit for limit in version_ranges().get(package, ()) if limit.operator == ">=")
     return not all(floor.contains(Version(version).base_version) for floor in floors)
 
 
 def is_untried(package: str, version: str) -> bool:
-    """Return whether a version is of a newer minor release than any that was tried."""
+    """Return whether a version belongs to a newer minor release than any that was tried."""
     return package in NEWEST_TRIED and Version(version).release[:2] > Version(NEWEST_TRIED[package]).release
 
 
 @functools.cache
 def version_ranges() -> dict[str, SpecifierSet]:
-    """Return the range of each package that has one, by its name; none at all where nothing tells them."""
+    """Return the version range of each package that has one, by name; empty if fastpack has no metadata."""
     from packaging.requirements import Requirement
 
     required = [Requirement(line) for line in _requirements()]
@@ -112,16 +112,16 @@ def version_ranges() -> dict[str, SpecifierSet]:
 
 
 def install_command(*packages: str) -> str:
-    """Return the shell command that brings these packages, in the ranges that fastpack needs.
+    """Return the shell command that installs these packages, in the ranges that fastpack needs.
 
-    It names them, not an extra of fastpack, and so works however fastpack itself was installed.
+    It names the packages and no extra of fastpack, so it works however fastpack was installed.
     """
     ranges = version_ranges()
     return " ".join(["pip install", *(shlex.quote(f"{name}{ranges.get(name, '')}") for name in packages)])
 
 
 def _requirements() -> list[str]:
-    """Return the requirements, also of extras, as the checkout's pyproject.toml or the installed metadata has them."""
+    """Return all requirements, those of extras included, from the checkout's pyproject.toml or the metadata."""
     import tomllib
     from importlib import metadata
 

@@ -20,7 +20,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape, Visibility
 from fastpack.backends.registry import why_not
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.ops.norm import rms_norm
-from fastpack.utils.compile import _with_limit, compile_often, known_once
+from fastpack.utils.compile import _with_limit, compile_often, cached_constant
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 
@@ -60,7 +60,7 @@ def test_the_operator_refuses_dropout() -> None:
 def test_facts_known_once_are_constants(value: Any) -> None:
     asked = []
 
-    @known_once
+    @cached_constant
     def fact(name: str) -> Any:
         asked.append(inspect.currentframe())  # which the compiler could not trace
         return value

@@ -219,14 +219,14 @@ def test_the_distribution_has_its_name_in_pyproject_alone() -> None:
     assert itself.extras <= project["optional-dependencies"].keys()
 
 
-def test_nobody_is_told_to_install_a_stranger() -> None:
+def test_no_text_installs_the_other_fastpack() -> None:
     """``fastpack`` on the package index is another project."""
     quoted, told = r"""['"\\]*fastpack""", "(version|requires|files|distribution)"
-    stranger = re.compile(rf"""pip install[^\n]* {quoted}(\[|['"\s@]|$)|{told}\({quoted}['"]\)""")
+    other_project = re.compile(rf"""pip install[^\n]* {quoted}(\[|['"\s@]|$)|{told}\({quoted}['"]\)""")
     texts = [ROOT / "README.md", ROOT / "gists", ROOT / "notebooks", ROOT / "fastpack"]
     files = [file for text in texts for file in (text.rglob("*") if text.is_dir() else [text])]
     read = {file: file.read_text() for file in files if file.suffix in (".py", ".md", ".sh", ".ipynb")}
-    found = [f"{file.name}: {each.group()}" for file, text in read.items() for each in stranger.finditer(text)]
+    found = [f"{file.name}: {each.group()}" for file, text in read.items() for each in other_project.finditer(text)]
     assert found == []
-    assert stranger.search("pip install 'fastpack[trl]'"), "control"
-    assert stranger.search('metadata.version("fastpack")'), "control"
+    assert other_project.search("pip install 'fastpack[trl]'"), "control"
+    assert other_project.search('metadata.version("fastpack")'), "control"

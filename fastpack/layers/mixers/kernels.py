@@ -31,7 +31,7 @@ from torch import Tensor
 from fastpack.backends.limits import HALF_DTYPES
 from fastpack.errors import PatchError
 from fastpack.packing.seqlens import PackedSeqLens
-from fastpack.utils.compile import known_once
+from fastpack.utils.compile import cached_constant
 from fastpack.utils.tensors import send
 
 Op = Literal["conv", "gated_delta", "kda", "ssd"]
@@ -290,7 +290,7 @@ def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-@known_once
+@cached_constant
 def _absent(module: str, name: str) -> str | None:
     """Why a function is not there, or None."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
