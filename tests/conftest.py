@@ -23,11 +23,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    everything = config.getoption("--all")
+    kept = items if everything else _sampled(items)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="NO GPU HERE: this test needs a CUDA device"))
-        if item.get_closest_marker("slow") and not config.getoption("--all"):
+        elif not everything and (item.get_closest_marker("slow") or item not in kept):
             item.add_marker(pytest.mark.skip(reason="part of the full product: bash gists/test.sh --all"))
+
+
+def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the items without those that ``@pytest.mark.sample(n)`` leaves for ``--all``.
+
+    A sampled test keeps n of its parametrizations: each time the one with the most parameter values that were not seen
+    yet, and of equals the first.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left: set[pytest.Item] = set()
+    for group in groups.values():
+        (size,) = group[0].get_closest_marker("sample").args  # type: ignore[union-attr]
+        seen: set[tuple[str, int]] = set()
+        for _ in range(min(size, len(group))):
+            values = {item: {*item.callspec.indices.items()} for item in group}  # type: ignore[attr-defined]
+            best = max(group, key=lambda item: len(values[item] - seen))
+            seen |= values[best]
+            group.remove(best)
+        left.update(group)
+    return {*items} - left
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from fastpack.cuda_graphs.recordings import Circumstances, GraphSettings, Record
 from fastpack.cuda_graphs.stack import Stack
 from fastpack.cuda_graphs.step import RecordedStep, Request, Ticket
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.mask import mask_stand_in
+from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.console import counted
 from fastpack.utils.hooks import has_hooks
@@ -272,7 +272,7 @@ def _runner(
                 **settings,
                 input_ids=None,
                 inputs_embeds=embeddings,
-                attention_mask=mask_stand_in(packed),
+                attention_mask=mask_placeholder(packed),
                 position_ids=packed.position_ids,
                 packed_seq_lens=packed,
                 use_cache=False,

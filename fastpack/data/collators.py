@@ -1,4 +1,4 @@
-"""Collators for patched models."""
+"""A collator that also reads how its batches are packed, for patched models."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ Collator = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class _WithPackedSeqLens:
-    """A class and no closure, so that workers of a data loader can be handed it."""
+    """A collator whose batches carry ``packed_seq_lens``. It is a class, since a data loader's workers pickle it."""
 
     collator: Collator
 
     def __call__(self, examples: Any) -> Any:
+        """Collate examples, and read the packing of the batch."""
         batch = self.collator(examples)
         if not isinstance(batch, MutableMapping):
             raise PackingError(
-                f"the collator made a {type(batch).__name__}, and with_packed_seq_lens takes those that make a dict of "
-                "tensors with input_ids or inputs_embeds. Leave GRPO's and RLOO's as it is: their batches are made by "
-                "generation, after it."
+                f"the collator made a {type(batch).__name__}; with_packed_seq_lens needs a dict of tensors with "
+                "input_ids or inputs_embeds. Don't wrap the collator of GRPO and RLOO: generation makes their batches "
+                "after it."
             )
-        if "KL_input_ids" in batch:  # KTO hands what it does not know on to a forward of those, too
+        if "KL_input_ids" in batch:  # KTO passes unknown keys to the forward of its KL sequences too
             return batch
         source = source_of(batch)
         if not isinstance(source, Tensor):
             raise PackingError(
-                f"the collator made a batch of {', '.join(batch)}: no tensor of input_ids or inputs_embeds, whose "
-                "packing could be read."
+                f"the collator made a batch of {', '.join(batch)}, without a tensor of input_ids or inputs_embeds. "
+                "Add one of them, or don't wrap this collator."
             )
         batch["packed_seq_lens"] = read_packing(
             (source.shape[0], source.shape[1]),
@@ -48,33 +49,37 @@ class _WithPackedSeqLens:
         return batch
 
     def __getattr__(self, name: str) -> Any:
-        """The collator's own attributes: a Trainer saves the ``tokenizer`` that it finds there."""
-        if name == "collator" or name.startswith("__"):  # what copy and pickle ask of a class, and before it is filled
+        """Return the collator's attributes: a Trainer saves the ``tokenizer`` of its collator."""
+        if name == "collator" or name.startswith("__"):  # copy and pickle ask for these before the fields are set
             raise AttributeError(name)
         return getattr(self.collator, name)
 
 
 def with_packed_seq_lens(collator: Collator) -> Collator:
-    """The collator, whose batches also carry their packing, read and checked on the host.
+    """Wrap a collator so that its batches also carry their packing, read and checked on the host.
 
-    A patched model then waits for the device nowhere, where it would wait once a step to read lengths from it, and the
-    prefixes that its sequences may share (``share_prefixes=``). Padded and packed batches alike, of TRL's,
-    transformers' or your own collator; nothing in them is changed, and padded ones go to ``generate`` as they are.
-    They are not read again in the model: who masks or permutes a batch behind the collator takes ``packed_seq_lens``
-    out of it. KTO's batches with mismatched completions, for its KL, stay as they are: they hold two packings, and the
-    model reads each where it runs.
+    A patched model reads the lengths from the batch once a step, for which the host waits for the device. With this
+    collator it never waits, neither for lengths nor for the prefixes that sequences share (``share_prefixes=``). It
+    takes padded and packed batches of TRL's, transformers' or your own collator, and changes nothing else in them.
+
+    The model believes ``packed_seq_lens``. Code that masks or permutes a batch after the collator has to remove it. KTO
+    batches with mismatched completions, for its KL, are left as they are: they hold two packings, and the model reads
+    both itself.
 
     Args:
-        collator: from examples to a dict of CPU tensors with ``input_ids`` or ``inputs_embeds``.
+        collator: a function from examples to a dict of CPU tensors with ``input_ids`` or ``inputs_embeds``.
 
     Returns:
-        One that adds ``packed_seq_lens``, a :class:`fastpack.PackedSeqLens`, which takes the place of any
-        ``packed_seq_lens`` that the batch has. Give it to a patched model: a stock one does not know the keyword.
+        A collator that adds ``packed_seq_lens``, a :class:`fastpack.PackedSeqLens`, and overwrites one that the batch
+        has. A stock model does not know the keyword.
 
     Raises:
-        PackingError: when called: what the batch carries contradicts itself, it holds neither of the two, or it is no
-            dict (GRPO's and RLOO's collator hands the examples on).
-        TypeError: at once: what came can't be called.
+        PackingError: when called, if the batch contradicts itself, has neither of the two tensors, or is not a dict
+            (the collator of GRPO and RLOO returns the examples).
+        TypeError: at once, if ``collator`` can't be called.
+
+    Example:
+        >>> trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)
     """
     if not callable(collator):
         raise TypeError(
@@ -84,7 +89,7 @@ def with_packed_seq_lens(collator: Collator) -> Collator:
 
 
 def stock_collator(collator: object) -> Any:
-    """The collator that makes the batches, inside :func:`with_packed_seq_lens` where it was wrapped in it."""
+    """Return the collator that makes the batches, without the wrapper of :func:`with_packed_seq_lens`."""
     while isinstance(collator, _WithPackedSeqLens):
         collator = collator.collator
     return collator

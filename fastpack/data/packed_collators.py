@@ -1,6 +1,6 @@
-"""Collators for loops of one's own: examples end to end in one row ``[1, T]``, with their lengths beside them.
+"""Collators for your own training loop: they join examples in one row ``[1, T]`` and pass on their lengths.
 
-What they return goes into a patched model as it is::
+A batch of theirs goes into a patched model as it is::
 
     batch = PackedSFTCollator()(examples)
     loss = model(**batch).loss
@@ -37,7 +37,7 @@ class _Sequence:
 
 
 def _collate(groups: Sequence[tuple[_Sequence, ...]]) -> dict[str, Any]:
-    """The batch of these examples, each with its sequences: all first ones, then all second ones."""
+    """Return a batch of examples that have one or two sequences each: all first sequences, then all second ones."""
     if not groups:
         raise PackingError("there is no example to collate. Pass at least one.")
     sequences = list(chain.from_iterable(zip(*groups, strict=True)))
@@ -53,54 +53,65 @@ def _collate(groups: Sequence[tuple[_Sequence, ...]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PackedSFTCollator:
-    """Examples end to end in one row, for supervised fine-tuning.
+    """A collator that joins examples in one row, for supervised fine-tuning.
 
     An example is a mapping with lists, arrays or 1-D tensors of equal lengths:
 
     - ``input_ids``;
-    - ``labels``, the ids with -100 where nothing is trained; by default ``input_ids``;
-    - ``completion_mask``, if it has one: labels are ignored where it is 0;
-    - ``attention_mask``, if it was padded: tokens left and right of its ones are dropped.
+    - ``labels`` (optional): the ids, with -100 for tokens that are not trained; by default ``input_ids``;
+    - ``completion_mask`` (optional): labels are ignored where it is 0;
+    - ``attention_mask`` (optional): tokens left and right of its ones are dropped.
 
     The batch holds, on the host:
 
-    - ``input_ids``, ``labels``, ``position_ids``: int64 ``[1, T]``. The first label of each sequence is ignored,
-      since the token before it belongs to another one; positions restart.
-    - ``packed_seq_lens``: a :class:`fastpack.PackedSeqLens`, so that a patched model reads nothing from the device: no
-      lengths, nor the prefixes that sequences share (``fastpack.patch(..., share_prefixes="auto")``).
+    - ``input_ids``, ``labels``, ``position_ids``: int64 ``[1, T]``. Positions restart in each sequence, whose first
+      label is ignored, since the token before it belongs to another sequence.
+    - ``packed_seq_lens``: a :class:`fastpack.PackedSeqLens` with lengths and shared prefixes, so that a patched model
+      need not read them from the device.
 
     Raises:
-        PackingError: when called: no example; one without a token, whose columns differ in length or are not whole
-            numbers in one dimension, whose ``completion_mask`` keeps nothing, whose ``attention_mask`` has a hole. The
-            message has its number in the batch.
+        PackingError: when called without examples, or with an example that has no token, whose columns differ in length
+            or are not whole numbers in one dimension, whose ``completion_mask`` is all zeros, or whose
+            ``attention_mask`` has a hole. The message has its number in the batch.
+
+    Example:
+        >>> batch = PackedSFTCollator()([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}])
+        >>> batch["labels"].tolist()
+        [[-100, 2, 3, -100, 5]]
     """
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """Collate a list of examples."""
         return _collate([(_supervised(example, f"example {i}"),) for i, example in enumerate(examples)])
 
 
 @dataclass(frozen=True)
 class PackedPreferenceCollator:
-    """Pairs flattened into one row: all chosen sequences, then all rejected ones, each behind its prompt.
+    """A collator that joins preference pairs in one row: all chosen sequences, then all rejected ones.
 
-    An example is a mapping with TRL's columns, lists, arrays or 1-D tensors:
+    Each sequence begins with its prompt. An example is a mapping with TRL's columns as lists, arrays or 1-D tensors:
 
-    - ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, or under their older names ``prompt_input_ids`` and so on;
-      the completions without the prompt;
-    - ``prompt_attention_mask`` and so on, if one was padded: padding is dropped wherever it stands, before the parts
-      are joined, so that it belongs to no sequence;
-    - ``ref_chosen_logps`` and ``ref_rejected_logps``, if the reference was asked before.
+    - ``prompt_ids``, ``chosen_ids``, ``rejected_ids``, or under their older names ``prompt_input_ids`` and so on. The
+      completions don't contain the prompt;
+    - ``prompt_attention_mask`` and so on (optional): padding is dropped before the parts are joined;
+    - ``ref_chosen_logps`` and ``ref_rejected_logps`` (optional): the reference model's log-probabilities.
 
-    The batch is that of :class:`PackedSFTCollator` with 2 P sequences, labels of the completions alone, and
-    ``ref_chosen_logps`` and ``ref_rejected_logps`` as float64 ``[P]`` where they came (see
+    The batch is that of :class:`PackedSFTCollator` with 2 P sequences. Only completions have labels.
+    ``ref_chosen_logps`` and ``ref_rejected_logps`` are float64 ``[P]`` if the examples have them (see
     :mod:`fastpack.trainers.preference_losses`).
 
     Raises:
-        PackingError: as there, and for a completion of which nothing is predicted: without a token, or with a single
-            one and no prompt.
+        PackingError: as :class:`PackedSFTCollator`, and for a completion in which no token is predicted: an empty one,
+            or a single token without a prompt.
+
+    Example:
+        >>> pair = {"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]}
+        >>> PackedPreferenceCollator()([pair])["labels"].tolist()
+        [[-100, 2, 3, -100, 4]]
     """
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """Collate a list of pairs."""
         pairs = []
         for number, example in enumerate(examples):
             name = f"example {number}"
@@ -108,12 +119,12 @@ class PackedPreferenceCollator:
             pairs.append((_completed(prompt, example, "chosen", name), _completed(prompt, example, "rejected", name)))
         batch = _collate(pairs)
         for column in ("ref_chosen_logps", "ref_rejected_logps"):
-            given = [column in example for example in examples]
-            if not any(given):
+            present = [column in example for example in examples]
+            if not any(present):
                 continue
-            if not all(given):
+            if not all(present):
                 raise PackingError(
-                    f"example {given.index(False)} of the batch has no {column}, which others have. Pass it with all "
+                    f"example {present.index(False)} of the batch has no {column}, which others have. Pass it with all "
                     "examples, or with none."
                 )
             batch[column] = torch.tensor([float(example[column]) for example in examples], dtype=torch.float64)
@@ -121,7 +132,7 @@ class PackedPreferenceCollator:
 
 
 def _supervised(example: Example, name: str) -> _Sequence:
-    """One example of :class:`PackedSFTCollator`."""
+    """Return the sequence of an example of :class:`PackedSFTCollator`."""
     ids = _column(example, "input_ids", name)
     labels = _column(example, "labels", name) if example.get("labels") is not None else ids
     _check_length(labels, ids, "labels", name)
@@ -138,17 +149,17 @@ def _supervised(example: Example, name: str) -> _Sequence:
 
 
 def _completed(prompt: Tensor, example: Example, kind: str, name: str) -> _Sequence:
-    """The prompt and one of its completions."""
+    """Return the sequence of a prompt and one of its completions."""
     completion = _part(example, kind, name)
     ids = torch.cat([prompt, completion])
     if len(completion) == 0 or len(ids) < 2:
-        what = "no prompt, and a single token" if len(completion) else "an empty completion"
-        raise PackingError(f"{name} of the batch has {what} as {kind}: it has no log-probability. Leave it out.")
+        what = "a single token without a prompt" if len(completion) else "an empty completion"
+        raise PackingError(f"{name} of the batch has {what} as {kind}, which has no log-probability. Leave it out.")
     return _Sequence(ids, torch.cat([torch.full_like(prompt, IGNORE_INDEX), completion]))
 
 
 def _part(example: Example, kind: str, name: str) -> Tensor:
-    """The prompt or a completion of a pair, without padding."""
+    """Return the prompt or a completion of a pair, without padding."""
     column = f"{kind}_ids" if f"{kind}_ids" in example else f"{kind}_input_ids"
     if column not in example:
         raise PackingError(
@@ -160,7 +171,7 @@ def _part(example: Example, kind: str, name: str) -> Tensor:
 
 
 def _real(example: Example, column: str, ids: Tensor, name: str) -> slice:
-    """Where the ones of a mask stand."""
+    """Return the range of the ones of a mask."""
     if example.get(column) is None:
         return slice(None)
     mask = _column(example, column, name)
@@ -170,7 +181,7 @@ def _real(example: Example, column: str, ids: Tensor, name: str) -> slice:
         return slice(0)
     if len(ones) != ones[-1] + 1 - ones[0]:
         raise PackingError(
-            f"{column} of {name} of the batch has a hole: padding may stand left and right of the tokens, not between."
+            f"{column} of {name} of the batch has a hole: padding may be left or right of the tokens, not inside."
         )
     return slice(ones[0], ones[-1] + 1)
 
@@ -183,14 +194,14 @@ def _check_length(column: Tensor, ids: Tensor, what: str, name: str) -> None:
 
 
 def _column(example: Example, column: str, name: str) -> Tensor:
-    """Whole numbers, int64 ``[length]``."""
+    """Return a column of whole numbers as int64 ``[length]``."""
     if column not in example:
         raise PackingError(f"{name} of the batch has no {column}, only {', '.join(example)}.")
     try:
         values = torch.as_tensor(example[column])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise PackingError(f"{column} of {name} of the batch are no numbers: {error}.") from error
-    if values.ndim != 1 or (values.is_floating_point() and len(values)):  # torch takes [] for floats
+        raise PackingError(f"{column} of {name} of the batch are not numbers ({error}). Pass whole numbers.") from error
+    if values.ndim != 1 or (values.is_floating_point() and len(values)):  # torch makes floats of []
         raise PackingError(
             f"{column} of {name} of the batch have shape {tuple(values.shape)} and {values.dtype}; pass whole numbers "
             "in one dimension."

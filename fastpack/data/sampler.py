@@ -1,4 +1,4 @@
-"""A batch sampler for torch's ``DataLoader``, whose batches are those of a token-budget plan."""
+"""A batch sampler for torch's ``DataLoader`` with batches of a token budget."""
 
 from __future__ import annotations
 
@@ -21,33 +21,38 @@ from fastpack.data.token_budget import (
 )
 from fastpack.errors import PackingError
 
-EVENED = 64
-"""Epochs that :meth:`TokenBudgetSampler.even_out` plans at most; later ones are as the first ones were."""
+EVEN_EPOCHS = 64
+"""The largest number of epochs that :meth:`TokenBudgetSampler.even_out` plans; later epochs repeat these."""
 
 
 class TokenBudgetSampler(Sampler[list[int]]):
-    """Lists of indices of whole examples, of at most ``max_tokens`` tokens together: one micro-batch each.
+    """A batch sampler whose micro-batches hold whole examples of at most ``max_tokens`` tokens together.
 
-    ``DataLoader(dataset, batch_sampler=TokenBudgetSampler(lengths_of(dataset), 8192), collate_fn=...)``. What is in
-    which batch, and how ranks share them, is :func:`plan_batches`'s to say. It makes the batches of its own rank:
-    nothing may divide them among ranks again.
+    :func:`plan_batches` decides which examples share a batch, and how ranks share batches. The sampler yields the
+    batches of its own rank only, so nothing may divide them among ranks again.
 
-    ``len()`` is the number of micro-batches of this rank in the whole epoch, the same on every rank; it may differ by
-    a few from epoch to epoch until :meth:`even_out` is called. Iterating goes through the epoch from its start. The
-    same lengths, settings and epoch give the same batches, so who goes on in mid-epoch skips those that were trained on
-    (``itertools.islice``, or accelerate's ``skip_first_batches``).
+    ``len()`` is the number of micro-batches of this rank in the epoch, and the same on every rank. It may differ by a
+    few from epoch to epoch until :meth:`even_out` is called. The same lengths, settings and epoch give the same
+    batches. To resume in mid-epoch, skip the batches that were trained on (``itertools.islice``, or accelerate's
+    ``skip_first_batches``).
 
     Args:
-        lengths: tokens of each example, from :func:`lengths_of`; n ints or a whole 1-D tensor. The same on every rank.
-        max_tokens: of a micro-batch at most.
+        lengths: the tokens of each example, from :func:`lengths_of`: ints or a 1-D integer tensor, the same on every
+            rank.
+        max_tokens: the budget of a micro-batch.
         seed: decides the order, together with the epoch.
-        rank: which process this is, from 0. By default ``rank`` and ``ranks`` are those of ``torch.distributed`` where
-            a process group exists, and all ranks then compare their data and settings: a collective call.
-        ranks: how many processes there are.
+        rank: the index of this process, from 0. By default ``rank`` and ``ranks`` are those of ``torch.distributed`` if
+            a process group exists; all ranks then compare their data and settings in a collective call.
+        ranks: the number of processes.
         look_ahead, too_long, cost: as in :func:`plan_batches`.
 
     Raises:
-        PackingError: as :func:`plan_batches`; only one of ``rank`` and ``ranks`` is given; ranks have different data.
+        PackingError: as :func:`plan_batches`; or only one of ``rank`` and ``ranks`` is passed; or ranks have different
+            data.
+
+    Example:
+        >>> sampler = TokenBudgetSampler(lengths_of(dataset), 8192)
+        >>> loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedSFTCollator())
     """
 
     def __init__(
@@ -62,8 +67,9 @@ class TokenBudgetSampler(Sampler[list[int]]):
         too_long: TooLong = "error",
         cost: tuple[float, float] = COST,
     ) -> None:
+        """Check the settings, compare them among ranks, and plan the first epoch."""
         if (rank is None) != (ranks is None):
-            raise PackingError(f"rank={rank} and ranks={ranks}: pass both, or neither to ask torch.distributed.")
+            raise PackingError(f"rank={rank} and ranks={ranks}: pass both, or neither to use torch.distributed's.")
         grouped = rank is None and dist.is_available() and dist.is_initialized()
         if rank is None or ranks is None:
             rank, ranks = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -79,7 +85,7 @@ class TokenBudgetSampler(Sampler[list[int]]):
         self.too_long = too_long
         self.cost = cost
         self.fingerprint = digest(self.lengths)
-        if grouped:  # before planning, which may raise on one rank alone, while the others would wait for it
+        if grouped:  # before planning, which may raise on one rank while the others would wait for it
             self._compare(self._settings())
         self._epoch = 0
         self._micro_batches, self._evened = 1, False
@@ -87,45 +93,52 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
     @property
     def epoch(self) -> int:
-        """From 0."""
+        """The epoch, from 0."""
         return self._epoch
 
     @property
     def plan(self) -> BatchPlan:
-        """This epoch's plan, for all ranks."""
+        """The epoch's plan, for all ranks."""
         return self._plan
 
     def __len__(self) -> int:
+        """Return the number of this rank's micro-batches in the epoch."""
         return self._plan.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yield the indices of each micro-batch of this rank, from the start of the epoch."""
         yield from map(list, self._plan.batches[self.rank])
 
     def set_epoch(self, epoch: int) -> None:
-        """Plan another epoch; the one that it is in already is left as it is.
+        """Plan another epoch. The current one is not planned again.
+
+        Args:
+            epoch: the epoch, from 0.
 
         Raises:
-            PackingError: not an int from 0 on, or as :func:`plan_batches`; then nothing has changed.
+            PackingError: ``epoch`` is not an int from 0 on, or as :func:`plan_batches`. Nothing has changed then.
         """
         if epoch != self._epoch:
             self._plan = self._planned(epoch)
             self._epoch = epoch
 
     def even_out(self, epochs: int) -> None:
-        """Give the first so many epochs as many micro-batches as the one of them that needs most.
+        """Give all epochs of a run as many micro-batches as the one that needs most, as trainers expect.
 
-        Trainers count on it. These epochs are planned for it, or the first :data:`EVENED` of them, since runs of many
-        epochs would wait for it: those behind them go through the same orders again. Call it before the first of them
-        begins. One epoch is left as it is.
+        At most the first :data:`EVEN_EPOCHS` epochs are planned for this, so that long runs need not wait. Later epochs
+        repeat their orders. Call it before the first epoch begins. A single epoch does not change.
+
+        Args:
+            epochs: the number of epochs of the run.
         """
         if epochs > 1:
-            planned = range(min(epochs, EVENED))
+            planned = range(min(epochs, EVEN_EPOCHS))
             self._micro_batches = max(self._planned(epoch).micro_batches for epoch in planned)
             self._evened = True
             self._plan = self._planned(self._epoch)
 
     def _settings(self) -> dict[str, Any]:
-        """Return all that the batches of an epoch depend on, as ints, floats and strings; the same on every rank."""
+        """Return the settings that the batches of an epoch depend on, which must be the same on every rank."""
         return {
             "examples": len(self.lengths),
             "lengths": self.fingerprint,
@@ -138,16 +151,16 @@ class TokenBudgetSampler(Sampler[list[int]]):
         }
 
     def _compare(self, state: dict[str, Any]) -> None:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, {"rank": self.rank, **state})
-        compare_ranks(found)
+        states: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(states, {"rank": self.rank, **state})
+        compare_ranks(states)
 
     def _planned(self, epoch: int) -> BatchPlan:
         return plan_batches(
             self.lengths,
             self.max_tokens,
             seed=self.seed,
-            epoch=epoch % EVENED if self._evened else epoch,
+            epoch=epoch % EVEN_EPOCHS if self._evened else epoch,
             ranks=self.ranks,
             look_ahead=self.look_ahead,
             too_long=self.too_long,
@@ -157,19 +170,19 @@ class TokenBudgetSampler(Sampler[list[int]]):
 
 
 def compare_ranks(states: Sequence[Mapping[str, Any]]) -> None:
-    """Raise unless processes hold the same, and are the ranks 0, 1, ... of it.
+    """Raise unless all processes have the same state, and are the ranks 0, 1, ... of their number.
 
     Args:
-        states: of each process, in order, its ``rank`` and whatever else has to be the same.
+        states: the state of each process, in order: its ``rank``, and the entries that have to be the same.
 
     Raises:
-        PackingError: names what differs, and what each process has.
+        PackingError: an entry differs; the message has its name and each process's value.
     """
     ranks = [state["rank"] for state in states]
     if sorted(ranks) != list(range(len(states))) or any(state["ranks"] != len(states) for state in states):
         raise PackingError(
-            f"{len(states)} processes say that they are ranks {ranks} of {[state['ranks'] for state in states]}: "
-            "examples would be lost or seen twice. Leave rank and ranks out to have them asked for."
+            f"{len(states)} processes have the ranks {ranks} of {[state['ranks'] for state in states]}: examples would "
+            "be lost or seen twice. Leave rank and ranks out to use torch.distributed's."
         )
     for name in sorted(set(states[0]) - {"rank"}):
         values = [state[name] for state in states]

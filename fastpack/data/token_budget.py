@@ -17,13 +17,13 @@ from typing import Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from fastpack.data.bin_packing import Job, dealt, divided, filled, sums
+from fastpack.data.bin_packing import Job, deal_batches, divide_batches, fill_batches, sums
 from fastpack.errors import PackingError
 
 LOOK_AHEAD = 2048
 COST = (1.0, 1 / (12 * 4096))
-"""FLOPs of a decoder layer of hidden size H, as a ratio: 24 H**2 a token in its matrix products (12 H**2 weights), and
-2 H l**2 in causal attention over l tokens (two products of l x l, of which half is computed). Here for H = 4,096."""
+"""The ratio of FLOPs in a decoder layer of hidden size H = 4,096: 24 H**2 a token in matmuls (12 H**2 weights), and
+2 H l**2 in causal attention over l tokens (two matmuls of l x l, of which half is computed)."""
 
 TooLong = Literal["error", "truncate"]
 TOO_LONG: tuple[str, ...] = get_args(TooLong)
@@ -33,14 +33,15 @@ PerRank = tuple[tuple[T, ...], ...]
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """One epoch's micro-batches, of every rank. Compare two with ``==``.
+    """The micro-batches of one epoch, for every rank. Plans compare with ``==``.
 
     Attributes:
-        batches: ``batches[rank][micro_batch]`` are indices of examples, at least one; equally many for each rank.
+        batches: ``batches[rank][micro_batch]`` are the indices of at least one example. Each rank has equally many
+            micro-batches.
         tokens: ``tokens[rank][micro_batch]``, at most ``max_tokens``.
         costs: ``costs[rank][micro_batch]``, in units of ``a * tokens``.
         max_tokens: the budget.
-        truncated: indices of examples that are longer, and count as ``max_tokens``: the collator has to cut them.
+        truncated: the indices of longer examples, which count as ``max_tokens``: the collator has to cut them.
     """
 
     batches: PerRank[tuple[int, ...]]
@@ -51,12 +52,12 @@ class BatchPlan:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches each rank has."""
+        """The number of micro-batches of each rank."""
         return len(self.batches[0])
 
     @property
     def fill(self) -> float:
-        """Tokens over the budgets of all micro-batches, from 0 to 1."""
+        """The share of all budgets that tokens fill, from 0 to 1."""
         return sum(chain.from_iterable(self.tokens)) / (self.max_tokens * self.micro_batches * len(self.batches))
 
 
@@ -72,28 +73,33 @@ def plan_batches(
     cost: tuple[float, float] = COST,
     micro_batches: int = 1,
 ) -> BatchPlan:
-    """Every example exactly once, in micro-batches of at most ``max_tokens`` tokens, equally many for every rank.
+    """Plan an epoch: every example once, in micro-batches of at most ``max_tokens``, equally many for every rank.
 
-    A pure function: the same arguments give the same plan, with the same releases of fastpack and torch. A million
-    lengths of instructions take two seconds in batches of 4,096 tokens; up to nine where each fills a batch.
+    The same arguments give the same plan, with the same releases of fastpack and torch. A million lengths of
+    instruction data take two seconds in batches of 4,096 tokens, and up to nine if each example fills a batch.
 
     Args:
-        lengths: tokens of each example, at least 1 (:func:`fastpack.data.lengths.lengths_of` reads them): n ints,
-            or a whole 1-D tensor of them.
-        max_tokens: tokens of a micro-batch at most.
-        seed: with ``epoch`` decides the order.
-        epoch: from 0.
-        ranks: how many processes share the epoch.
-        look_ahead: how many examples of the shuffled order are looked at, at most, to fill a batch.
-        too_long: what becomes of examples longer than ``max_tokens``: ``"error"``, or ``"truncate"``, which counts them
-            as ``max_tokens`` and lists them in :attr:`BatchPlan.truncated`; whoever collates them cuts them.
-        cost: ``(a, b)`` of ``a * l + b * l ** 2``, what an example of ``l`` tokens costs. A pair counts as one sequence
-            of both sides' tokens.
-        micro_batches: at least so many for each rank: the dearest are halved until there are.
+        lengths: the tokens of each example, at least 1 (:func:`fastpack.data.lengths.lengths_of` reads them): ints, or
+            a 1-D integer tensor.
+        max_tokens: the budget of a micro-batch.
+        seed: decides the order, together with ``epoch``.
+        epoch: the epoch, from 0.
+        ranks: the number of processes that share the epoch.
+        look_ahead: the largest number of examples of the shuffled order that are considered to fill a batch.
+        too_long: ``"error"`` to refuse examples longer than ``max_tokens``, or ``"truncate"`` to count them as
+            ``max_tokens`` and list them in :attr:`BatchPlan.truncated`; the collator then cuts them.
+        cost: ``(a, b)`` of ``a * l + b * l ** 2``, the cost of an example of ``l`` tokens. A pair counts as one
+            sequence of both sides' tokens.
+        micro_batches: the least number for each rank; the most expensive batches are halved until it is reached.
 
     Raises:
-        PackingError: an argument is not what it has to be; an example is over the budget, and named; there are fewer
-            examples than ranks; or hardly two examples fit one batch, and their number does not divide by the ranks.
+        PackingError: an argument is not allowed; an example is over the budget; there are fewer examples than ranks; or
+            hardly two examples fit a batch, and their number does not divide by the ranks.
+
+    Example:
+        >>> plan = plan_batches([5, 3, 2, 4], 7, seed=0, epoch=0)
+        >>> plan.micro_batches, plan.fill
+        (2, 1.0)
     """
     values = read_lengths(lengths)
     check_settings(
@@ -117,9 +123,9 @@ def plan_batches(
     generator = torch.Generator().manual_seed(_mixed(seed, epoch))
     order = torch.randperm(len(values), generator=generator).tolist()
     job = Job(values, max_tokens, ranks, cost)
-    batches = divided(job, filled(job, order, look_ahead), micro_batches)
+    batches = divide_batches(job, fill_batches(job, order, look_ahead), micro_batches)
     tokens, costs = sums(job, batches)
-    shares = dealt(costs, ranks, generator)
+    shares = deal_batches(costs, ranks, generator)
     return BatchPlan(
         batches=tuple(tuple(tuple(batches[at]) for at in share) for share in shares),
         tokens=tuple(tuple(tokens[at] for at in share) for share in shares),
@@ -130,17 +136,21 @@ def plan_batches(
 
 
 def read_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
-    """The lengths as a new list of Python ints; raise unless there are some and each is a whole number from 1 on."""
-    given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+    """Return the lengths as a new list of Python ints.
+
+    Raises:
+        PackingError: there is none, one is below 1, or one is not a whole number.
+    """
+    numbers = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     try:
-        values = [index(length) for length in given]
+        values = [index(length) for length in numbers]
     except TypeError as error:
         raise PackingError(
-            f"lengths are {type(lengths).__name__}, and not all of them whole numbers ({error}). Pass one int an "
+            f"lengths is a {type(lengths).__name__} with items that are not whole numbers ({error}). Pass one int an "
             "example, or a 1-D tensor of them."
         ) from error
     if not values:
-        raise PackingError("no lengths: the data set has no examples, and there is nothing to plan.")
+        raise PackingError("there are no lengths: the data set is empty. Pass at least one example.")
     if min(values) < 1:
         at = next(i for i, length in enumerate(values) if length < 1)
         raise PackingError(
@@ -159,7 +169,7 @@ def check_settings(
     micro_batches: int = 1,
     rank: int = 0,
 ) -> None:
-    """Raise unless each setting is one that is allowed."""
+    """Raise a PackingError unless each setting has an allowed value."""
     whole = {"max_tokens": max_tokens, "ranks": ranks, "look_ahead": look_ahead, "micro_batches": micro_batches}
     for name, value in whole.items():
         if type(value) is not int or value < 1:
@@ -173,7 +183,7 @@ def check_settings(
 
 
 def digest(numbers: Iterable[int]) -> str:
-    """SHA-256 of ints of 64 bits."""
+    """Return the SHA-256 of ints as 64 bits each, in hexadecimal."""
     return hashlib.sha256(array("q", numbers).tobytes()).hexdigest()
 
 
@@ -183,13 +193,13 @@ def _refuse_long(longer: list[int], lengths: list[int], max_tokens: int) -> None
     more = f", and so have {len(longer) - 1} more: {others}" if len(longer) > 1 else ""
     raise PackingError(
         f"example {first} has {lengths[first]} tokens, more than max_tokens={max_tokens}{more}. Pass max_tokens of at "
-        f"least {longest}, take them out of the data set, or have them cut: a trainer's max_length cuts sequences and "
-        'the sides of pairs, too_long="truncate" (--too_long truncate) examples of one sequence.'
+        f"least {longest}, remove long examples, or cut them: a trainer's max_length cuts sequences and the sides of "
+        'pairs, and too_long="truncate" (--too_long truncate) cuts examples of one sequence.'
     )
 
 
 def _mixed(seed: int, epoch: int) -> int:
-    """A seed of its own for each pair: seed 0 in epoch 1 is not seed 1 in epoch 0."""
+    """Return another seed for each pair of seed and epoch: seed 0 in epoch 1 is not seed 1 in epoch 0."""
     if type(seed) is not int or type(epoch) is not int or epoch < 0:
         raise PackingError(f"seed={seed!r}, epoch={epoch!r}; both have to be ints, and epoch from 0 on.")
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch}".encode()).digest()[:7], "big")

@@ -52,7 +52,7 @@ def packed_interface(
     Args:
         attention: the backend asked for, or ``auto``.
         query, key, value: ``[1, heads, T, dim]``.
-        attention_mask: the stand-in (:func:`fastpack.packing.mask.mask_stand_in`) or None.
+        attention_mask: the stand-in (:func:`fastpack.packing.mask.mask_placeholder`) or None.
         sliding_window, softcap, s_aux: transformers' names for window, softcap and sinks.
 
     Returns:

@@ -28,7 +28,7 @@ from fastpack.model.equal_rows import repadded_forward
 from fastpack.model.outputs import repad_outputs, spread_out
 from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import read_packing, take_packing
-from fastpack.packing.mask import mask_stand_in
+from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Replacement
@@ -96,7 +96,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     arguments.update(
         input_ids=ids,
         inputs_embeds=embeddings,
-        attention_mask=None if family.unmasked else mask_stand_in(packed),
+        attention_mask=None if family.unmasked else mask_placeholder(packed),
         position_ids=packed.position_ids if shared is None else shared.position_ids,
         packed_seq_lens=run,
         use_cache=False,

@@ -1,6 +1,6 @@
-"""``Bucket``: sizes that batches are rounded up to, so that shapes repeat (CUDA graphs, ``torch.compile``).
+"""``Bucket``: the sizes that batches are rounded up to, so that shapes repeat (CUDA graphs, ``torch.compile``).
 
-Bucket padding is sequences behind those of the batch that fill a bucket up; nobody sees their tokens.
+Bucket padding is further sequences after those of the batch, which fill the bucket up. No other token sees them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fastpack.errors import PackingError
 
 TOKEN_MULTIPLE = 64
 TOKEN_STEPS = 16
-"""Values of T between two powers of two."""
+"""The number of values of T between two powers of two."""
 SEQUENCE_MINIMUM = 16
 SEQUENCE_STEPS = 4
 LENGTH_MINIMUM = 512
@@ -20,16 +20,17 @@ LENGTH_MINIMUM = 512
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sizes that batches share, so that shapes repeat from one to the next.
+    """The sizes that a batch is rounded up to.
 
     Attributes:
-        tokens: T. Between two powers of two there are sixteen values, evenly apart, below 1,024 the multiples of 64:
-            from there on at most 6.3 % is added, 2.2 % on average over batches whose T is spread evenly on a
+        tokens: T. From 1,024 on there are sixteen evenly spaced values between two powers of two, below it the
+            multiples of 64. From 1,024 on rounding adds at most 6.3 %, and 2.2 % on average if T is spread evenly on a
             logarithmic scale.
-        sequences: N, from 16 on four values between two powers of two; those that are missing have no token.
-        max_seqlen: the most that the longest length may be; a power of two from 512 on, or T where that is less.
-            Kernels take it for the size of their grid, in which blocks without a token end at once (but take a while:
-            15 missing ones of 32 sequences cost FlashAttention-2 12 %).
+        sequences: N. From 16 on there are four values between two powers of two. Sequences beyond the batch's own have
+            no token.
+        max_seqlen: the bound on the longest length: a power of two from 512 on, or T if that is less. Kernels size
+            their grid by it. Blocks without a token end at once, but not for free: 15 empty ones of 32 sequences cost
+            FlashAttention-2 12 %.
     """
 
     tokens: int
@@ -38,28 +39,28 @@ class Bucket:
 
     @classmethod
     def of(cls, lengths: Sequence[int], *, steps: int = TOKEN_STEPS) -> Bucket:
-        """Find the smallest that holds these lengths, and bucket padding to fill it.
+        """Return the smallest bucket that holds sequences of these lengths and the bucket padding to fill it.
 
         Args:
-            lengths: tokens of each sequence.
-            steps: values of T between two powers of two, where a coarser one is wanted.
+            lengths: the tokens of each sequence.
+            steps: the number of values of T between two powers of two; fewer make coarser buckets.
         """
         total, longest = sum(lengths), max(lengths)
         tokens = _round_up(total, steps, TOKEN_MULTIPLE)
         bound = min(max(LENGTH_MINIMUM, 1 << (longest - 1).bit_length()), tokens)
         pieces = -(-(tokens - total) // bound)
-        # one more in any case: whether there is bucket padding must not decide between two buckets
+        # always one more, so that batches with and without bucket padding share a bucket
         sequences = max(SEQUENCE_MINIMUM, len(lengths) + max(pieces, 1))
         return cls(tokens, _round_up(sequences, SEQUENCE_STEPS), bound)
 
     def holds(self, lengths: Sequence[int]) -> bool:
-        """Return whether these lengths and their bucket padding fit."""
+        """Return whether sequences of these lengths and their bucket padding fit."""
         rest = self.tokens - sum(lengths)
         fits = rest >= 0 and max(lengths) <= self.max_seqlen
         return fits and len(lengths) + -(-rest // self.max_seqlen) <= self.sequences
 
     def padding(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """Return lengths of the bucket padding: one, or several where one would be longer than the bound.
+        """Return the lengths of the bucket padding: one, or several if one would be longer than the bound.
 
         Raises:
             PackingError: the lengths don't fit.
@@ -67,7 +68,7 @@ class Bucket:
         if not self.holds(lengths):
             raise PackingError(
                 f"{len(lengths)} sequences of {sum(lengths)} tokens, the longest of {max(lengths)}, don't fit {self}. "
-                "Leave the bucket out to have one made that holds them."
+                "Leave the bucket out: by default it is made to hold them."
             )
         whole, part = divmod(self.tokens - sum(lengths), self.max_seqlen)
         return (self.max_seqlen,) * whole + ((part,) if part else ())

@@ -1,4 +1,4 @@
-"""The packing of the batch that is under way, for modules that no keyword reaches."""
+"""The packing of the batch that is being run, for modules that no keyword reaches."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from fastpack.errors import PatchError
 from fastpack.packing.seqlens import PackedSeqLens
 
 Checkpointed = Sequence[tuple[nn.Module, Callable[..., Any]]]
-"""Modules that are checkpointed, and what does it."""
+"""Modules that are checkpointed, each with its checkpoint function."""
 
 
 class PackingContext(threading.local):
-    """One for each patched model whose modules, or whose head, drop keywords; bound into its swapped forwards.
+    """The packing of a patched model whose modules, or whose head, drop keywords.
 
-    Checkpointed layers run again in the backward pass, when other forwards may have begun: each is given the packing
-    of its own forward. Each thread has its own batch under way. A copy of a layer or of a model shares it, so that a
-    layer's copy, of which PEFT's ``modules_to_save`` trains one, finds the packing where the layer does.
+    Each thread has its own batch. Checkpointed layers run again in the backward pass, when other forwards may have
+    begun, so each gets the packing of its own forward. A copy of a layer or a model shares the context: PEFT's
+    ``modules_to_save`` trains a copy of a layer, which has to find the packing too.
 
     Attributes:
-        packed: what the backbone runs on; None outside its forward.
+        packed: the packing that the backbone runs on; None outside its forward.
     """
 
     def __init__(self) -> None:
-        """Begin empty in each thread, with all attributes that a compiler looks for."""
+        """Set up without a batch, in each thread, with all attributes that a compiler looks for."""
         self.packed: PackedSeqLens | None = None
         self._offered: tuple[Tensor, PackedSeqLens] | None = None
         self._in_rows = False
 
     def __deepcopy__(self, memo: Any) -> PackingContext:
+        """Return the context itself: copies share it."""
         return self
 
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
-        return PackingContext, ()  # a pickle holds no batch
+        """Pickle an empty context."""
+        return PackingContext, ()
 
     @contextmanager
     def offering(self, source: Tensor, packed: PackedSeqLens) -> Iterator[None]:
-        """:meth:`offer` until a head's forward ends, however it does."""
+        """Offer a packing to the backbone until a head's forward ends, also by an exception."""
         self.offer(source, packed)
         try:
             yield
@@ -51,17 +53,17 @@ class PackingContext(threading.local):
             self._offered = None
 
     def offer(self, source: Tensor, packed: PackedSeqLens) -> None:
-        """Keep a head's reading of a batch for the backbone that will be given this ``source``, ids or embeddings."""
+        """Keep the packing that a head has read, for the backbone's call with this ``source`` (ids or embeddings)."""
         self._offered = (source, packed)
 
     def take(self, source: Tensor | None) -> PackedSeqLens | None:
-        """Return the packing that the head offered for these ids or embeddings, and forget it; None for none."""
+        """Return the packing that the head offered for these ids or embeddings, or None, and forget it."""
         offered, self._offered = self._offered, None
         return offered[1] if offered is not None and offered[0] is source else None
 
     @contextmanager
     def around(self, backbone: nn.Module, packed: PackedSeqLens) -> Iterator[None]:
-        """Hold this packing while a backbone's forward runs."""
+        """Keep this packing while a backbone's forward runs."""
         checkpointed = [
             module
             for module in backbone.modules()
@@ -73,15 +75,15 @@ class PackingContext(threading.local):
     @contextmanager
     def _running(self, packed: PackedSeqLens, checkpointed: Checkpointed) -> Iterator[None]:
         before, self.packed = self.packed, packed
-        # in a backward others than those that do it, which somebody (offloading) may have lent for the forward
-        found = [(module, module.__dict__[_CHECKPOINT]) for module, _ in checkpointed]
+        # in a backward these may differ from `checkpointed`: offloading sets its own functions during the forward
+        current = [(module, module.__dict__[_CHECKPOINT]) for module, _ in checkpointed]
         try:
             for module, function in checkpointed:
                 setattr(module, _CHECKPOINT, functools.partial(self._checkpoint, packed, checkpointed, function))
             yield
         finally:
             self.packed = before
-            for module, function in found:
+            for module, function in current:
                 setattr(module, _CHECKPOINT, function)
 
     def _checkpoint(
@@ -95,7 +97,7 @@ class PackingContext(threading.local):
         **kwargs: Any,
     ) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            again = self.packed is not packed  # in the backward; layers inside layers are checkpointed again
+            again = self.packed is not packed  # in the backward, where layers inside layers are checkpointed again
             with self._running(packed, checkpointed) if again else nullcontext():
                 return function(*args, **kwargs)
 
@@ -103,7 +105,7 @@ class PackingContext(threading.local):
 
     @contextmanager
     def in_rows(self) -> Iterator[None]:
-        """Hide the packing from what a module calls that is run on one row a sequence: rows are boundaries enough."""
+        """Hide the packing from modules that are called on one row a sequence, where rows are the boundaries."""
         self._in_rows = True
         try:
             yield
@@ -111,11 +113,11 @@ class PackingContext(threading.local):
             self._in_rows = False
 
     def required(self, module: nn.Module) -> PackedSeqLens | None:
-        """The packing for this module, None where the stock path runs.
+        """Return the packing for this module, or None if the stock path runs.
 
         Raises:
-            PatchError: it is run again in a backward pass by a checkpointing that is not transformers' own, and
-                nobody knows for which batch.
+            PatchError: the module runs again in a backward pass, by a checkpointing that is not transformers' own, so
+                that its batch is unknown.
         """
         if self._in_rows:
             return None

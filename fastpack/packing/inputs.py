@@ -1,6 +1,6 @@
-"""The sequences of a batch, from whatever it carries, also where ``torch.compile`` traces.
+"""Read the sequences of a batch, also while ``torch.compile`` traces.
 
-Reading lengths on the host is :mod:`fastpack.packing.reading`'s work, which a compiled region leaves for
+:mod:`fastpack.packing.reading` reads lengths on the host. A compiled region calls it with a graph break
 (:mod:`fastpack.packing.outside`).
 """
 
@@ -24,7 +24,7 @@ PACKING_KEYWORDS = (
     "max_length_k",
     "seq_idx",
 )
-"""Every keyword that says how a batch is packed, ours first, then TRL's and transformers'."""
+"""The keywords that say how a batch is packed: ours first, then those of TRL and transformers."""
 
 
 def read_packing(
@@ -36,37 +36,37 @@ def read_packing(
     packing: Mapping[str, Any] | None = None,
     ids: Tensor | None = None,
 ) -> PackedSeqLens:
-    """Read where sequences begin and end from whatever a batch carries.
+    """Read from a batch where its sequences begin and end; :class:`fastpack.PackedSeqLens` lists the inputs.
 
     Args:
         shape: ``(B, S)`` of ``input_ids`` or ``inputs_embeds``.
-        device: where the batch is.
+        device: the batch's device.
         attention_mask: None; ``[B, S]`` of 0 and 1, padded on any side; ``[B, S]`` of segment numbers, 0 for
             padding (1, 1, 2, 2, 0); or ``[B, 1, S, S]``, bool or additive, of one causal block a sequence
-            (:mod:`fastpack.packing.block_masks`), which is read where it is.
-        position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``; a value that does not grow begins a new sequence.
+            (:mod:`fastpack.packing.block_masks`), which is read on its device.
+        position_ids: None, ``[S]``, ``[1, S]`` or ``[B, S]``. A value that does not grow begins a new sequence.
             Values under padding are ignored.
         packing: the entries of :data:`PACKING_KEYWORDS` that came with the batch.
-        ids: ``[B, S]``, the batch's ``input_ids``, where the prefixes that its sequences share are to be found too.
-            They come to the host in the same copy as the rest.
+        ids: int64 ``[B, S]``, the batch's ``input_ids``, to find shared prefixes too. They come to the host in the same
+            copy as the other tensors.
 
     Raises:
-        PackingError: the inputs contradict each other, or are of a kind that does not say where sequences end.
+        PackingError: the inputs contradict each other, or don't say where sequences end.
     """
-    given = {key: value for key, value in (packing or {}).items() if value is not None}
-    known = already_read(given, shape, device, alone=attention_mask is None and position_ids is None)
-    if known is not None:
-        return known
+    keywords = {key: value for key, value in (packing or {}).items() if value is not None}
+    packed = already_read(keywords, shape, device, alone=attention_mask is None and position_ids is None)
+    if packed is not None:
+        return packed
     if not torch.compiler.is_compiling():
-        return read_inputs(shape, given, device, attention_mask=attention_mask, position_ids=position_ids, ids=ids)
+        return read_inputs(shape, keywords, device, attention_mask=attention_mask, position_ids=position_ids, ids=ids)
     from fastpack.packing.outside import read_outside  # it imports the compiler
 
-    found: PackedSeqLens = read_outside(shape, given, device, attention_mask=attention_mask, position_ids=position_ids)
-    return found
+    packed = read_outside(shape, keywords, device, attention_mask=attention_mask, position_ids=position_ids)
+    return packed
 
 
 def numbers_segments(mask_BS: Tensor) -> bool:
-    """Return True where a mask numbers several sequences in one row. The host waits for it, unless it holds bools."""
+    """Return whether a mask numbers several sequences in one row. The host waits for the device, except for bools."""
     if mask_BS.dtype == torch.bool:
         return False
     if not torch.compiler.is_compiling():
@@ -77,6 +77,6 @@ def numbers_segments(mask_BS: Tensor) -> bool:
 
 
 def take_packing(kwargs: MutableMapping[str, Any]) -> dict[str, Any]:
-    """Remove the packing keywords from ``kwargs`` and return those that were set."""
-    taken = {key: kwargs.pop(key, None) for key in PACKING_KEYWORDS}
-    return {key: value for key, value in taken.items() if value is not None}
+    """Remove the packing keywords from ``kwargs``, and return those that are not None."""
+    packing = {key: kwargs.pop(key, None) for key in PACKING_KEYWORDS}
+    return {key: value for key, value in packing.items() if value is not None}

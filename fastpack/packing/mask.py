@@ -1,4 +1,4 @@
-"""The stand-in for a mask while a backbone runs packed, and a guard against a packing that got lost."""
+"""The placeholder for a mask while a backbone runs packed, and a check that no module has lost the packing."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from fastpack.errors import PatchError
 from fastpack.packing.seqlens import PackedSeqLens
 
 
-def mask_stand_in(packed: PackedSeqLens) -> Tensor:
-    """The tensor that a backbone hands down in place of a mask while it runs packed: ``[1, 1, 1, 0]``.
+def mask_placeholder(packed: PackedSeqLens) -> Tensor:
+    """Return the tensor that a packed backbone hands down in place of a mask: ``[1, 1, 1, 0]``.
 
     Being 4-D, it passes through transformers' mask functions untouched, so that no T x T mask is built. Being empty,
-    it raises wherever it is used as a mask after all: a loud error, not a leak.
+    it raises if it is used as a mask after all: a loud error, not a leak.
     """
     device = packed.cu_seqlens.device
     return packed.memo(("mask", device), lambda: torch.empty(1, 1, 1, 0, device=device))
 
 
-def is_stand_in(mask: Any) -> bool:
-    """True for what :func:`mask_stand_in` makes."""
+def is_mask_placeholder(mask: Any) -> bool:
+    """Return whether a mask is the placeholder of :func:`mask_placeholder`."""
     return isinstance(mask, Tensor) and mask.ndim == 4 and mask.numel() == 0
 
 
 def require_packing(module: nn.Module, packed: PackedSeqLens | None, attention_mask: Any) -> None:
-    """Check that a packed forward's lengths, and nothing else, say what an attention module may see.
+    """Check that an attention module got its lengths, and no mask beside them.
 
     Raises:
-        PatchError: the stand-in mask came, but ``packed_seq_lens`` got lost on the way; or lengths came with a mask
-            of the family's own, which would be dropped.
+        PatchError: the placeholder mask came without ``packed_seq_lens``, which another module has dropped; or the
+            lengths came with a mask of the family's own, which would have no effect.
     """
-    stand_in = is_stand_in(attention_mask)
-    if packed is None and stand_in:
+    placeholder = is_mask_placeholder(attention_mask)
+    if packed is None and placeholder:
         raise PatchError(
             f"{type(module).__name__} was reached by a packed batch without packed_seq_lens: a module between it and "
             "the backbone drops keywords. fastpack.unpatch(model) restores the stock model; please report the family."
         )
-    if packed is not None and attention_mask is not None and not stand_in:
+    if packed is not None and attention_mask is not None and not placeholder:
         shape = tuple(getattr(attention_mask, "shape", ())) or type(attention_mask).__name__
         raise PatchError(
             f"{type(module).__name__} got a mask of the family's own ({shape}) with a packed batch; dropping it would "

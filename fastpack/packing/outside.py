@@ -1,4 +1,4 @@
-"""Reading a batch outside a compiled region. Imported only where one is traced, since this imports the compiler."""
+"""Read a batch outside a compiled region. Only tracing code imports this module, since it imports the compiler."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ read_outside = torch.compiler.disable(
     reason="where the sequences of this batch begin and end has to be read on the host. For fullgraph=True pass a "
     "fastpack.PackedSeqLens, built in the collator and on the model's device, as packed_seq_lens",
 )
-"""Breaks the graph, once a step."""
+"""Read the batch with one graph break a step."""
 
 numbers_segments_outside = torch.compiler.disable(
     numbers_segments,
     reason="whether attention_mask numbers several sequences in one row, which the stock forward would not tell apart, "
     "has to be read on the host. For fullgraph=True pass attention_mask as bools, or use_cache=False",
 )
-"""Breaks the graph too, where the stock forward runs."""
+"""Read the mask with a graph break, if the stock forward runs."""

@@ -1,6 +1,6 @@
-"""``Padding``: the slots of a batch, of which real tokens are taken out and into which they are put back.
+"""``Padding``: the slots of a batch, to un-pad its tokens and to re-pad them.
 
-Shape suffixes: B rows, S columns of the batch as it came; T tokens.
+Shape suffixes: B rows and S columns of the batch as it came; T tokens.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ class Padding:
     """The slots of a batch, and the token in each.
 
     Attributes:
-        batch_shape: ``(B, S)``; None where lengths were given alone.
-        indices: int64 ``[T]``, the slot of each token in the batch flattened to ``[B * S]``; None where every slot
-            holds a token.
-        real_tokens: how many tokens the batch holds. Those behind them are bucket padding, which un-padding makes of
-            the batch's first token and re-padding drops. None for all T.
-        bucket_start: 0-d int32 on the batch's device, the slot in which the bucket padding that a row ``[1, T]`` holds
-            itself begins. A tensor, for who may read no number that changes; None where nothing was rounded up.
-        is_empty: True for a batch without a single real token. It is run as one throw-away token, whose results are
-            dropped, so that gradients exist (and are zero) on every rank.
-        starts_rows: True where the host knows that every sequence begins in column 0 of its row.
+        batch_shape: ``(B, S)``; None if only lengths are known.
+        indices: int64 ``[T]``, the slot of each token in the batch flattened to ``[B * S]``; None if every slot holds a
+            token.
+        real_tokens: the number of the batch's own tokens, or None for all T. The tokens after them are bucket padding,
+            which un-padding copies from the batch's first token and re-padding drops.
+        bucket_start: 0-d int32 on the batch's device, the slot in which the bucket padding inside a row ``[1, T]``
+            begins. It is a tensor, since a compiled region must not read a number that changes. None without a bucket.
+        is_empty: whether the batch has no real token. It then runs as one throw-away token whose results are dropped,
+            so that gradients exist (and are zero) on every rank.
+        starts_rows: whether the host knows that every sequence begins in column 0 of its row.
     """
 
     batch_shape: tuple[int, int] | None = None
@@ -39,11 +39,11 @@ class Padding:
 
     @property
     def is_packed_row(self) -> bool:
-        """True where the batch came as the row ``[1, T]`` that un-padding makes of it."""
+        """Whether the batch came as one row ``[1, T]`` without padding, so that un-padding changes nothing."""
         return self.indices is None and (self.batch_shape is None or self.batch_shape[0] == 1)
 
     def mask(self) -> Tensor | None:
-        """Make a mask of the batch, int64 ``[B, S]``: 1 for real tokens, 0 for padding; None where there is none."""
+        """Return a mask of the batch, int64 ``[B, S]``: 1 for real tokens, 0 for padding; None without padding."""
         if self.batch_shape is not None and self.bucket_start is not None:
             slots = torch.arange(self.batch_shape[1], device=self.bucket_start.device)
             return (slots < self.bucket_start).long()[None]
@@ -53,12 +53,12 @@ class Padding:
         return slots.index_fill(0, self.indices, 0 if self.is_empty else 1).view(self.batch_shape)
 
     def unpad(self, x_BS: Tensor) -> Tensor:
-        """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order, then bucket padding."""
+        """Un-pad ``[B, S, ...]`` to ``[1, T, ...]``: the real tokens in order, then bucket padding."""
         flat = x_BS.reshape(-1, *x_BS.shape[2:])
         return (flat if self.indices is None else flat.index_select(0, self.indices))[None]
 
     def repad(self, x_1T: Tensor) -> Tensor:
-        """``[1, T, ...]`` to ``[B, S, ...]``: each real token back in its slot, zeros in the others."""
+        """Re-pad ``[1, T, ...]`` to ``[B, S, ...]``: each real token in its slot, zeros in the other slots."""
         if self.batch_shape is None:
             return x_1T if self.real_tokens is None else x_1T[:, : self.real_tokens]
         shape = (*self.batch_shape, *x_1T.shape[2:])
@@ -67,16 +67,16 @@ class Padding:
         return reshaped(slots, shape) if len(slots) > len(x_T) else slots.reshape(shape)  # new, or x itself
 
     def repad_flat(self, x_T: Tensor) -> Tensor:
-        """``[T, ...]`` to ``[B * S, ...]``, for what a stock model returns without a batch dimension."""
+        """Re-pad ``[T, ...]`` to ``[B * S, ...]``, for outputs that a stock model returns without a batch dimension."""
         if self.real_tokens is not None:
             x_T = x_T[: self.real_tokens]
         if self.batch_shape is None or self.indices is None:
             return x_T
         rows, columns = self.batch_shape
         if self.is_empty:
-            # keeps the graph, with a gradient of zero, and drops the throw-away token, which may not be finite
+            # keeps the graph with a gradient of zero; the throw-away token is overwritten, as it may not be finite
             x_T = x_T.masked_fill(torch.ones_like(x_T, dtype=torch.bool), 0)
         elif rows * columns == len(x_T):
-            return x_T  # every slot holds a real token: the indices are there for the bucket padding
+            return x_T  # every slot holds a real token, and the indices only serve the bucket padding
         slots = self.indices[: len(x_T)]
         return x_T.new_zeros(rows * columns, *x_T.shape[1:]).index_copy_(0, slots, x_T)

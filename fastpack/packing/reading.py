@@ -1,9 +1,9 @@
-"""Reading where sequences begin and end from whatever a batch carries.
+"""Read on the host where the sequences of a batch begin and end.
 
-This is the one place that knows how other libraries spell packing: ``cu_seq_lens_q``, ``max_length_q``, ``seq_idx``,
-restarting ``position_ids``, integer segment masks, 4-D masks of blocks. It costs at most one synchronisation with the
-host a batch, and nothing contradictory passes. Lengths that a collator read from a batch are believed: what changes
-the batch behind it has to leave sequences where they are, or drop them.
+Only this module knows how other libraries spell packing: ``cu_seq_lens_q``, ``max_length_q``, ``seq_idx``, restarting
+``position_ids``, integer segment masks and 4-D masks of blocks. It synchronises with the device at most once a batch,
+and refuses a batch that contradicts itself. Lengths that a collator has read are believed: code that changes the batch
+later must leave the sequences where they are, or remove the lengths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastpack.utils.tensors import send
 
 def read_inputs(
     shape: tuple[int, int],
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     device: torch.device,
     *,
     attention_mask: Any = None,
@@ -35,13 +35,18 @@ def read_inputs(
     """Read on the host where sequences begin and end; see :func:`fastpack.packing.inputs.read_packing`.
 
     Args:
-        given: the packing keywords that came.
+        shape: ``(B, S)`` of the batch.
+        keywords: the packing keywords of the batch that are not None.
+        device: the batch's device.
+        attention_mask: as in :func:`~fastpack.packing.inputs.read_packing`.
+        position_ids: as there.
+        ids: as there.
     """
     rows, columns = shape
     slots = rows * columns
     if slots == 0:
         raise PackingError(f"the batch has shape {shape}, without a single slot. Pass at least one token, or padding.")
-    host = _to_host(shape, attention_mask, position_ids, given, ids)
+    host = _to_host(shape, attention_mask, position_ids, keywords, ids)
     # index of every real token in the flattened batch, and the sequence number its mask gives it
     mask = host.get("attention_mask", torch.ones(slots, dtype=torch.long))
     blocks = attention_mask is not None and attention_mask.ndim == 4
@@ -60,7 +65,7 @@ def read_inputs(
                 "attention_mask is of a floating-point dtype and holds zeros only: padding everywhere, or an additive "
                 "mask that hides nothing? Pass it as integers or bools, 1 for a real token."
             )
-        _explicit_boundary(given, host, index, row=index, found=index.bool(), slots=slots)
+        _explicit_boundary(keywords, host, index, row=index, implied=index.bool(), slots=slots)
         padding = Padding(batch_shape=shape, indices=send(torch.zeros(1, dtype=torch.long), device), is_empty=True)
         return replace(build_lengths([1], device), padding=padding)
     row = index // columns
@@ -77,10 +82,10 @@ def read_inputs(
         )
     boundary = new_row | new_segment  # [T - 1]: does token i + 1 begin a sequence?
 
-    # who says outright where sequences begin: offsets, lengths, or a mask that numbers them
+    # the input that says outright where sequences begin: offsets, lengths, or a mask that numbers them
     numbered = blocks or bool((new_segment & ~new_row).any())
     author = "attention_mask (its segments)" if numbered else None
-    explicit = _explicit_boundary(given, host, index, row=row, found=boundary, slots=slots)
+    explicit = _explicit_boundary(keywords, host, index, row=row, implied=boundary, slots=slots)
     if explicit is not None:
         if author is not None and (at := _first(explicit[1] & ~boundary)) is not None:
             raise PackingError(
@@ -106,7 +111,7 @@ def read_inputs(
 
     starts = torch.cat([torch.zeros(1, dtype=torch.long), boundary.nonzero()[:, 0] + 1])
     lengths = starts.diff(append=torch.tensor([index.numel()])).tolist()
-    _check_max_length(given, host, max(lengths))
+    _check_max_length(keywords, host, max(lengths))
     padding = Padding(
         batch_shape=shape,
         indices=None if index.numel() == slots else send(index, device),
@@ -118,29 +123,29 @@ def read_inputs(
 
 
 def numbers_segments(mask_BS: Tensor) -> bool:
-    """True where a mask numbers several sequences in one row. The host waits for it."""
+    """Return whether a mask numbers several sequences in one row. The host waits for the device."""
     number = _whole(mask_BS)
     return bool(((number > 0) & (number != number.amax(1, keepdim=True))).any())
 
 
 def already_read(
-    given: Mapping[str, Any], shape: tuple[int, int], device: torch.device, *, alone: bool
+    keywords: Mapping[str, Any], shape: tuple[int, int], device: torch.device, *, alone: bool
 ) -> PackedSeqLens | None:
-    """Return a ``packed_seq_lens`` that came with the batch and needs no look at it; None where there is none."""
-    ours = given.get("packed_seq_lens")
+    """Return the batch's ``packed_seq_lens`` if it needs no further check against the batch, else None."""
+    ours = keywords.get("packed_seq_lens")
     if not isinstance(ours, PackedSeqLens):
         return None
     compiling = torch.compiler.is_compiling()
     if compiling and ours.cu_seqlens.device != device:
         return None
     if ours.padding.batch_shape == shape:
-        return ours.to(device)  # already read from this very batch, and checked, by the head or a collator
-    if ours.padding.batch_shape is None and alone and len(given) == 1 and shape == (1, ours.real_tokens):
-        if compiling:  # it would read every length to make another one, and the shape says nothing new
+        return ours.to(device)  # the head or a collator has read and checked it from this very batch
+    if ours.padding.batch_shape is None and alone and len(keywords) == 1 and shape == (1, ours.real_tokens):
+        if compiling:  # a copy would guard on every length, and the shape says nothing new
             return ours
         ours = ours.to(device)
         padding = replace(ours.padding, batch_shape=shape, starts_rows=ours.num_sequences == 1)
-        return replace(ours, padding=padding)  # what follows from the lengths is kept with those that were given
+        return replace(ours, padding=padding)  # shares the memo of the object that was passed
     return None
 
 
@@ -148,7 +153,7 @@ def _to_host(
     shape: tuple[int, int],
     attention_mask: Any,
     position_ids: Tensor | None,
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     ids: Tensor | None,
 ) -> dict[str, Tensor]:
     """Bring every tensor that describes the batch to the host, flat and int64, in one copy."""
@@ -180,7 +185,7 @@ def _to_host(
                 f"position_ids has shape {tuple(position_ids.shape)} for inputs of shape {shape}; pass [B, S]."
             )
         parts["position_ids"] = _whole(position_ids).reshape(-1, columns).expand(rows, columns)
-    for key, value in given.items():
+    for key, value in keywords.items():
         if key != "packed_seq_lens":
             parts[key] = _numbers(key, value)
         elif isinstance(value, Tensor):
@@ -197,39 +202,42 @@ def _to_host(
 
 
 def _numbers(key: str, value: Any) -> Tensor:
-    """Read a keyword of other libraries as a tensor of integers: fractions, cut to whole ones, would join sequences."""
+    """Read another library's keyword as a tensor of integers; fractions would be rounded and join sequences."""
     try:
         numbers = value if isinstance(value, Tensor) else torch.tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise PackingError(f"{key}={str(value)[:80]} ({type(value).__name__}): pass integers, or a tensor.") from error
     if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
-        raise PackingError(f"{key} holds numbers of {numbers.dtype}, and says by integers where sequences begin.")
+        raise PackingError(f"{key} is of dtype {numbers.dtype}; pass integers, which say where sequences begin.")
     return numbers
 
 
-def _whole(given: Tensor) -> Tensor:
-    """A mask or positions, with -1 for what is negative or fractional: integers alone can number."""
-    if not given.is_floating_point():
-        return given
-    return torch.where(given == given.trunc(), given.clamp(min=-1), -1)
+def _whole(values: Tensor) -> Tensor:
+    """Return a mask or positions with -1 in place of negative and fractional values."""
+    if not values.is_floating_point():
+        return values
+    return torch.where(values == values.trunc(), values.clamp(min=-1), -1)
 
 
 def _explicit_boundary(
-    given: Mapping[str, Any], host: Mapping[str, Tensor], index: Tensor, *, row: Tensor, found: Tensor, slots: int
+    keywords: Mapping[str, Any], host: Mapping[str, Tensor], index: Tensor, *, row: Tensor, implied: Tensor, slots: int
 ) -> tuple[str, Tensor] | None:
-    """Boundaries that were given outright, after a check that everything given agrees.
+    """Return the boundaries that a keyword states, after a check that all keywords agree.
 
     Args:
-        index: ``[T]``, where each real token sits in the batch; ``row``: in which row.
-        found: ``[T - 1]`` bool, the boundaries that rows and the mask make.
-        slots: real tokens and padding.
+        keywords: the packing keywords of the batch.
+        host: the tensors of the batch, flat and on the host.
+        index: ``[T]``, the slot of each real token in the flattened batch.
+        row: ``[T]``, the row of each real token.
+        implied: bool ``[T - 1]``, the boundaries that rows and the mask make.
+        slots: the number of real tokens and padding.
 
     Returns:
-        The keyword that says so, and ``[T - 1]`` bool; None where none came.
+        The keyword, and bool ``[T - 1]``; None if no keyword states boundaries.
     """
     total = index.numel()
     sources: dict[str, Tensor] = {}
-    ours = given.get("packed_seq_lens")
+    ours = keywords.get("packed_seq_lens")
     if ours is not None:
         lengths = (
             list(ours.lengths) if isinstance(ours, PackedSeqLens) else check_lengths(host.get("packed_seq_lens", ours))
@@ -241,7 +249,7 @@ def _explicit_boundary(
             )
         sources["packed_seq_lens"] = torch.tensor(lengths).cumsum(0)[:-1]
     for key in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if key in given:
+        if key in keywords:
             offsets = host[key]
             if offsets.numel() < 1 or int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
                 raise PackingError(f"{key} must rise from 0; got {offsets.tolist()[:8]}.")
@@ -251,12 +259,12 @@ def _explicit_boundary(
                     "of the sequences in input_ids, from 0 to their total."
                 )
             sources[key] = offsets.unique()[1:-1]  # repeated offsets are sequences without tokens
-    if "seq_idx" in given:
+    if "seq_idx" in keywords:
         numbers = host["seq_idx"]
         if numbers.numel() not in (total, slots):
             raise PackingError(f"seq_idx holds {numbers.numel()} entries, but the batch has {total} tokens.")
         changes = (numbers if numbers.numel() == total else numbers[index]).diff() != 0
-        if getattr(given["seq_idx"], "ndim", 1) == 2 and len(given["seq_idx"]) > 1:
+        if getattr(keywords["seq_idx"], "ndim", 1) == 2 and len(keywords["seq_idx"]) > 1:
             changes |= row.diff() != 0  # each row numbers its own
         sources["seq_idx"] = changes.nonzero()[:, 0] + 1
     if not sources:
@@ -268,35 +276,35 @@ def _explicit_boundary(
                 f"{first} and {other} disagree about where sequences begin: {starts.tolist()[:8]} against "
                 f"{others.tolist()[:8]}. Pass one of them, or make them agree."
             )
-    boundary = torch.zeros_like(found)
+    boundary = torch.zeros_like(implied)
     boundary[starts - 1] = True
-    if (at := _first(found & ~boundary)) is not None:
+    if (at := _first(implied & ~boundary)) is not None:
         raise PackingError(
             f"{first} lets a sequence run over token {at + 1}, where a new row or a new segment of attention_mask "
-            "begins."
+            "begins. Make them agree, or pass one of them."
         )
     return first, boundary
 
 
-def _first(found: Tensor) -> int | None:
-    """The place of the first True of a bool ``[T]``; None where there is none."""
-    places = found.nonzero()
+def _first(flags: Tensor) -> int | None:
+    """Return the index of the first True in a bool ``[T]``, or None."""
+    places = flags.nonzero()
     return int(places[0, 0]) if len(places) else None
 
 
 def _reject_repeats(step: Tensor, boundary: Tensor, restarts: Tensor) -> None:
-    # a sequence of one token and the next may both begin at 0; inside a sequence, a position that comes twice is none
+    # two sequences may both begin at 0 if the first has one token; inside a sequence no position may come twice
     begins = torch.cat([torch.ones(1, dtype=torch.bool), restarts[:-1]])
     if (at := _first((step == 0) & ~boundary & ~begins)) is not None:
         raise PackingError(
-            f"position_ids repeat a position at token {at + 1}, inside a sequence: that is no restart, and nobody can "
-            "tell what was meant. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
+            f"position_ids repeat a position at token {at + 1}, inside a sequence: neither the next position nor a "
+            "restart. Restart them where a sequence begins, or leave them out and pass packed_seq_lens."
         )
 
 
 def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
-    # With padding in the mask, skipped positions are a choice of the user's (the stock model keeps one sequence);
-    # without, transformers would read a jump as a new sequence, and nobody can tell which was meant.
+    # With padding in the mask, the user may skip positions (the stock model keeps one sequence). Without padding,
+    # transformers reads a jump as a new sequence, so a jump is ambiguous.
     if all_real and (at := _first((step > 1) & ~boundary)) is not None:
         raise PackingError(
             f"position_ids jump by {int(step[at])} at token {at + 1}: neither the next position nor a restart. Pass "
@@ -305,8 +313,8 @@ def _reject_jumps(step: Tensor, boundary: Tensor, *, all_real: bool) -> None:
 
 
 def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tensor) -> None:
-    # Several packed rows may hold one sequence each, whose positions need not restart in any visible way. Who passes
-    # packed_seq_lens may skip positions; other libraries' keywords come with positions that restart.
+    # If each packed row holds one sequence, its positions need not restart visibly. packed_seq_lens allows skipped
+    # positions; other libraries' keywords come with positions that restart.
     wrong = torch.where(explicit, (step == 1) & ~new_row, step <= 0 if author == "packed_seq_lens" else step != 1)
     if (at := _first(wrong)) is not None:
         what = "begin a sequence" if bool(explicit[at]) else "continue one"
@@ -317,7 +325,7 @@ def _check_positions(author: str, step: Tensor, explicit: Tensor, new_row: Tenso
         )
 
 
-def _check_max_length(given: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
+def _check_max_length(keywords: Mapping[str, Any], host: Mapping[str, Tensor], longest: int) -> None:
     for key in ("max_length_q", "max_length_k"):
-        if key in given and (value := int(host[key].max())) < longest:
+        if key in keywords and (value := int(host[key].max())) < longest:
             raise PackingError(f"{key} is {value}, but the longest sequence has {longest} tokens.")

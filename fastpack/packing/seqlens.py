@@ -1,11 +1,11 @@
-"""``PackedSeqLens``: where each sequence of a batch begins and ends.
+"""``PackedSeqLens``: the lengths of a batch's sequences, and all that follows from them.
 
-Shape suffixes: B rows, S columns of the batch as it came; T tokens, N sequences.
+Shape suffixes: B rows and S columns of the batch as it came; T tokens; N sequences.
 
-One object a batch, built once (:mod:`fastpack.packing.inputs` reads it from what a batch carries) and handed down by
-keyword. Its parts are in files of their own: :mod:`fastpack.packing.padding` un-pads,
-:mod:`fastpack.packing.buckets` rounds sizes up so that they repeat from batch to batch,
-:mod:`fastpack.packing.prefixes` keeps tokens once that several sequences begin with.
+A batch has one such object. :mod:`fastpack.packing.inputs` builds it from the batch's tensors, and the forwards hand it
+down as the keyword ``packed_seq_lens``. Its parts have files of their own: :mod:`fastpack.packing.padding` un-pads,
+:mod:`fastpack.packing.buckets` rounds sizes up so that they repeat from batch to batch, and
+:mod:`fastpack.packing.prefixes` keeps each token of a shared prefix once.
 """
 
 from __future__ import annotations
@@ -30,33 +30,62 @@ from fastpack.utils.tensors import map_tensors, send
 if TYPE_CHECKING:
     from fastpack.ops.row_count import RowCount
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSeqLens:
-    """The lengths of the sequences of one batch, and what follows from them.
+    """The lengths of the sequences of one batch, and all that follows from them.
 
-    Build one with :meth:`from_lengths`, or let the model build it from the batch. It is immutable; what is derived
-    from it (a block mask, groups of equal length) is computed once and kept with it.
+    Build it with :meth:`from_lengths`, or let the model read it from the batch. It is immutable. Values that are
+    derived from it (a block mask, groups of equal length) are computed once and kept with it.
+
+    A patched model tells the sequences of a batch apart by these inputs:
+
+    ====================================================
+    =============================================================== batch
+    what tells sequences apart ====================================================
+    =============================================================== padded ``[B, S]``, on the right, the left or both
+    ``attention_mask`` of 0 and 1 flattened ``[1, T]``                                  ``packed_seq_lens=[...]``,
+    ``cu_seq_lens_q`` and
+                                                          ``cu_seq_lens_k``, ``seq_idx``, or ``position_ids`` that
+                                                          restart
+    several packed rows ``[B, S]``                        ``position_ids`` that restart, an ``attention_mask`` that
+                                                          numbers the segments (1, 1, 2, 2, 0), or a 4-D one
+                                                          ``[B, 1, S, S]`` with one causal block a sequence
+    ====================================================
+    ===============================================================
+
+    Inputs that contradict each other raise a :class:`fastpack.PackingError` that names both. Positions that repeat, or
+    are not whole numbers, raise too. Positions that skip need ``packed_seq_lens`` if no slot is padding, since a jump
+    may also be a new sequence.
+
+    The first label of each sequence is ignored in a packed batch: the loss shifts labels, so it would be predicted from
+    the last token of the sequence before. Outputs per token go back to the batch's shape, with zeros in padding.
 
     Attributes:
         lengths: N Python ints, each at least 1: the tokens of each sequence, in order.
         cu_seqlens: int32 ``[N + 1]``, on the batch's device: offsets, from 0 to T. In a bucket there are as many as
-            the bucket has: the last one, repeated, ends sequences without a token.
+            the bucket has; the last offset is repeated for sequences without a token.
         position_ids: int64 ``[1, T]``: the position of each token in its sequence.
-        max_seqlen: the longest length, or the bucket's bound on it. Kept, so that who reads it in a compiled region
-            reads no length: it would be compiled anew for other ones.
-        padding: the slots of the batch that these lengths were read from.
-        bucket: the sizes that this batch was rounded up to, or None.
-        bucket_padding: lengths of the last sequences, which fill the bucket up.
-        is_unwindowed: True where a 4-D mask lets each token see all of its sequence before it, whatever the model's
+        max_seqlen: the longest length, or the bucket's bound on it. It is stored, so that a compiled region that reads
+            it need not read the lengths, for each of which it would compile anew.
+        padding: the slots of the batch that the lengths were read from.
+        bucket: the sizes that the batch was rounded up to, or None.
+        bucket_padding: the lengths of the last sequences, which fill the bucket up.
+        is_unwindowed: whether a 4-D mask lets each token see all of its sequence before it, whatever the model's
             window.
-        prefixes: what the sequences have in common at their beginnings, where whoever read the batch found it.
-        shared: for modules that run on each token of those prefixes once; all else here is that of the whole batch.
-            None where they run on all T tokens.
-        row_count: how many tokens are real, on the device, where only it knows: in a recording, whose lengths are those
-            of whatever batch is replayed. The others are zeros at first, and products may leave them out.
+        prefixes: the prefixes that the sequences share, if they were looked for when the batch was read.
+        shared: the tokens of those prefixes, for modules that run on each of them once; None if modules run on all T
+            tokens. All other attributes describe the whole batch.
+        row_count: the number of real tokens as a tensor on the device, in a CUDA graph, which is replayed with batches
+            of other lengths. The other tokens begin as zeros, and matmuls may leave them out.
+
+    Example:
+        >>> packed = PackedSeqLens.from_lengths([3, 2])
+        >>> packed.cu_seqlens.tolist(), packed.position_ids.tolist()
+        ([0, 3, 5], [[0, 1, 2, 0, 1]])
+        >>> loss = model(input_ids=ids_1T, labels=labels_1T, packed_seq_lens=packed).loss  # patched
     """
 
     lengths: tuple[int, ...]
@@ -87,79 +116,78 @@ class PackedSeqLens:
 
     @property
     def num_sequences(self) -> int:
-        """N: how many sequences have a token."""
+        """N, the number of sequences that have a token."""
         return len(self.lengths)
 
     @property
     def total_tokens(self) -> int:
-        """T."""
+        """T, the number of tokens, bucket padding included."""
         return self.position_ids.shape[1]
 
     @property
     def real_tokens(self) -> int:
-        """T without the bucket padding that un-padding makes."""
+        """The number of tokens without the bucket padding that un-padding adds."""
         return self.total_tokens if self.padding.real_tokens is None else self.padding.real_tokens
 
     @cached_property
     def seq_idx(self) -> Tensor:
-        """int32 ``[1, T]``: which sequence each token belongs to."""
+        """The sequence that each token belongs to, int32 ``[1, T]``."""
         lengths = self.cu_seqlens.diff()
         order = torch.arange(lengths.numel(), dtype=torch.int32, device=lengths.device)
         return order.repeat_interleave(lengths, output_size=self.total_tokens)[None]
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Neighbouring sequences of equal length, as ``(how many sequences, length)``."""
+        """The runs of neighbouring sequences of equal length, as ``(number of sequences, length)``."""
         return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
 
-    def memo(self, key: Any, build: Callable[[], Found]) -> Found:
-        """Return what ``build()`` makes, computed once for this batch under ``key``."""
+    def memo(self, key: Any, build: Callable[[], Value]) -> Value:
+        """Return the result of ``build()``, computed once for this batch and kept under ``key``."""
         if torch.compiler.is_compiling():
-            return build()  # a compiler keeps what it has made already
+            return build()  # the compiler keeps equal results itself
         if key not in self._memo:
-            # a reference may run in inference mode, whose tensors autograd would refuse in the policy's forward
+            # a reference model may run in inference mode, whose tensors autograd refuses in the policy's forward
             with torch.inference_mode(False):
                 self._memo[key] = build()
-        found: Found = self._memo[key]
-        return found
+        value: Value = self._memo[key]
+        return value
 
     @cached_property
     def whole(self) -> PackedSeqLens:
-        """The same batch with all T tokens, for attention between modules that run on shared ones."""
+        """The same batch with all T tokens, for attention between modules that run on shared tokens."""
         return replace(self, shared=None)
 
     def to(self, device: torch.device | str | None, non_blocking: bool = False, **_: Any) -> PackedSeqLens:
-        """Return the same lengths with their tensors on ``device``; None, which accelerate may pass, leaves them."""
+        """Return the same lengths with their tensors on ``device``; accelerate may pass None, which changes nothing."""
         if device is None or torch.device(device) == self.cu_seqlens.device:
             return self
         return replace(map_tensors(self, lambda x: x.to(device, non_blocking=non_blocking)), _memo={})
 
     def pin_memory(self) -> PackedSeqLens:
-        """Return the same lengths in pinned memory, for torch's data loader, so that moving them waits for nobody."""
+        """Return the same lengths in pinned memory, for torch's data loader: the host need not wait for their copy."""
         return replace(map_tensors(self, Tensor.pin_memory), _memo={})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or a pickle leaves out what is only kept for speed: a block mask holds closures, which don't pickle.
+        """Return the fields without the memo: a block mask in it holds closures, which can't be pickled."""
         return {**self.__dict__, "_memo": {}}
 
     def unpad(self, x_BS: Tensor) -> Tensor:
-        """``[B, S, ...]`` to ``[1, T, ...]``: the real tokens, in order, then bucket padding."""
+        """Un-pad ``[B, S, ...]`` to ``[1, T, ...]``: the real tokens in order, then bucket padding."""
         return self.padding.unpad(x_BS)
 
     def repad(self, x_1T: Tensor) -> Tensor:
-        """``[1, T, ...]`` to ``[B, S, ...]``: each token back in its slot, zeros in the others; no bucket padding."""
+        """Re-pad ``[1, T, ...]`` to ``[B, S, ...]``: each real token in its slot, zeros in the other slots."""
         return self.padding.repad(x_1T)
 
     def bucketed(self, bucket: Bucket | None = None) -> PackedSeqLens:
         """Return the same batch with its sizes rounded up, so that they repeat from one batch to the next.
 
-        Further sequences, its bucket padding, fill T up. :meth:`unpad` makes their tokens from the batch's first one,
-        whose values are as good as any (zeros may be divided by in a norm), and :meth:`repad` drops whatever becomes
-        of them, so that their gradient is zero and nobody sees them. No sequence sees another's tokens, so the real
-        ones are what they were.
+        Further sequences, the bucket padding, fill T up. :meth:`unpad` copies the batch's first token for them (a norm
+        could divide by zeros), and :meth:`repad` drops them, so that their gradient is zero. No sequence sees another's
+        tokens, so the real ones don't change.
 
         Args:
-            bucket: the sizes; by default the smallest of :meth:`Bucket.of` that holds this batch.
+            bucket: the sizes; by default those of :meth:`Bucket.of`, the smallest that hold this batch.
 
         Raises:
             PackingError: the batch is in a bucket already, or does not fit this one.
@@ -189,7 +217,7 @@ class PackedSeqLens:
         )
 
     def write_bucketed(self, bucket: Bucket, cu_seqlens: Tensor, position_ids: Tensor) -> None:
-        """Write the offsets ``[N + 1]`` and positions ``[1, T]`` of this batch in a bucket into tensors that exist."""
+        """Write the batch's offsets ``[N + 1]`` and positions ``[1, T]`` in a bucket into existing tensors."""
         device, bucket_padding = self.cu_seqlens.device, bucket.padding(self.lengths)
         ends = list(accumulate(bucket_padding, initial=self.total_tokens))[1:]
         ends += [bucket.tokens] * (bucket.sequences - len(self.lengths) - len(bucket_padding))
@@ -199,19 +227,19 @@ class PackedSeqLens:
         torch.cat([self.position_ids, positions[None]], 1, out=position_ids)
 
     def flattened(self) -> PackedSeqLens:
-        """Return the same sequences as the one row ``[1, T]``, bucket padding and all, that :meth:`unpad` makes."""
+        """Return the same sequences as a batch of one row ``[1, T]``, which is what :meth:`unpad` makes."""
         row = Padding((1, self.total_tokens))
-        if self.bucket is not None:  # whether a bucket needs padding must not decide what is there
+        if self.bucket is not None:  # set for each bucket, padded or not, so that its compiled graph is the same
             row = replace(row, bucket_start=self.cu_seqlens.new_full((), self.total_tokens - sum(self.bucket_padding)))
         return replace(self, padding=row, _memo={})
 
     def prefixes_in(self, ids_1T: Tensor) -> Prefixes:
-        """Return the prefixes found where the batch was read, else find them now, in ids and positions.
+        """Return the prefixes that were found when the batch was read, or else find them now in ids and positions.
 
-        Then it waits for the device, once, if the ids are on one.
+        Finding them waits for the device once, if the ids are not on the host.
 
         Args:
-            ids_1T: int64 ``[1, T]``, un-padded.
+            ids_1T: int64 ``[1, T]``, the un-padded ids.
         """
         if self.prefixes is not None:
             return self.prefixes
@@ -220,20 +248,20 @@ class PackedSeqLens:
     def share(self, prefixes: Prefixes) -> PackedSeqLens:
         """Return the same batch with each token of its prefixes kept once, for modules inside a backbone.
 
-        Attention takes and gives ``[U, heads, dim]`` with it. A policy and its reference may be given one and the same
-        object, and share what is made here.
+        Attention then takes and returns ``[U, heads, dim]``, where U counts the kept tokens. A policy and its reference
+        model may get the same object, and share the result.
         """
 
         def build() -> PackedSeqLens:
             copies = prefixes.copies(self.lengths, self.cu_seqlens.device)
             positions = self.position_ids.index_select(1, copies.first)
-            # another memo: what is kept in one must not keep it
+            # a memo of its own, since an entry of this memo must not refer to it
             return replace(self, shared=SharedTokens(copies, positions), _memo={})
 
         return self.memo(("shared", prefixes), build)
 
     def check_slots(self, labels_BS: Tensor) -> None:
-        """Raise unless there is a label for each slot of the batch."""
+        """Raise a PackingError unless there is a label for each slot of the batch."""
         shape = self.padding.batch_shape
         slots = self.real_tokens if shape is None else shape[0] * shape[1]
         if labels_BS.numel() != slots:
@@ -245,14 +273,21 @@ class PackedSeqLens:
     def mask_first_labels(self, labels_BS: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
         """Return a copy of ``labels`` in which the first label of each sequence is ignored.
 
-        The loss shifts labels by one, so that label would be predicted from the last token of the sequence before.
+        The loss shifts labels by one, so the first label would be predicted from the last token of the sequence before.
+
+        Args:
+            labels_BS: int64, one label for each slot of the batch, in any shape.
+            ignore_index: the label that is ignored.
+
+        Raises:
+            PackingError: there is not one label for each slot.
         """
         self.check_slots(labels_BS)
         if self.padding.is_empty:
             return labels_BS
         starts = self.cu_seqlens[:-1].long()
         if self.bucket is not None:
-            # Sequences without a token, and bucket padding, stand for the first: so no length is read.
+            # Sequences without a token begin at T: they are masked at slot 0 instead, so that no length is read.
             starts = torch.where(starts < self.total_tokens, starts, 0)
         if self.padding.indices is not None:
             starts = self.padding.indices[starts]
@@ -260,18 +295,22 @@ class PackedSeqLens:
 
 
 def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
-    """Return the lengths as Python ints; raise unless there are some and each is at least 1."""
+    """Return the lengths as Python ints.
+
+    Raises:
+        PackingError: there is none, one is below 1, or they are not whole numbers.
+    """
     if isinstance(lengths, Tensor):
         check_vector(lengths)
     try:
-        given = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-        if any(isinstance(n, bool) for n in given):
-            raise TypeError("a mask is no lengths")
-        values = [operator.index(n) for n in given]
+        numbers = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+        if any(isinstance(n, bool) for n in numbers):
+            raise TypeError("these are bools, as of a mask")
+        values = [operator.index(n) for n in numbers]
     except TypeError as error:
         raise PackingError(
             f"packed_seq_lens={str(lengths)[:80]} ({type(lengths).__name__}): pass the sequences' lengths, whole "
-            "numbers such as [3, 2] in a list or a 1-D tensor, or a PackedSeqLens; a mask is attention_mask."
+            "numbers such as [3, 2] in a list or a 1-D tensor, or a PackedSeqLens. A mask goes into attention_mask."
         ) from error
     if not values or min(values) < 1:
         raise PackingError(f"packed_seq_lens must be lengths of at least 1 token each; got {values[:8]}.")
@@ -279,16 +318,16 @@ def check_lengths(lengths: Sequence[int] | Tensor) -> list[int]:
 
 
 def check_vector(lengths: Tensor) -> None:
-    """Raise unless a tensor of lengths is 1-D and whole."""
+    """Raise a PackingError unless a tensor of lengths is 1-D and of an integer dtype."""
     if lengths.ndim != 1 or lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
         raise PackingError(
             f"packed_seq_lens is a tensor of shape {tuple(lengths.shape)} and {lengths.dtype}; pass a 1-D tensor of "
-            "whole lengths (a mask is attention_mask)."
+            "whole lengths (a mask goes into attention_mask)."
         )
 
 
 def build_lengths(lengths: Sequence[int], device: torch.device, positions: Tensor | None = None) -> PackedSeqLens:
-    """Build from lengths that were checked; ``positions`` ``[T]``, where they don't restart at 0, as they are."""
+    """Build a PackedSeqLens from checked lengths; ``positions`` ``[T]`` replace positions that restart at 0."""
     offsets = torch.tensor([*accumulate(lengths, initial=0)])
     if positions is None:
         positions = torch.arange(sum(lengths)) - offsets[:-1].repeat_interleave(offsets.diff())

@@ -13,7 +13,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from fastpack.data.bin_packing import Job, divided, filled, split
+from fastpack.data.bin_packing import Job, divide_batches, fill_batches, split
 from fastpack.data.token_budget import COST, BatchPlan, plan_batches
 from fastpack.errors import PackingError
 
@@ -154,7 +154,7 @@ def test_long_examples_find_short_ones() -> None:
 def test_nobody_waits_for_ever() -> None:
     """In the order of filling: who enters the pool last is taken as many batches later as it holds."""
     lengths = [draw.randint(1, 100) for draw in [random.Random(1)] for _ in range(2000)]
-    batches = filled(Job(lengths, 100, 1, COST), list(range(2000)), look_ahead=16)
+    batches = fill_batches(Job(lengths, 100, 1, COST), list(range(2000)), look_ahead=16)
     made = {i: at for at, batch in enumerate(batches) for i in batch}
     sizes = [0]
     for batch in batches:
@@ -224,11 +224,11 @@ def test_the_dearest_batches_are_halved() -> None:
     """Five full batches for six ranks; one example is never halved."""
     lengths = [37, 29, 34, 25, 39, 36, 43, 31, 26, 48, 52, 48, 52]
     full = [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10], [11, 12]]
-    batches = divided(Job(lengths, 100, 6, COST), full)
+    batches = divide_batches(Job(lengths, 100, 6, COST), full)
     assert sorted(i for batch in batches for i in batch) == list(range(13))
     assert len(batches) == 6
     assert sum(batch in batches for batch in full) == 4
-    batches = divided(Job([10] * 5 + [100] * 4, 100, 4, COST), [[0, 1, 2, 3, 4], [5], [6], [7], [8]])
+    batches = divide_batches(Job([10] * 5 + [100] * 4, 100, 4, COST), [[0, 1, 2, 3, 4], [5], [6], [7], [8]])
     assert sorted(map(len, batches)) == [1, 1, 1, 1, 1, 1, 1, 2]
 
 
@@ -254,11 +254,11 @@ def test_too_long() -> None:
 @pytest.mark.parametrize(
     ("lengths", "changed", "message"),
     [
-        ([], {}, "no examples"),
+        ([], {}, "data set is empty"),
         ([3, 0], {}, "example 1 has a length of 0"),
-        ([3.5], {}, "not all of them whole numbers"),
+        ([3.5], {}, "items that are not whole numbers"),
         (torch.ones(2, 2, dtype=torch.long), {}, "1-D tensor"),
-        ("ab", {}, "not all of them whole numbers"),
+        ("ab", {}, "items that are not whole numbers"),
         ([3], {"max_tokens": 0}, "max_tokens=0"),
         ([3], {"max_tokens": 9.0}, r"max_tokens=9\.0"),
         ([3], {"ranks": 0}, "ranks=0"),
@@ -270,7 +270,7 @@ def test_too_long() -> None:
         ([3], {"seed": "x"}, "seed='x'"),
         ([3], {"epoch": -1}, "epoch=-1"),
         ([3], {"ranks": 2}, "1 examples for 2 ranks"),
-        ([60] * 9, {"ranks": 8}, "of 16 .so many for each of 8 ranks. some would be empty.*leave 1 examples out"),
+        ([60] * 9, {"ranks": 8}, "8 ranks need 16 batches, and some would be empty.*leave 1 examples out"),
     ],
 )
 def test_refused(lengths: Any, changed: dict[str, Any], message: str) -> None:
@@ -298,7 +298,7 @@ def test_more_micro_batches_than_needed(lengths: list[int], ranks: int, data: st
 
 
 def test_more_micro_batches_than_examples() -> None:
-    with pytest.raises(PackingError, match="3 examples fill 1 batches of max_tokens=8, and of 4 "):
+    with pytest.raises(PackingError, match="3 examples fill 1 batches of max_tokens=8, but 1 ranks need 4 "):
         plan_batches([1, 2, 3], 8, seed=0, epoch=0, micro_batches=4)
 
 

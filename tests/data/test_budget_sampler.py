@@ -126,7 +126,7 @@ def test_epochs_of_equal_length() -> None:
 
 def test_of_many_epochs_only_the_first_are_planned_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     """A later one, which might need more micro-batches, has the order of an earlier one, the same on every rank."""
-    monkeypatch.setattr(budget_sampler, "EVENED", 3)
+    monkeypatch.setattr(budget_sampler, "EVEN_EPOCHS", 3)
     lengths = [i * 37 % 700 + 200 for i in range(90)]
     single = TokenBudgetSampler(lengths, 1024, look_ahead=4, seed=1, rank=0, ranks=1)
     counts = [single._planned(epoch).micro_batches for epoch in range(40)]

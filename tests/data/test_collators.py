@@ -74,7 +74,7 @@ def test_contradictions_are_found_in_the_collator() -> None:
     batch = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 4]), "labels": ids}
     with pytest.raises(PackingError, match="ends at 4"):
         fastpack.with_packed_seq_lens(lambda examples: batch)(None)
-    with pytest.raises(PackingError, match="chosen: no tensor of input_ids"):
+    with pytest.raises(PackingError, match="chosen, without a tensor of input_ids"):
         fastpack.with_packed_seq_lens(lambda examples: {"chosen": ids})(None)
     with pytest.raises(PackingError, match=r"the collator made a list.*Leave GRPO's and RLOO's as it is"):
         fastpack.with_packed_seq_lens(lambda examples: examples)([{"prompt": "a"}])

@@ -149,13 +149,13 @@ BAD_SFT: dict[str, tuple[Example, str]] = {
     "a hole": ({"attention_mask": [1, 0, 1]}, "attention_mask of example 1 .* has a hole"),
     "two dimensions": ({"input_ids": [[3, 4, 5]]}, r"input_ids of example 1 .* have shape \(1, 3\)"),
     "fractions": ({"labels": [0.5, 1.0, 2.0]}, "labels of example 1 .* torch.float32"),
-    "words": ({"input_ids": ["a"]}, "input_ids of example 1 .* no numbers"),
+    "words": ({"input_ids": ["a"]}, "input_ids of example 1 .* not numbers"),
 }
 BAD_PAIRS: dict[str, tuple[Example, str]] = {
     "no chosen token": ({"chosen_ids": []}, "an empty completion as chosen"),
     "no rejected token": ({"rejected_ids": []}, "an empty completion as rejected"),
-    "nothing predicts it": ({"prompt_ids": []}, "no prompt, and a single token as rejected"),
-    "ragged": ({"prompt_ids": [[3], [4, 5]]}, "prompt_ids of example 1 .* no numbers"),
+    "nothing predicts it": ({"prompt_ids": []}, "a single token without a prompt as rejected"),
+    "ragged": ({"prompt_ids": [[3], [4, 5]]}, "prompt_ids of example 1 .* not numbers"),
     "a mask of another length": ({"chosen_attention_mask": [1]}, "1 entries in chosen_attention_mask and 2 ids"),
 }
 

@@ -271,7 +271,7 @@ REFUSED: dict[str, tuple[Tensor, str]] = {
         "column 2.*lat",
     ),
     "a prefix in both directions": (added(CAUSAL | seen_of(6, lambda q, k: k < 2)), "column 0.*later ones"),
-    "a window": (added(seen_of(6, lambda q, k: q - 3 < k <= q)), "column 3, lets the token see other tokens.*a window"),
+    "a window": (added(seen_of(6, lambda q, k: q - 3 < k <= q)), "column 3, does not let the token see exactly.*a window"),
     "a shared prefix": (
         added(seen_of(6, lambda q, k: k <= q and not (q >= 4 and k in (2, 3)))),
         "column 4.*a shared prefix",
@@ -283,9 +283,9 @@ REFUSED: dict[str, tuple[Tensor, str]] = {
     "a bias": (ALIBI, r"column 1, adds something other than 0 \(seen\) or -65504"),
     "a soft bias": (added(CAUSAL, hidden=-100.0), "a bias, or NaN"),
     "NaN": (added(CAUSAL, hidden=torch.nan), "a bias, or NaN"),
-    "one for each head": (added(CAUSAL).expand(1, 4, 6, 6), r"\(1, 4, 6, 6\).*one for all heads"),
+    "one for each head": (added(CAUSAL).expand(1, 4, 6, 6), r"\(1, 4, 6, 6\).*for all heads"),
     "of another width": (added(CAUSAL)[..., :5], r"\(1, 1, 6, 5\)"),
-    "integers": (CAUSAL.long(), "int64.*bools, True for keys that are seen"),
+    "integers": (CAUSAL.long(), "int64.*bool, True for keys that are seen"),
     "padding inside a sequence": (
         added(seen_of(6, lambda q, k: k <= q and k != 2 and q != 2)),
         "attention_mask has a hole",

@@ -95,7 +95,7 @@ def test_other_ids_are_refused() -> None:
     run = packed.share(find_prefixes(packed.lengths, torch.cat(sequences))).shared
     assert run is not None
     sequences[0][3] += 1
-    with pytest.raises(PackingError, match="begin differently that are said to begin alike"):
+    with pytest.raises(PackingError, match="began alike now differ"):
         run.keep_ids(torch.cat(sequences)[None])
 
 

@@ -21,7 +21,7 @@ from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.rows import Rows, put_back, row_groups, take
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import CHUNKED, SLIDING, masked_size
-from fastpack.packing.mask import is_stand_in
+from fastpack.packing.mask import is_mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.replacement import Forward, Replacement, replaces
 from fastpack.utils.sharding import exchange_inside
@@ -121,7 +121,7 @@ def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Of a mixer's arguments the first that holds numbers, which are its hidden states."""
     given = (*args, *kwargs.values())
-    return next(x for x in given if isinstance(x, Tensor) and x.is_floating_point() and not is_stand_in(x))
+    return next(x for x in given if isinstance(x, Tensor) and x.is_floating_point() and not is_mask_placeholder(x))
 
 
 def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
@@ -139,7 +139,7 @@ def _argument(
     mask: Callable[[torch.device], Tensor | None],
 ) -> Any:
     """What the rows get for an argument of the whole batch; ``mask`` makes the one that takes the stand-in's place."""
-    if is_stand_in(value):
+    if is_mask_placeholder(value):
         return mask(value.device)
     if name in spec.kept:
         return value
@@ -151,7 +151,7 @@ def _argument(
 def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     """A backbone's own method; where the stand-in came for its mask, for positions from 0 to T."""
     context = patched.runtime.context
-    if context is not None and context.packed is not None and is_stand_in(mask):
+    if context is not None and context.packed is not None and is_mask_placeholder(mask):
         mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
     return patched.stock(mask, num_heads, dtype)
 

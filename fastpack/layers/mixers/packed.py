@@ -26,7 +26,7 @@ from fastpack.families.source import forward_hash
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
 from fastpack.layers.mixers.kernels import Op, packed_conv, packed_recurrence
-from fastpack.packing.mask import is_stand_in
+from fastpack.packing.mask import is_mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import stock_class
 from fastpack.utils.replacement import Forward
@@ -61,7 +61,7 @@ def packed_forward(
 
 
 def _argument(value: object) -> Any:
-    return None if is_stand_in(value) else value
+    return None if is_mask_placeholder(value) else value
 
 
 _MADE_HERE = ("packed_seq_lens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -25,7 +25,7 @@ from fastpack.layers.runtime import Runtime
 from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.context import PackingContext
-from fastpack.packing.mask import mask_stand_in
+from fastpack.packing.mask import mask_placeholder
 from fastpack.utils.replacement import Replacement
 
 lists_of_lengths = st.lists(st.integers(1, 60), min_size=1, max_size=30)
@@ -134,7 +134,7 @@ def test_masks(kind: Any, windowed: bool) -> None:
     module.config.layer_types = ["sliding_attention" if windowed else "full_attention"]
     spec = MixerSpec(kind, window="config.window")
     with scope.around(module, packed):
-        mix(module, spec, scope, ones(packed), mask=mask_stand_in(packed))
+        mix(module, spec, scope, ones(packed), mask=mask_placeholder(packed))
     (mask,) = module.masks
     if kind is None:
         assert mask is None
@@ -149,7 +149,7 @@ def test_chunks() -> None:
     packed, scope, module = PackedSeqLens.from_lengths([3, 3]), PackingContext(), Sum()
     module.config.layer_types = ["chunked_attention"]
     with scope.around(module, packed):
-        mix(module, MixerSpec("seen", chunk="config.window"), scope, ones(packed), mask_stand_in(packed))
+        mix(module, MixerSpec("seen", chunk="config.window"), scope, ones(packed), mask_placeholder(packed))
     assert module.masks[0][0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]  # type: ignore[index]
 
 
