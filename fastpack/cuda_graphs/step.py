@@ -21,7 +21,7 @@ from fastpack.errors import PatchError
 from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.row_count import RowCount
 from fastpack.packing.buckets import Bucket
-from fastpack.packing.seqlens import Found, PackedSeqLens
+from fastpack.packing.seqlens import PackedSeqLens, Value
 
 MOST_WORK = 0.5
 """The share of a token's work, as weights tell it, that has to be left out for bucket padding to be called so."""
@@ -43,7 +43,7 @@ class _Unknown(tuple[int, ...]):
 class StaticSeqLens(PackedSeqLens):
     """The lengths of whatever batch is being replayed: offsets and positions on the device, and the bucket's sizes."""
 
-    def memo(self, key: Any, build: Callable[[], Found]) -> Found:
+    def memo(self, key: Any, build: Callable[[], Value]) -> Value:
         """Only for the stand-in mask: anything else would be made of one batch, and kept for the others."""
         if not (isinstance(key, tuple) and key[0] == "mask"):
             raise HostLengthsError("its attention prepares each batch on the host")

@@ -144,6 +144,7 @@ def test_the_gradient_of_sinks_is_rounded_once() -> None:
     assert ((grads[0] - grads[1]).abs() <= grads[1].abs() * torch.finfo(torch.bfloat16).eps).all()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", pairwise({**FACTORS, "head_dim": (16, 64)}), ids=str)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_forward(case: Case, eager_flex: None) -> None:

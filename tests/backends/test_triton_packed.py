@@ -52,18 +52,21 @@ LARGE_GROUPS = [Case(groups=32, head_dim=8, lengths="ones"), Case(groups=17, hea
 # --- exact ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @interpreted
 @pytest.mark.parametrize(("case", "dtype"), EVERY, ids=str)
 def test_exact(case: Case, dtype: torch.dtype) -> None:
     assert_exact(triton_packed.run, case, dtype)
 
 
+@pytest.mark.sample(3)
 @interpreted
 @pytest.mark.parametrize("case", [*SIZES, *LARGE_GROUPS], ids=str)
 def test_sizes_and_groups(case: Case) -> None:
     assert_exact(triton_packed.run, case, FLOAT)
 
 
+@pytest.mark.sample(2)
 @interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # in rows that are not stored
 @pytest.mark.parametrize(("case", "tile"), TILED, ids=str)
@@ -72,6 +75,7 @@ def test_many_tiles(case: Case, tile: Tile, cut: Cut) -> None:
     assert_exact(triton_packed.run, case, FLOAT)
 
 
+@pytest.mark.sample(1)
 @interpreted
 @pytest.mark.parametrize("window", [None, 129])
 def test_many_tiles_of_the_usual_size(window: int | None) -> None:
@@ -144,6 +148,7 @@ def test_large_scores_do_not_overflow() -> None:
 # --- where sequences begin ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @interpreted
 def test_offsets_that_repeat() -> None:
     """Sequences without a token, at the end as in a bucket or between others, change no bit."""
@@ -196,6 +201,7 @@ def test_lengths_are_read_on_the_device_alone() -> None:
     assert not torch.equal(triton_packed.run(blind), triton_packed.run(call))
 
 
+@pytest.mark.sample(1)
 @interpreted
 @pytest.mark.parametrize("sharing", [0, 1000])
 @pytest.mark.parametrize("window", [None, 7])

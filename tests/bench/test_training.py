@@ -70,6 +70,7 @@ def test_the_same_under_trl(mode: Any) -> None:
 DPO = replace(SMALL, trainer="dpo", loop="trl", rows=2, lengths="pairs.json")
 
 
+@pytest.mark.sample(1)
 @trains_on_cpu
 @pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_dpo_is_the_same_padded_and_patched(mode: Any) -> None:
@@ -271,6 +272,7 @@ def test_boundaries_are_those_of_trl() -> None:
             assert getattr(batch[name], "dtype", None) == getattr(value, "dtype", None), name
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two variants in processes of their own, and everything that is written."""
     if torch.cuda.is_available():

@@ -27,6 +27,7 @@ def check_equal_dpo(patched: dict[str, Any], stock: dict[str, Any]) -> None:
         assert (mine["real_tokens"], mine["slots"]) == (theirs["real_tokens"], theirs["slots"])
 
 
+@pytest.mark.sample(1)
 @trains_on_cpu
 @pytest.mark.parametrize("flags", [(), LORA, ("--precompute_ref_log_probs", "--max_length", "64")])
 def test_dpo_patched_and_stock_are_the_same(
@@ -73,6 +74,7 @@ def test_dpo_on_four_bit_weights(work: Path) -> None:
     assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
 
 
+@pytest.mark.sample(1)
 @trains_on_cpu
 @pytest.mark.parametrize("flags", [(), ("--precompute_ref_log_probs",)])
 def test_dpo_from_a_folder(work: Path, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ def test_losses_that_disagree_fail(
     assert "2.00x" in printed
 
 
+@pytest.mark.slow
 def test_a_run_that_breaks_off_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="the patched run ended with exit code 2, see above"):
         demo._train("patched", tmp_path, {"no_such_flag": "1"})

@@ -70,6 +70,7 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "4 runs of 1 family" in capsys.readouterr().out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_verified_alone_in_half_precision(model_type: str, tmp_path: Path) -> None:
     """Experts too, which the other modes prove in float32 where no row names what chooses."""
@@ -235,6 +236,7 @@ def test_leaving_before_the_last_backend_is_a_failed_row(monkeypatch: pytest.Mon
     assert (sent.mode, missed.mode, missed.verdict) == ("exact", "exact", "FAILED")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("after", [0.2, 8])
 def test_an_interrupt_stops_everything(
@@ -275,6 +277,7 @@ def test_real_processes_have_a_time_limit(method: str, monkeypatch: pytest.Monke
     assert row.problem == "not done after 0 s"
 
 
+@pytest.mark.slow
 def test_a_new_process_gives_what_a_forked_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they are not forked."""
     (forked,) = processes.run(["llama"], EXACT, jobs=1, timeout=200)

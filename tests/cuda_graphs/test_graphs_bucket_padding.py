@@ -32,6 +32,7 @@ def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
     return step.bucket.tokens // 128 - -(-sum(lengths) // 128)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "lora"), [("llama", True), ("qwen2", False), ("gemma2", True)])
 def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
     """One recording serves batches of several sizes; also with biases, and with norms behind products."""
@@ -48,6 +49,7 @@ def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
     assert whole_tiles(found, SMALL) == 1
 
 
+@pytest.mark.slow
 def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
     """Dense copies of a group's weights are not held together: each is a sum of its own, on top of the one before."""
 
@@ -77,6 +79,7 @@ def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> 
     assert compare(step(model, LARGE), step(plain, LARGE)).worst > 100 * FLOAT32_BOUND
 
 
+@pytest.mark.slow
 def test_bucket_padding_stays_finite() -> None:
     """Sums over all rows, of the gradients of weights, meet zeros and finite numbers there."""
     model = graphed(tiny_model("qwen2"), kernels="triton", first_steps=1, record_after=4.0)

@@ -76,7 +76,7 @@ def test_contradictions_are_found_in_the_collator() -> None:
         fastpack.with_packed_seq_lens(lambda examples: batch)(None)
     with pytest.raises(PackingError, match="chosen, without a tensor of input_ids"):
         fastpack.with_packed_seq_lens(lambda examples: {"chosen": ids})(None)
-    with pytest.raises(PackingError, match=r"the collator made a list.*Leave GRPO's and RLOO's as it is"):
+    with pytest.raises(PackingError, match=r"the collator made a list.*Don't wrap the collator of GRPO and RLOO"):
         fastpack.with_packed_seq_lens(lambda examples: examples)([{"prompt": "a"}])
     nothing: Any = None
     with pytest.raises(TypeError, match=r"takes a collator, such as trainer\.data_collator, not NoneType"):

@@ -26,6 +26,7 @@ def alone() -> dict[tuple[str, bool], list[tuple[float, float]]]:
     return {(kind, lora): train(trainer_of(kind, lora, 1, False)) for kind in ("sft", "dpo") for lora in (False, True)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
@@ -43,6 +44,7 @@ def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: 
     assert alone[kind, lora][1] != pytest.approx(alone[kind, not lora][1], rel=1e-3), "the check sees another model"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None:

@@ -52,6 +52,7 @@ def test_the_median_of_the_draws_counts() -> None:
     assert compare_draws([far, far, true], [true] * 3, half=True).logits == pytest.approx(7.2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "bamba", "mixtral"])
 def test_half_precision_is_as_near_to_float32_as_the_stock_model(model_type: str) -> None:
     oracle = oracle_of(model_type, HALF)

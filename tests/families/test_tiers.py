@@ -39,6 +39,7 @@ FURTHER = [f for f in (*SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES) if
 EACH = [*(f for f in FAST_FAMILIES if f.model_type in model_types()), *FURTHER]
 
 
+@pytest.mark.sample(60)
 @pytest.mark.parametrize("model_type", HERE)
 def test_exact(model_type: str) -> None:
     """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""

@@ -155,6 +155,7 @@ def test_8_bit_gradients_are_those_of_peft(prepared: bool, tmp_path: Path, calls
     assert any(relative(gradient, stock[name].roll(1)) > 0.1 for name, gradient in ours.items())
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     ("dtype", "compute_dtype", "reentrant", "prepared"),

@@ -71,6 +71,7 @@ def calls_of_ours(graph: torch.fx.GraphModule) -> int:
     return sum("packed_attention" in str(node.target) for node in nodes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_one_graph_with_the_results_of_eager(family: str) -> None:
     """And those of other lengths of the same sizes come from the same graph, which holds none of them."""
@@ -89,6 +90,7 @@ def test_one_graph_with_the_results_of_eager(family: str) -> None:
     assert error(step(compiled, wrong, model), eager[0]) > 1e3 * FLOAT32_BOUND
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_however_much_is_bucket_padding() -> None:
     """Over real tokens alone, and nothing is compiled anew (transformers breaks it where it collects routers)."""
     traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "batched_mm"}
@@ -103,6 +105,7 @@ def test_experts_are_balanced_however_much_is_bucket_padding() -> None:
     assert frames == frames[:1] * 3
 
 
+@pytest.mark.slow
 def test_lengths_alone_and_a_bare_backbone() -> None:
     """Lengths need not be rounded up, nor the batch to its bucket by the collator; sizes become symbolic."""
     from transformers import AutoModel
@@ -168,6 +171,7 @@ def test_under_autocast() -> None:
     assert relative(wanted.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("bare", "labels"), [(False, True), (False, False), (True, False)])
 def test_a_padded_batch_breaks_once(bare: bool, labels: bool) -> None:
     """Its lengths are read between two regions; all tensor operations are in one."""
@@ -184,6 +188,7 @@ def test_a_padded_batch_breaks_once(bare: bool, labels: bool) -> None:
     assert sum(map(calls_of_ours, explained.graphs)) == 1
 
 
+@pytest.mark.slow
 def test_padded_batches_of_any_lengths() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     compiler = CompileCounterWithBackend("eager")
@@ -204,6 +209,7 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
         compiled(**padded(make_sequences(VOCAB, LENGTHS), "left"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "rope_type"), [("phi3", "longrope"), ("llama", "dynamic")])
 def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
     """LongRoPE's, of which there are two sets, as one graph; dynamic NTK's with breaks, to know the long lengths."""
@@ -227,6 +233,7 @@ def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
     assert relative(torch.compile(model, backend="eager")(**batch).logits, wanted) <= FLOAT32_BOUND
 
 
+@pytest.mark.slow
 def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1)).eval()
     given: dict[str, Any] = {"input_ids": torch.cat(make_sequences(VOCAB, (5, 6)))[None], "use_cache": True}
@@ -281,6 +288,7 @@ class Partitions:
         return backend(graph, inputs)
 
 
+@pytest.mark.slow
 def test_activation_memory_budget() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS)

@@ -71,6 +71,7 @@ def traced(graph: torch.fx.GraphModule) -> set[str]:
     return {".".join(found) for stack in stacks for found in frame.findall(stack)}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     model = fastpack.patch(one_of_each_kind(tiny_model(model_type)))
@@ -99,6 +100,7 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     assert error(seeded(compiled, wrong), eager[0]) > 1e3 * FLOAT32_BOUND
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["cohere", "gemma2", "granite", "mixtral"])
 def test_fused_loss_of_heads(model_type: str) -> None:
     """Of those that scale their logits, cap or divide them, and of one that hands routers on."""
@@ -112,6 +114,7 @@ def test_fused_loss_of_heads(model_type: str) -> None:
     assert against(found, stock) <= FLOAT32_BOUND
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
     """The compiler is handed bitsandbytes' operator for the weights, and plain LoRA."""
@@ -131,6 +134,7 @@ def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
     assert all("bitsandbytes" in str(graph.graph) for graph in (*compiler.fw_graphs, *compiler.bw_graphs))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_lora_over_4_bits_under_autocast(reentrant: bool | None, tmp_path: Path) -> None:
     """As PEFT prepares it, without checkpointing and with it; norms and embeddings are trained too."""

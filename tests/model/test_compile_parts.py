@@ -20,7 +20,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape, Visibility
 from fastpack.backends.registry import why_not
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.ops.norm import rms_norm
-from fastpack.utils.compile import _with_limit, compile_often, cached_constant
+from fastpack.utils.compile import _with_limit, cached_constant, compile_often
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 
@@ -126,6 +126,7 @@ def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
     assert config.recompile_limit == 8
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", [pytest.param("bamba", marks=pytest.mark.slow), "emu3", "gemma3"])
 def test_batch_after_batch_where_a_scope_carries_the_packing(model_type: str) -> None:
     """What a scope holds is there before the first batch: a compiler guards on it."""

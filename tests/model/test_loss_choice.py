@@ -130,6 +130,7 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
 def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls: Calls) -> None:
@@ -156,6 +157,7 @@ def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls
     assert evaluated[1] == pytest.approx(evaluated[0], rel=bound)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_trainer_that_brings_its_own_loss_keeps_it(when: str, tmp_path: Path, op_calls: Calls) -> None:

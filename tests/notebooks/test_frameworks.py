@@ -90,6 +90,7 @@ def assert_equal_to_stock(told: dict[str, Any]) -> None:
     assert told["attended"] == STEPS * LAYERS  # in the patched run, and in that alone
 
 
+@pytest.mark.slow
 def test_trainer_and_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = run_notebook(tmp_path, monkeypatch, lightning=False)
     assert told.keys() == {"trainer", "accelerate"}

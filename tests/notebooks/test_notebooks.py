@@ -101,6 +101,7 @@ def test_sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert figures["report"]["tier"] == "fast"
 
 
+@pytest.mark.slow
 @trains_on_cpu
 def test_dpo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"PAIRS": 8, "MAX_LENGTH": 256, "LORA_RANK": 4, "LEARNING_RATE": 5e-3, "BETA": 0.1}

@@ -41,6 +41,7 @@ from fastpack.offload.saved import KEEP
 pytestmark = pytest.mark.usefixtures("no_collection")
 
 
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
@@ -59,6 +60,7 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
     assert f"offload: {left} layer inputs of 1 forwards" in str(fastpack.report(model))
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "helium", "starcoder2"])
 def test_families(model_type: str, reentrant: bool) -> None:
@@ -118,6 +120,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     assert (pool.count, in_use(pool)) == (2 * (LAYERS + 1 - KEEP), 0)
 
 
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_nothing_behind(where: str, reentrant: bool) -> None:

@@ -71,6 +71,7 @@ def with_products(model: Any, **settings: Any) -> Any:
     return model
 
 
+@pytest.mark.sample(5)
 @KINDS
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "gemma2", "qwen3"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -93,6 +94,7 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     assert not any("Journey" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
 
 
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("model_type", ["ernie", "gemma4_text"])
 def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> None:
@@ -143,6 +145,7 @@ def test_two_backwards(reentrant: bool) -> None:
     assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     model, plain = with_products(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
@@ -167,6 +170,7 @@ def test_half_a_backward_and_none() -> None:
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
+@pytest.mark.sample(1)
 def test_an_exception_puts_everything_back() -> None:
     model = with_products(tiny())
     layers = backbone_of(model).layers
@@ -186,6 +190,7 @@ def test_an_exception_puts_everything_back() -> None:
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", ["checkpoints", "activations"])
 def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     """Passes that are recorded do the same, in host buffers that are never let go."""
@@ -222,6 +227,7 @@ class Forgetful(FakeRecorder):
         return Tape(tape.output, gradients, lambda: None, lambda: None)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["unpatched", "patched anew", "dropped"])
 def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     """Until its backward is over, and the device with it."""
@@ -268,6 +274,7 @@ def test_pace() -> None:
     assert pace(Rates(55e9, 79e12), [gate, gate], x) == 1.0
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
 def test_which_layers(share: float) -> None:
     """Evenly spread, and none so late that its copy would be behind the last layer."""
@@ -342,6 +349,7 @@ def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPa
     assert under_way == [True] * SENT
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
     """As in a loop that rebinds it only when the next forward is over."""
@@ -356,6 +364,7 @@ def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
     del loss
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rates", [Rates(1.0, 1.0), None], ids=["sent", "none sent"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def test_norm_rope_is_its_two_definitions(
         assert error_of(wrong, expected) > 0.1
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize(("rounding", "unit_offset"), KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -98,6 +99,7 @@ def test_kernel_is_the_two_ops(
     assert all(not x.any() for x in found)
 
 
+@pytest.mark.sample(20)
 @pytest.mark.parametrize(
     ("shape", "indexed"),
     [((7, 3, 1, 8, 8), False), ((1, 5, 2, 16, 6), True), ((67, 8, 2, 128, 96), True)],
@@ -188,6 +190,7 @@ def test_only_what_is_asked_for_gets_a_gradient(wanted: tuple[int, ...]) -> None
     assert error_of(*grads) < 2e-6
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_kernel_s_gradients_by_finite_differences(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastpack.ops.kernels import norm_rope as kernels

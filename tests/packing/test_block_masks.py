@@ -271,7 +271,10 @@ REFUSED: dict[str, tuple[Tensor, str]] = {
         "column 2.*lat",
     ),
     "a prefix in both directions": (added(CAUSAL | seen_of(6, lambda q, k: k < 2)), "column 0.*later ones"),
-    "a window": (added(seen_of(6, lambda q, k: q - 3 < k <= q)), "column 3, does not let the token see exactly.*a window"),
+    "a window": (
+        added(seen_of(6, lambda q, k: q - 3 < k <= q)),
+        "column 3, does not let the token see exactly.*a window",
+    ),
     "a shared prefix": (
         added(seen_of(6, lambda q, k: k <= q and not (q >= 4 and k in (2, 3)))),
         "column 4.*a shared prefix",

@@ -28,7 +28,11 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
     "offsets with fractions": (FIVE, {"cu_seq_lens_q": T([0.0, 2.9, 5.0])}, ("cu_seq_lens_q is of dtype", "float32")),
     "offsets in words": (FIVE, {"cu_seq_lens_q": "0,5"}, ("cu_seq_lens_q=0,5 (str)", "pass integers")),
     "offsets in lists": (FIVE, {"cu_seq_lens_k": [0, [2], 5]}, ("cu_seq_lens_k=[0, [2], 5]", "pass integers")),
-    "sequence numbers with fractions": (FIVE, {"seq_idx": T([[0, 0, 0.5, 0.5, 0.5]])}, ("seq_idx is of dtype", "float32")),
+    "sequence numbers with fractions": (
+        FIVE,
+        {"seq_idx": T([[0, 0, 0.5, 0.5, 0.5]])},
+        ("seq_idx is of dtype", "float32"),
+    ),
     "a longest length in words": (FIVE, {"max_length_q": "x"}, ("max_length_q=x (str)", "pass integers")),
     "a mask for lengths": (FIVE, {"packed_seq_lens": T([True] * 5)}, ("packed_seq_lens", "bool", "attention_mask")),
     "a mask for lengths, in a list": (FIVE, {"packed_seq_lens": [True] * 5}, ("packed_seq_lens", "attention_mask")),

@@ -51,6 +51,7 @@ MIXERS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["parametrized", "subclass"])
 @pytest.mark.parametrize("model_type", MIXERS)
 def test_mixers_of_another_class(model_type: str, how: str) -> None:

@@ -142,6 +142,7 @@ def test_lora_on_the_weight_of_a_linear_layer_is_fused() -> None:
     assert report.as_modules == {}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("threshold", [0.0, 6.0])
 def test_llm_int8_is_isolated_without_outliers(threshold: float, tmp_path: Path) -> None:
     model = fastpack.patch(quantised(tmp_path, load_in_8bit=True, llm_int8_threshold=threshold))

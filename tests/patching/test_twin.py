@@ -428,6 +428,7 @@ CALLERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("caller", CALLERS)
 def test_the_callers_state_does_not_matter(caller: str) -> None:
     """Nor is it changed. A wrong row is seen as before, so that the check was run."""

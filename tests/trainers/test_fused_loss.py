@@ -74,6 +74,7 @@ def check_same(found: list[dict[str, float]], wanted: list[dict[str, float]], bo
             assert ours[name] == pytest.approx(theirs[name], rel=bound, abs=bound * 0.01), (step, name)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("before", [True, False], ids=["model and trainer", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_same_steps_and_metrics(feed: str, before: bool, tmp_path: Path, ran: Losses) -> None:
@@ -99,6 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", SETTINGS)
 def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
     results = []
@@ -110,6 +112,7 @@ def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
     assert len(ran.rows) == ran.of_trl == STEPS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["num_items_in_batch", "labels"])
 def test_negative_control(what: str, tmp_path: Path) -> None:
     """Without the number of the step's labels, or with one label less, the comparison fails."""
@@ -185,6 +188,7 @@ KEPT: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("what", KEPT)
 def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None:
     build, reason = KEPT[what]
@@ -259,6 +263,7 @@ def test_a_second_patch_and_another_one(tmp_path: Path, ran: Losses) -> None:
     assert not ran.rows
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("same_steps", [True, False])
 def test_under_a_token_budget(same_steps: bool, tmp_path: Path, ran: Losses) -> None:
     """Set up in any order; pieces of a micro-batch are fused, too."""
@@ -330,6 +335,7 @@ CHANGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", CHANGES)
 def test_settings_that_change_are_seen(what: str, tmp_path: Path, ran: Losses) -> None:
     change, reason = CHANGES[what]
@@ -367,6 +373,7 @@ def with_weights(model: Any) -> Any:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", [with_prefixes, with_weights])
 def test_a_head_that_runs_its_stock_forward_has_trls_loss(change: Any, tmp_path: Path, ran: Losses) -> None:
     """Which nothing tells before it has run; metrics are those of TRL then, not none."""
@@ -406,6 +413,7 @@ def test_sums_reach_the_trainer_whatever_casts_arguments(tmp_path: Path, ran: Lo
     assert len(ran.rows) == STEPS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["compute_loss", "log"])
 def test_what_somebody_put_over_ours_stays(name: str, tmp_path: Path, ran: Losses) -> None:
     wanted = logged(trainer_of(tmp_path))

@@ -17,6 +17,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_equal(name: str, tmp_path: Path, calls: Calls) -> None:
     build, further = CASES[name]

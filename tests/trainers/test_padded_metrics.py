@@ -41,6 +41,7 @@ def notes(trainer: Any) -> list[str]:
     return [note for note in fastpack.report(trainer).notes if note.startswith("logits/chosen")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["CPO", "SimPO", "ORPO"])
 def test_said_in_one_line_and_all_else_is_equal(name: str, tmp_path: Path) -> None:
     stock, trainer = logged(build(name, tmp_path)), fastpack.patch(build(name, tmp_path))

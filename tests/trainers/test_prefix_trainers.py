@@ -29,6 +29,7 @@ DPO: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(name: str, tmp_path: Path) -> None:
     stock = logged(dpo(tmp_path, patch=None, **DPO[name]))
@@ -98,6 +99,7 @@ def test_dropout_is_not_shared(tmp_path: Path) -> None:
     assert "Dropout.p=0.1 is random" in next(iter(stats.whole))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["reward", "grpo", "rloo"])
 def test_others(name: str, tmp_path: Path) -> None:
     """Pairs of rows that share a prompt, and groups of completions of one."""

@@ -22,6 +22,7 @@ BUDGETS = {"sft": 60, "plain": 75, "dpo": 150, "reward": 150, "kto": 60}
 BOUND = 1e-5
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", BUILD)
 def test_every_example_once_an_epoch_in_full_batches(name: str, tmp_path: Path) -> None:
     trainer = BUILD[name](tmp_path, max_steps=-1, num_train_epochs=3, gradient_accumulation_steps=2)
@@ -62,6 +63,7 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", UNEVEN)
 def test_uneven_micro_batches_give_the_gradient_of_one_batch(name: str, tmp_path: Path) -> None:
     kind, further = UNEVEN[name]
@@ -85,6 +87,7 @@ def test_uneven_micro_batches_give_the_gradient_of_one_batch(name: str, tmp_path
     assert abs(mine - its) <= BOUND * max(1.0, abs(its))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["dpo", "reward", "kto"])
 def test_negative_control_means_of_means(kind: str, tmp_path: Path) -> None:
     """Without the weights the same comparison fails."""
@@ -100,6 +103,7 @@ def test_negative_control_means_of_means(kind: str, tmp_path: Path) -> None:
     assert furthest(ours.steps[0], theirs.steps[0]) > 100 * BOUND
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "accumulation"), [("sft", 1), ("sft", 2), ("dpo", 1), ("dpo", 2), ("reward", 1), ("kto", 1), ("plain", 2)]
 )
@@ -125,6 +129,7 @@ def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path
     assert "pieces" in str(fastpack.report(trainer))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_same_steps_of_a_stream(kind: str, tmp_path: Path) -> None:
     """Nothing is planned from lengths, so none need be known; an example over the budget runs alone."""
@@ -157,6 +162,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed(kind: str, workers: int, tmp_path: Path) -> None:
@@ -208,6 +214,7 @@ CHANGED = {"data": {}, "max_tokens": {}, "seed": {"seed": 7}, "accumulation": {"
 SAME_STEPS = TokenBudget(60, same_steps=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", [*CHANGED, "no budget before", "same steps before", "same steps now"])
 def test_a_checkpoint_of_other_batches(what: str, tmp_path: Path) -> None:
     further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}
@@ -222,6 +229,7 @@ def test_a_checkpoint_of_other_batches(what: str, tmp_path: Path) -> None:
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("before", [None, SAME_STEPS, TokenBudget(80, same_steps=True)])
 def test_same_steps_go_on_from_the_trainers_own_batches(before: TokenBudget | None, tmp_path: Path) -> None:
     further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}

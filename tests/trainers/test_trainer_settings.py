@@ -193,6 +193,7 @@ def test_a_loss_of_the_users_own_is_put_back(tmp_path: Path) -> None:
     assert trainer.compute_loss is mine
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", ["compute_loss", "get_batch_samples", "get_train_dataloader", "gather"])
 def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_path: Path) -> None:

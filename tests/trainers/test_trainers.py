@@ -22,6 +22,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("patch", ["model", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_patched_equals_unpatched(feed: str, patch: str, tmp_path: Path, calls: Calls) -> None:
@@ -32,6 +33,7 @@ def test_patched_equals_unpatched(feed: str, patch: str, tmp_path: Path, calls: 
     assert len(calls.all) == 2 * STEPS, "both layers of every step went through the dispatch"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "starcoder2"])
 def test_other_families(model_type: str, tmp_path: Path) -> None:
     for feed in ("padded", "padding_free"):
@@ -40,6 +42,7 @@ def test_other_families(model_type: str, tmp_path: Path) -> None:
         check_equal(ours, stock)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("patch", ["model", "trainer"])
 def test_lora_and_checkpointing(patch: str, tmp_path: Path) -> None:
     from adapter_cases import with_lora
@@ -50,6 +53,7 @@ def test_lora_and_checkpointing(patch: str, tmp_path: Path) -> None:
     check_equal(ours, stock)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("feed", ["padded", "padding_free"])
 def test_auxiliary_loss_of_experts(feed: str, tmp_path: Path) -> None:
     settings = {**FEEDS[feed], "router_aux_loss_coef": 0.5}

@@ -119,6 +119,7 @@ def expected(names: list[str], layers: int) -> list[tuple[str, int, list[int]]]:
     return [(name, sum(LENGTHS), [0, *itertools.accumulate(LENGTHS)]) for _ in range(layers) for name in names]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("model_type", COVERED)
 def test_exact_over_flash_linear_attention(model_type: str, kernels: Kernels) -> None:
     model = build_tiny(model_type).train()
@@ -276,6 +277,7 @@ def test_generate_is_stock(model_type: str, kernels: Kernels) -> None:
     assert not calls.made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_compiled(training: bool, compile_anew: None) -> None:
     """A break in the graph at each mixer, and no other."""

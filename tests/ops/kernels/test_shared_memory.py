@@ -32,6 +32,7 @@ FITS = [
 DOES_NOT = [(75, "fp16", 128, 1, "expand"), (89, "fp32", 128, 3, "shrink"), (90, "fp32", 128, 3, "glu")]
 
 
+@pytest.mark.slow
 def test_what_kernels_take() -> None:
     given = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compiled.py")

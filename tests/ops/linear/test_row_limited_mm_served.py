@@ -103,6 +103,7 @@ def refuse_narrow(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
     monkeypatch.setattr(projections, "serves", wide)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 @pytest.mark.parametrize(("rank", "bias"), [(8, False), (8, True), (0, True)])
 @pytest.mark.parametrize("which", ["group", "together", "residual", "mlp"])

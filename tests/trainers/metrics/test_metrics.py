@@ -94,6 +94,7 @@ class Reporter(TrainerCallback):
         self.told.append(dict(logs))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("patch", [False, True])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_figures_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
     both.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("restore", [False, True])
 def test_resume(restore: bool, tmp_path: Path) -> None:
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3}

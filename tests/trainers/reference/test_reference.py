@@ -261,6 +261,7 @@ def process(rank: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(process, (str(tmp_path),), nprocs=2)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

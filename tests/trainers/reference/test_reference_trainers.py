@@ -110,6 +110,7 @@ STEPPED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", STEPPED)
 def test_dpo_steps_as_with_the_reference_beside(name: str, tmp_path: Path) -> None:
     stock = logged(dpo(tmp_path, patch=None, **STEPPED[name]))
@@ -128,6 +129,7 @@ def test_kto_steps_as_with_the_reference_beside(tmp_path: Path) -> None:
         assert abs(mine["kl"] - theirs["kl"]) <= 3e-5
 
 
+@pytest.mark.slow
 def test_the_reference_model_is_set_free(tmp_path: Path) -> None:
     trainer = pair_trainer(tmp_path)
     gone = weakref.ref(trainer.ref_model)
@@ -145,6 +147,7 @@ def test_the_reference_model_is_set_free(tmp_path: Path) -> None:
     assert gone() is not None
 
 
+@pytest.mark.slow
 def test_evaluate_on_data_of_its_own_with_the_reference_inside(tmp_path: Path) -> None:
     """Before and behind training: TRL reads the reference off the policy without its adapter, and so is it here."""
     stock, ours = pair_trainer(tmp_path, peft="base"), pair_trainer(tmp_path, peft="base")
