@@ -1,5 +1,4 @@
-"""``fastpack families``: which families of models are covered, and on which tier; what a run of them proved, and the
-lock file of the sources that it was proved on."""
+"""``fastpack families``: the covered families and their tiers, the results of a sweep, and the lock file of sources."""
 
 from __future__ import annotations
 
@@ -15,16 +14,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fastpack.cli import UsageError, require_file
+from fastpack.cli import UsageError
 from fastpack.errors import UntriedVersionWarning
 from fastpack.exactness import tiny
 from fastpack.families.lock import (
     LOCK,
     as_text,
-    forms_of,
     hash_of,
     is_proved,
     packed_name,
+    specs_of,
     stock_mixing,
     with_release,
 )
@@ -40,14 +39,12 @@ from fastpack.patching.twin import match_by_twin
 from fastpack.testing.record import Record
 from fastpack.utils.classes import stock_class
 
-BEGIN = "<!-- families: written by `fastpack families --from RUN.json --into README.md` -->"
-END = "<!-- /families -->"
-
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, for people, for the README or for programs.
+    """Print the table of families, or the results of a sweep, and return the exit code.
 
-    Raises: UsageError where the files named are not what they should be.
+    Raises:
+        UsageError: a file is not the result of a sweep, or options don't go together.
     """
     parser = argparse.ArgumentParser(prog="fastpack families", description="The families of models that are covered.")
     form = parser.add_mutually_exclusive_group()
@@ -58,25 +55,24 @@ def main(arguments: Sequence[str]) -> int:
         dest="run",
         type=Path,
         metavar="RUN.json",
-        help="what this run proved: gists/smoke.sh --all --json RUN.json",
+        help="print what a sweep proved, in Markdown; the file is from gists/smoke.sh --all --json RUN.json",
     )
-    parser.add_argument("--into", type=Path, metavar="README.md", help="write what the run proved between its marks")
     parser.add_argument(
         "--lock",
         action="store_true",
-        help="enter the sources of the families that the run proved, with the installed transformers, in the lock file",
+        help="with --from: enter the proved classes of the installed transformers in the lock file",
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     rows = family_rows()
-    if given.run is None and (given.into is not None or given.lock):
-        raise UsageError("--into and --lock write what a run proved: name the run with --from RUN.json")
-    if given.lock:
-        _lock(_read_run(given.run), LOCK)
-    elif given.run is not None:
-        _show_run(given.run, given.into)
-    elif given.json:
+    if args.run is None and args.lock:
+        raise UsageError("--lock enters what a sweep proved: pass its results with --from RUN.json")
+    if args.lock:
+        _lock(_read_run(args.run), LOCK)
+    elif args.run is not None:
+        print(proved(_read_run(args.run)))
+    elif args.json:
         print(json.dumps(rows, indent=2))
-    elif given.markdown:
+    elif args.markdown:
         print(markdown(rows))
     else:
         _print_table(rows)
@@ -84,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def family_rows() -> list[dict[str, str]]:
-    """``model_type``, ``tier`` and ``backbone`` of each family, those of the highest tier first."""
+    """Return ``model_type``, ``tier`` and ``backbone`` of each family, the highest tier first."""
     rows = [
         {"model_type": name, "tier": _tier(family), "backbone": family.backbone} for name, family in FAMILIES.items()
     ]
@@ -93,12 +89,12 @@ def family_rows() -> list[dict[str, str]]:
 
 
 def _tier(family: Family) -> str:
-    """The one that it is on without kernels of others: convolutions alone run packed everywhere."""
+    """Return a family's tier without optional kernels: a mixer that is only a convolution runs packed everywhere."""
     return "varlen" if {spec.scan for spec in family.mixers.values()} == {"conv"} else str(family.tier)
 
 
 def markdown(rows: Sequence[dict[str, str]]) -> str:
-    """The rows as a Markdown table, one line a tier, since there are many."""
+    """Return the rows as a Markdown table with one line for each tier."""
     lines = ["| tier | what runs | families |", "|---|---|---|"]
     for tier in dict.fromkeys([*WORDS, *(row["tier"] for row in rows)]):  # a run of another version may name others
         names = [f"`{row['model_type']}`" for row in rows if row["tier"] == tier]
@@ -118,86 +114,65 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
     recurrent = sorted(name for name, found in scans.items() if found - {"conv"} and None not in found)
     console.print(
-        f"{', '.join(recurrent)}: varlen too on a GPU, where kernels of flash-linear-attention or mamba-ssm run "
-        "their recurrence packed."
+        f"{', '.join(recurrent)}: varlen too on a GPU where flash-linear-attention or mamba-ssm is installed, whose "
+        "kernels run the recurrence packed."
     )
-    console.print("Others find their tier when they are patched: fastpack verify MODEL says which, and proves it.")
-
-
-def _show_run(run: Path, into: Path | None) -> None:
-    """Print what a run proved, or write it between the marks of a file."""
-    record = _read_run(run)
-    section = proved(record)
-    if into is None:
-        print(section)
-        return
-    if not into.is_file():
-        raise UsageError(f"--into {into}: no such file; pass one that has the lines {BEGIN} and {END}")
-    require_file("--into", into)
-    before, _, behind = into.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, behind = behind.partition(END)
-    if not found:
-        raise UsageError(f"{into} should have one line {BEGIN} and behind it one line {END}")
-    if others := _not_in_both(record):
-        raise UsageError(
-            f"--into {into}: the run and transformers' causal-LM mapping here do not have the same names: only one has "
-            f"{', '.join(others)}. Run gists/smoke.sh --all --json RUN.json, or leave --into out"
-        )
-    into.write_text(f"{before}{BEGIN}\n\n{section}\n\n{END}{behind}", encoding="utf-8")
+    console.print("fastpack verify MODEL says which tier a model gets here, and proves it.")
 
 
 def _read_run(run: Path) -> Record:
-    """Return a run that proved at least one family.
+    """Return the results of a sweep that proved at least one family.
 
-    Raises: UsageError where the file can't be read, or is no such run.
+    Raises:
+        UsageError: the file can't be read, or is not the result of a sweep.
     """
     try:
         record = Record.read(run)
         proved(record)
     except OSError as error:
-        raise UsageError(f"--from {run}: {error.strerror or error}; pass what gists/smoke.sh --json wrote") from error
+        raise UsageError(f"--from {run}: {error.strerror or error}; pass a file of gists/smoke.sh --json") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{run} is no run of gists/smoke.sh --json: {error!r}") from error
+        raise UsageError(f"{run} is not a file of gists/smoke.sh --json: {error!r}") from error
     return record
 
 
 def _lock(record: Record, lock_file: Path) -> None:
-    """Enter the sources of the families that a run proved, each class that is proved or matched.
+    """Enter the classes of the families that a sweep proved in the lock file.
 
-    Raises: UsageError where the run was made with another transformers than the installed one.
+    Raises:
+        UsageError: the sweep ran with another release of transformers than the installed one.
     """
     import transformers
 
     release = transformers.__version__
     if record.versions.get("transformers") != release:
         raise UsageError(
-            f"the run was made with transformers {record.versions.get('transformers')}, whose sources are not here: "
-            f"installed is {release}. Run gists/smoke.sh --all --json RUN.json anew"
+            f"the run was made with transformers {record.versions.get('transformers')}, but {release} is installed. Run "
+            "gists/smoke.sh --all --json RUN.json again"
         )
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for family in exact_families(record):
-        found |= sources_of(family)
-    lock_file.write_text(as_text(with_release(locked(), found, release)), encoding="utf-8")
-    print(f"{len(found)} classes of transformers {release} are in {lock_file}")
+        sources |= sources_of(family)
+    lock_file.write_text(as_text(with_release(locked(), sources, release)), encoding="utf-8")
+    print(f"{len(sources)} classes of transformers {release} are in {lock_file}")
 
 
 def _not_in_both(record: Record) -> list[str]:
-    """Names that a run tried and transformers' causal-LM mapping here does not have, or the other way round."""
+    """Return the names that only the sweep, or only transformers' causal-LM mapping here, has."""
     return sorted({row.family for row in record.rows} ^ set(tiny.model_types()))
 
 
 def exact_families(record: Record) -> dict[str, str]:
-    """Return the families that a run proved, each with its tier: tried in mode ``exact``, and no row of them failed."""
+    """Return the families that a sweep proved, each with its tier: tried in mode ``exact``, without a failed row."""
     failed = {row.family for row in record.rows if row.problem is not None}
     return {row.family: row.tier for row in record.rows if row.kinds and row.family not in failed}
 
 
 def proved(record: Record) -> str:
-    """What a run proved, as Markdown: the table of tiers, what was tried, on what, and who was refused and why.
+    """Return what a sweep proved, as Markdown: the tiers, the inputs, the machine, and the refused families.
 
-    Only families that the run tried in mode ``exact`` are claimed, and those alone of which no row failed.
-
-    Raises: ValueError where the run has no such row.
+    Raises:
+        ValueError: the sweep proved no family (:func:`exact_families`).
     """
     failed = sorted({row.family for row in record.rows if row.problem is not None})
     refused = {row.family: row.refused for row in record.rows if row.refused is not None}
@@ -214,14 +189,14 @@ def proved(record: Record) -> str:
         if _not_in_both(record)
         else f"{total} names in transformers' causal-LM mapping"
     )
-    told = (
-        f"{len(tiers)} of {names} give what each sequence alone gives, logits and every gradient, off by "
-        f"{figures} at most (1e-5 is allowed, or 1.5 times what the stock model itself is off by where that is more). "
-        f"Tried were {', '.join(kinds)}; in training mode, with `use_cache` at its default. Each model was built tiny "
-        f"from its own config, in a process of its own, on {record.made_with}."
+    summary = (
+        f"{len(tiers)} of {names} give the logits and every gradient of each sequence alone, off by {figures} at most "
+        f"(allowed are 1e-5, or 1.5 times the stock model's own error if that is more). The inputs were "
+        f"{', '.join(kinds)}; the models were in training mode, with `use_cache` at its default. Each model was built "
+        f"tiny from its own config, in its own process, on {record.made_with}."
     )
     lines = [markdown([{"model_type": family, "tier": tier} for family, tier in sorted(tiers.items())]), ""]
-    lines += textwrap.wrap(told, 120, break_long_words=False, break_on_hyphens=False)
+    lines += textwrap.wrap(summary, 120, break_long_words=False, break_on_hyphens=False)
     if failed:
         lines += ["", f"Not proved: {', '.join(f'`{family}`' for family in failed)}."]
     if refused:
@@ -230,23 +205,25 @@ def proved(record: Record) -> str:
 
 
 def sources_of(model_type: str) -> dict[str, str]:
-    """Return the hashes of the classes of a family's tiny model: those whose forms are proved, or matched now, and
-    those that mix tokens in their stock forward; packed only those that were read.
+    """Return the hashes of the classes of a family's tiny model, for the lock file.
+
+    These are the classes whose specs are proved or match now, and those that mix tokens in their stock forward. A packed
+    mixer's hash is only returned if it is in the lock file already.
 
     Warns:
-        FastpackWarning: a class does not compute what its row says; it is left out.
+        FastpackWarning: a class does not compute its spec; it is left out.
     """
     parts = find_parts(tiny.build_tiny(model_type))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntriedVersionWarning)  # they are entered
-        known = settle(recognise(parts), match_by_twin, head=True)
-    family, specs = known.family, known.specs
-    modules = [*known.backbone.modules(), *([] if parts.head is None else [parts.head])]
+        warnings.simplefilter("ignore", UntriedVersionWarning)  # this run tries them
+        recognised = settle(recognise(parts), match_by_twin, head=True)
+    family, specs = recognised.family, recognised.specs
+    modules = [*recognised.backbone.modules(), *([] if parts.head is None else [parts.head])]
     classes: dict[str, Any] = {
         cls.__name__: cls for cls in map(stock_class, modules) if cls.__module__ == family.module
     }
-    entries = {name: classes[cls] for name, cls, form in forms_of(family) if cls in classes and specs.get(cls) == form}
+    entries = {name: classes[cls] for name, cls, spec in specs_of(family) if cls in classes and specs.get(cls) == spec}
     entries |= {name: classes[name] for name in stock_mixing(family) if name in classes}
-    found = {name: hash_of(cls, family) for name, cls in entries.items()}
-    found |= {packed_name(name): h for name, h in found.items() if is_proved(packed_name(name), h)}
-    return {name: source for name, source in found.items() if source != UNREADABLE}
+    sources = {name: hash_of(cls, family) for name, cls in entries.items()}
+    sources |= {packed_name(name): h for name, h in sources.items() if is_proved(packed_name(name), h)}
+    return {name: source for name, source in sources.items() if source != UNREADABLE}

@@ -1,18 +1,21 @@
-"""Families of the fast tier: every attention module has a form of :mod:`fastpack.families.forms`.
+"""Families of the fast tier: every attention module has a spec of :mod:`fastpack.families.shared_specs`.
 
-They fulfil what :mod:`fastpack.families.varlen` asks for. What else of them has a form is fast as well: norms, MLPs,
-whole layers, and heads where their loss is to be fused. Blocks of experts keep their stock forward.
+They meet the conditions of :mod:`fastpack.families.varlen`. Norms, MLPs, whole layers, and heads with a fused loss are
+fast too if they have a spec. Blocks of experts keep their stock forward.
 """
 
 from collections.abc import Mapping
 
-from fastpack.families.forms import (
+from fastpack.families.shared_specs import (
     COHERE,
     COHERE2_ATTENTION,
     DEEPSEEK_V3_ATTENTION,
     ERNIE4_5_ATTENTION,
     EXAONE4_ATTENTION,
     GEMMA2,
+    GEMMA2_LAYER,
+    GEMMA4_ATTENTION,
+    GEMMA4_NORM,
     GEMMA_NORM,
     GLM4_LAYER,
     GLM4_MOE_ATTENTION,
@@ -24,6 +27,9 @@ from fastpack.families.forms import (
     GRANITE_SWA_ATTENTION,
     HUNYUAN_ATTENTION,
     LLAMA,
+    LLAMA_ATTENTION,
+    LLAMA_MLP,
+    LLAMA_NORM,
     MISTRAL_ATTENTION,
     MIXTRAL,
     MIXTRAL_HEAD,
@@ -49,7 +55,7 @@ from fastpack.families.spec import Family, Spec
 def _fast(
     model_type: str,
     name: str,
-    forms: Mapping[str, Spec] = LLAMA,
+    specs: Mapping[str, Spec] = LLAMA,
     *,
     package: str = "",
     backbone: str = "Model",
@@ -57,11 +63,17 @@ def _fast(
     router: str = "",
     **others: Spec | None,
 ) -> Family:
-    """Return a family whose classes are called ``name`` and what follows, and are like those of ``forms``.
+    """Return the row of a family whose classes have names with one prefix, and specs like those of another family.
 
     Args:
-        router: the class that chooses experts, likewise without ``name``; empty for none.
-        others: what some compute instead, or in addition; None for those that are not fast.
+        model_type: as in :class:`Family`.
+        name: the prefix of the classes' names.
+        specs: the specs of the other family, by class name without prefix.
+        package: as in :class:`Family`.
+        backbone: the backbone's class, without prefix.
+        mask_window: as in :class:`Family`.
+        router: the class that chooses experts, without prefix; empty for none.
+        others: other or further specs, by class name without prefix; None for a class that is not fast.
     """
     return Family(
         model_type,
@@ -70,7 +82,7 @@ def _fast(
         package=package,
         mask_window=mask_window,
         routers=(f"{name}{router}",) if router else (),
-        fast=named(name, **like(forms, **others)),
+        fast=named(name, **like(specs, **others)),
     )
 
 
@@ -160,4 +172,66 @@ FAST_FAMILIES: tuple[Family, ...] = (
     _fast("starcoder2", "Starcoder2", Attention=STARCODER2_ATTENTION, RMSNorm=None, MLP=None),
     _fast("vaultgemma", "VaultGemma", GEMMA2, DecoderLayer=None),
     _fast("youtu", "Youtu", Attention=DEEPSEEK_V3_ATTENTION),
+    # a module, or the head, drops the keyword packed_seq_lens
+    Family(
+        "emu3",
+        "Emu3TextModel",
+        ("Emu3Attention",),
+        drops_packing=True,
+        fast=named("Emu3", Attention=LLAMA_ATTENTION, RMSNorm=LLAMA_NORM, MLP=LLAMA_MLP),
+    ),
+    Family(
+        "gemma3",
+        "Gemma3Model",
+        ("Gemma3Attention",),
+        drops_packing=True,
+        two_way_marks="token_type_ids",
+        fast=named("Gemma3", Attention=QWEN3_ATTENTION, RMSNorm=GEMMA_NORM, MLP=LLAMA_MLP, DecoderLayer=GEMMA2_LAYER),
+    ),
+    Family(
+        "gemma4",
+        "Gemma4Model",
+        ("Gemma4TextAttention",),
+        drops_packing=True,
+        two_way_marks="mm_token_type_ids",
+        two_way_if=("use_bidirectional_attention", "vision"),
+        routers=("Gemma4TextRouter",),
+        fast=named("Gemma4", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
+    ),
+    Family(
+        "gemma4_text",
+        "Gemma4TextModel",
+        ("Gemma4TextAttention",),
+        package="gemma4",
+        drops_packing=True,
+        shares_states=True,
+        routers=("Gemma4TextRouter",),
+        fast=named("Gemma4", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
+    ),
+    Family(
+        "gemma4_unified",
+        "Gemma4UnifiedModel",
+        ("Gemma4UnifiedTextAttention",),
+        drops_packing=True,
+        two_way_marks="mm_token_type_ids",
+        two_way_if=("use_bidirectional_attention", "vision"),
+        fast=named("Gemma4Unified", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
+    ),
+    Family(
+        "gemma4_unified_text",
+        "Gemma4UnifiedTextModel",
+        ("Gemma4UnifiedTextAttention",),
+        package="gemma4_unified",
+        drops_packing=True,
+        fast=named("Gemma4Unified", TextAttention=GEMMA4_ATTENTION, RMSNorm=GEMMA4_NORM, TextMLP=LLAMA_MLP),
+    ),
+    Family(
+        "phi4_multimodal",
+        "Phi4MultimodalModel",
+        ("Phi4MultimodalAttention",),
+        drops_packing=True,
+        fast=named(
+            "Phi4Multimodal", Attention=PHI3_ATTENTION, RMSNorm=LLAMA_NORM, MLP=PHI3_MLP, DecoderLayer=PHI3_LAYER
+        ),
+    ),
 )

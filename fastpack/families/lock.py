@@ -1,11 +1,10 @@
-"""The lock file: which sources of upstream's classes were proved, and in which releases of transformers they are.
+"""The lock file: the proved sources of upstream's classes, and the releases of transformers that have them.
 
-``proved.json`` is data, written by ``fastpack families --from RUN.json --lock``: a class's name, the hashes of its
-sources, and the releases that have each. A class is proved with the form that its family's row gives it; a form of
-``earlier`` releases has an entry of its own. Classes without a form are those that mix tokens in their stock forward.
-A mixer whose forward runs packed over kernels has a second entry, ``(packed)``: no run shows that it mixes tokens
-nowhere else, so that a new hash is entered there by hand, once it was read and
-``tests/layers/mixers/test_packed_mixer.py`` passes.
+``fastpack families --from RUN.json --lock`` writes ``proved.json``: a class's name, the hashes of its sources, and the
+releases that have each. A class is proved with the spec that its family's row gives it; a spec of ``earlier`` releases
+has its own entry. Classes without a spec are those that mix tokens in their stock forward. A mixer whose forward runs
+packed over kernels has a second entry, ``(packed)``. No run shows that such a forward mixes tokens nowhere else, so a
+new hash is entered by hand, after its source was read and ``tests/layers/mixers/test_packed_mixer.py`` passes.
 """
 
 from __future__ import annotations
@@ -24,32 +23,32 @@ from fastpack.families.spec import Family, Spec
 LOCK = Path(__file__).with_name("proved.json")
 
 Proved = dict[str, dict[str, list[str]]]
-"""Releases by hash, by name."""
+"""The releases of each hash of each class, by the class's name."""
 
 
 @functools.cache
 def proved() -> Proved:
-    """Return what the lock file holds."""
-    found: Proved = json.loads(LOCK.read_text(encoding="utf-8"))
-    return found
+    """Return the contents of the lock file."""
+    entries: Proved = json.loads(LOCK.read_text(encoding="utf-8"))
+    return entries
 
 
-def is_proved(name: str, found: str) -> bool:
-    """Return whether a class, of this name, was proved on a source of this hash."""
-    return found in proved().get(name, ())
+def is_proved(name: str, source: str) -> bool:
+    """Return whether a class of this name was proved with a source of this hash."""
+    return source in proved().get(name, ())
 
 
-def proved_form(cls: Any, family: Family) -> Spec | None:
-    """Return what a class of a family computes, where its source was proved to; else None."""
-    found = source_hash(cls)
-    forms = ((name, form) for name, cls_name, form in forms_of(family) if cls_name == cls.__name__)
-    return next((form for name, form in forms if is_proved(name, found)), None)
+def proved_spec(cls: Any, family: Family) -> Spec | None:
+    """Return the spec that the source of a family's class was proved with, or None."""
+    source = source_hash(cls)
+    specs = ((name, spec) for name, cls_name, spec in specs_of(family) if cls_name == cls.__name__)
+    return next((spec for name, spec in specs if is_proved(name, source)), None)
 
 
-def forms_of(family: Family) -> Iterator[tuple[str, str, Spec]]:
-    """Return each form of a family: its name in the lock file, its class's name, and the form."""
-    yield from ((name, name, form) for name, form in family.fast.items())
-    yield from ((f"{name} (earlier)", name, form) for name, form in family.earlier.items())
+def specs_of(family: Family) -> Iterator[tuple[str, str, Spec]]:
+    """Yield each spec of a family: its name in the lock file, its class's name, and the spec."""
+    yield from ((name, name, spec) for name, spec in family.fast.items())
+    yield from ((f"{name} (earlier)", name, spec) for name, spec in family.earlier.items())
 
 
 def packed_name(name: str) -> str:
@@ -65,25 +64,25 @@ def stock_mixing(family: Family) -> tuple[str, ...]:
 def hash_of(cls: Any, family: Family) -> str:
     """Return the hash of a class's source in the lock file.
 
-    Of a mixer that is its forward's alone: which kernels stand behind the names that it calls differs by machine.
+    A mixer's hash is that of its forward alone, since the functions that it calls differ with the installed kernels.
     """
     return forward_hash(cls.forward) if cls.__name__ in family.mixers else source_hash(cls)
 
 
-def with_release(before: Proved, found: Mapping[str, str], release: str) -> Proved:
-    """Return what is proved once these classes are, by name and hash, in a release; of others all stays."""
+def with_release(before: Proved, sources: Mapping[str, str], release: str) -> Proved:
+    """Return the entries with the hashes of ``sources``, by class name, added as proved in a release."""
     after = {name: dict(by) for name, by in before.items()}
-    for name, source in found.items():
+    for name, source in sources.items():
         others = {h: [r for r in releases if r != release] for h, releases in after.get(name, {}).items()}
         others[source] = [*others.get(source, ()), release]
         after[name] = {h: releases for h, releases in others.items() if releases}
     return after
 
 
-def as_text(found: Proved) -> str:
-    """Return the lock file's text: a line a class, sorted, releases from the oldest to the newest."""
+def as_text(entries: Proved) -> str:
+    """Return the lock file's text: a line for each class, sorted, with releases from the oldest to the newest."""
     lines = (
         f" {json.dumps(name)}: {json.dumps({h: sorted(by[h], key=Version) for h in sorted(by)})}"
-        for name, by in sorted(found.items())
+        for name, by in sorted(entries.items())
     )
     return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,14 +1,14 @@
-"""Families with modules that mix tokens and know no boundaries: those run on one row a sequence, all else packed.
+"""Families with modules that mix tokens across boundaries: these run on one row a sequence, and the rest runs packed.
 
-A module belongs here when its result for a token depends on nothing to the right of it, and not on the row's length:
-recurrences, state spaces, linear attention and convolutions; attention that does not go through transformers'
-interface, or has a window, chunks or ALiBi in its mask alone, or picks its keys; positions that an embedding counts by
-itself.
+Such a module is listed here if its result for a token depends only on the tokens before it, and not on the row's
+length. These are recurrences, state spaces, linear attention and convolutions; attention that does not use
+transformers' interface, has a window, chunks or ALiBi only in its mask, or picks its keys; and embeddings that count
+positions.
 """
 
 from dataclasses import replace
 
-from fastpack.families.forms import (
+from fastpack.families.shared_specs import (
     FALCON_H1_ATTENTION,
     GEMMA_NORM,
     GRANITE_MOE_HEAD,
@@ -37,7 +37,7 @@ _MASKED = MixerSpec("added")
 _POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
 """An embedding that counts positions itself, from the padding id on."""
 
-# those that kernels run on packed tokens
+# mixers that kernels run on packed tokens
 _CONV = MixerSpec(scan="conv")
 _SSD = MixerSpec(scan="ssd")
 _DELTA = MixerSpec(scan="gated_delta")
@@ -45,7 +45,7 @@ _KDA = MixerSpec(scan="kda")
 
 
 def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbedding", package: str = "") -> Family:
-    """A decoder without its encoder: attention is packed, positions are counted from 0 in each row."""
+    """Return the row of a decoder without its encoder: attention is packed, and positions count from 0 in each row."""
     return Family(
         model_type,
         f"{name}Decoder",
@@ -57,7 +57,7 @@ def _bart(model_type: str, name: str, positions: str = "LearnedPositionalEmbeddi
 
 
 def _roberta(model_type: str, name: str, package: str = "", file: str = "") -> Family:
-    """BERT with positions that are counted from the padding id on."""
+    """Return the row of a BERT whose positions count from the padding id on."""
     return Family(
         model_type,
         f"{name}Model",
@@ -70,7 +70,7 @@ def _roberta(model_type: str, name: str, package: str = "", file: str = "") -> F
 
 
 def _old_bert(model_type: str, name: str, package: str = "") -> Family:
-    """BERT whose attention is its own, and in older releases bidirectional whatever its config says."""
+    """Return the row of a BERT with its own attention, which was bidirectional in older releases."""
     return Family(
         model_type,
         f"{name}Model",
@@ -243,7 +243,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         mixers={"Zamba2MambaMixer": _SSD},
         fast=named("Zamba2", RMSNorm=LLAMA_NORM),
     ),
-    # attention with a window or chunks that only its mask knows of, or that picks its keys
+    # attention that picks its keys, or has a window or chunks only in its mask
     Family("axk2", "AXK2Model", mixers={"AXK2Attention": _MASKED}, fast=named("AXK2", **LLAMA_PARTS)),
     Family(
         "deepseek_v32",

@@ -1,6 +1,6 @@
 """The table of families: ``model_type`` to declaration.
 
-Adding a family is a row of one of the tables that are put together here: its classes, and what each computes.
+To add a family, add a row to one of the tables that are joined here: its classes, and what each computes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from torch import nn
 from fastpack.families.fast import FAST_FAMILIES
 from fastpack.families.mixers import MIXER_FAMILIES
 from fastpack.families.repadded import REPADDED_FAMILIES
-from fastpack.families.scoped import SCOPED_FAMILIES
 from fastpack.families.spec import Family
 from fastpack.families.varlen import VARLEN_FAMILIES
 from fastpack.utils.classes import stock_class
 
-ALL_FAMILIES = (*FAST_FAMILIES, *VARLEN_FAMILIES, *SCOPED_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES)
+ALL_FAMILIES = (*FAST_FAMILIES, *VARLEN_FAMILIES, *MIXER_FAMILIES, *REPADDED_FAMILIES)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL_FAMILIES}
 UNSHIFTED = frozenset(family.unshifted for family in ALL_FAMILIES if family.unshifted)
-"""Class names of heads whose own loss compares each token's logits with the label in the same place."""
+"""Class names of heads whose own loss compares a token's logits with the label in the same place, not the next one."""
 
 
 def family_of(backbone: nn.Module) -> Family | None:
-    """Return the family whose backbone class this is, matched by its exact class, or None."""
+    """Return the family with exactly this backbone class, or None."""
     cls = stock_class(backbone)
     for family in FAMILIES.values():
         if cls.__name__ == family.backbone and cls.__module__ == family.module:

@@ -1,4 +1,4 @@
-"""Families of the last tier: the stock model on rows of equal length. Exact, and no faster.
+"""Families of the last tier: the stock model on rows of equal length. It is exact, and no faster.
 
 What mixes tokens in them depends on the row's length (LSH and block-sparse attention, permutations), attends in both
 directions, or happens where no module can be wrapped. And families inside a

@@ -1,4 +1,4 @@
-"""Hashes of what upstream's classes compute, as they are in memory; :mod:`fastpack.families.lock` has those proved."""
+"""Hash what upstream's classes compute, as they are in memory; :mod:`fastpack.families.lock` has the proved hashes."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from fastpack.utils.classes import unwrapped
 UNREADABLE = "no source"
 _CACHE = re.compile(r"\b(past_key_values|cache_params)\b")
 _CACHE_UPDATE = re.compile(r"(?<![\w.])(cache\.update\(.*), kwargs=kwargs\)")
-"""transformers 5.24 says ``cache`` for both names, and hands ``update`` keywords."""
+"""Transformers 5.24 calls both of them ``cache``, and passes keywords to ``update``."""
 _ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}") for which in ("", "_gpt_oss")}
-"""Liger's, each of which stands for the family's own."""
+"""Liger's rotary functions, each of which replaces a family's own."""
 
 
 def source_hash(cls: Any) -> str:
-    """Hash of what a class's forward computes: the forward, and what it calls of its own class and module.
+    """Return a hash of what a class's forward computes: the forward, and its helpers in the class and the module.
 
-    Taken over the syntax tree without docstrings and annotations, so that comments and formatting don't matter, with
-    one name for a cache, whatever the version of transformers calls it; and each time anew: others replace forwards
-    and helpers. A helper for which Liger's stands is read where it was written. :data:`UNREADABLE` where one of them
-    has no source to read.
+    The hash is of the syntax tree without docstrings and annotations, so comments and formatting don't matter. A cache
+    has one name in it, whatever this release of transformers calls it. It is computed anew each time, as others replace
+    forwards and helpers. If Liger has replaced a helper, the module's own is read from its file. The result is
+    :data:`UNREADABLE` if one of the functions has no source.
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
     waiting = [("forward", _read(unwrapped(cls.forward)))]
     while waiting:
-        name, said = waiting.pop()
-        if said is None:
+        name, source = waiting.pop()
+        if source is None:
             return UNREADABLE
-        parts[name] = said.text
-        called = [(n, vars(module).get(n)) for n in said.names] + [
-            (f"self.{n}", getattr(cls, n, None)) for n in said.own
+        parts[name] = source.text
+        called = [(n, vars(module).get(n)) for n in source.names] + [
+            (f"self.{n}", getattr(cls, n, None)) for n in source.own
         ]
-        for other, found in called:
+        for other, function in called:
             # attention itself is read from the call of the interface
-            if inspect.isfunction(found) and other not in (*parts, "eager_attention_forward"):
-                helper = unwrapped(found)
+            if inspect.isfunction(function) and other not in (*parts, "eager_attention_forward"):
+                helper = unwrapped(function)
                 if helper.__module__ == module.__name__:
                     waiting.append((other, _read(helper)))
                 elif (helper.__globals__.get("__name__"), helper.__name__) in _ROTATIONS:
@@ -53,17 +53,17 @@ def source_hash(cls: Any) -> str:
 
 
 def forward_hash(forward: Any) -> str:
-    """Hash of a forward alone, under whatever decorators; :data:`UNREADABLE` where its source is not there."""
-    said = _read(unwrapped(forward))
-    return UNREADABLE if said is None else _short_hash(said.text)
+    """Return a hash of a forward alone, beneath its decorators, or :data:`UNREADABLE` if it has no source."""
+    source = _read(unwrapped(forward))
+    return UNREADABLE if source is None else _short_hash(source.text)
 
 
 def _short_hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-class _Said(NamedTuple):
-    """What a function's source says: its normal form, and which names it uses, plain ones and those of ``self``."""
+class _Source(NamedTuple):
+    """A function's source in normal form, and the names that it uses: globals, and attributes of ``self``."""
 
     text: str
     names: tuple[str, ...]
@@ -71,26 +71,29 @@ class _Said(NamedTuple):
 
 
 @functools.cache
-def _read(function: FunctionType) -> _Said | None:
-    """None for a function of ``exec``, a lambda or a callable object. Others replace functions, not their sources."""
+def _read(function: FunctionType) -> _Source | None:
+    """Read a function's source; None for a lambda, a callable object, or a function made by ``exec``.
+
+    The result can be cached, since others replace functions and not their sources.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # wrapped by nobody
     except (AttributeError, OSError, TypeError, SyntaxError):
         return None
-    return _said(tree) if isinstance(tree, ast.FunctionDef) else None
+    return _normalise(tree) if isinstance(tree, ast.FunctionDef) else None
 
 
 @functools.cache
-def _read_as_written(module: ModuleType, name: str) -> _Said | None:
-    """Of a function that somebody has replaced since; None where the module's source has none of this name."""
+def _read_as_written(module: ModuleType, name: str) -> _Source | None:
+    """Read a function from its module's source, where somebody has replaced it in memory; None if it is not there."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return None
-    return next((_said(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
+    return next((_normalise(n) for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name), None)
 
 
-def _said(tree: ast.FunctionDef) -> _Said:
+def _normalise(tree: ast.FunctionDef) -> _Source:
     tree.decorator_list = []
     tree.returns = None
     for argument in ast.walk(tree.args):
@@ -106,4 +109,4 @@ def _said(tree: ast.FunctionDef) -> _Said:
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     own = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "self"}
     text = _CACHE.sub("cache", ast.unparse(tree))
-    return _Said(_CACHE_UPDATE.sub(r"\1)", text), tuple(sorted(names)), tuple(sorted(own)))
+    return _Source(_CACHE_UPDATE.sub(r"\1)", text), tuple(sorted(names)), tuple(sorted(own)))

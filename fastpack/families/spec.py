@@ -1,6 +1,6 @@
-"""What a family declares: which upstream classes it has, and what each of them computes.
+"""The declaration of a family: its upstream classes, and a spec of what each of them computes.
 
-Both hold names and facts, no code. The shared forwards in :mod:`fastpack.layers` read them.
+Declarations hold names and facts, no code. The shared forwards in :mod:`fastpack.layers` read them.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ class AttentionSpec:
     """Causal self-attention, mostly with rotary positions.
 
     Attributes:
-        qkv: name of the one projection to queries, keys and values; None for ``q_proj``, ``k_proj``, ``v_proj``.
-        out: name of the projection behind it.
-        gated: whether ``q_proj`` gives each head's queries and, beside them, a gate whose sigmoid multiplies its
-            result.
+        qkv: the name of one projection to queries, keys and values; None for ``q_proj``, ``k_proj``, ``v_proj``.
+        out: the name of the output projection.
+        gated: whether ``q_proj`` also gives a gate for each head, whose sigmoid multiplies the head's result.
         qk_norm: where the norms of queries and keys act: on each ``head``, on the whole projection (``flat``), on each
-            head once it is at its position (``rotated``), or nowhere. A module without them (Cohere without
-            ``use_qk_norm``) is taken as it is.
-        norms: their names.
-        key_scale: name of a factor on the keys, or None.
-        rope_layout, rope_in_float32: how positions are applied.
-        rope_tables: what cos and sin hold: each angle where its pair is (``whole``), the angles once and once more
-            for elements in pairs side by side (``repeated``), or the angles once (``once``).
-        rope_if: names of attributes; where there are some, layers without any that holds have no positions. A ``!``
-            before a name turns it round.
-        window, softcap, sinks: name of an attribute (dotted for one of the config's) that holds it, or None.
-        window_if: name of an attribute that is falsy in layers without the window, or None.
-        dropout, out_dropout: name of the probability with which scores, and the results behind ``out``, are dropped,
-            or None.
+            head after RoPE (``rotated``), or None. A module without the norms (Cohere without ``use_qk_norm``) has
+            none, whatever this says.
+        norms: the names of these norms.
+        key_scale: the name of a factor on the keys, or None.
+        rope_layout, rope_in_float32: see :func:`fastpack.ops.rope.apply_rope`.
+        rope_tables: the layout of cos and sin: each angle at both elements of its pair (``whole``), all angles twice
+            although pairs are adjacent (``repeated``), or each angle once (``once``).
+        rope_if: names of attributes. If there are any, a layer has RoPE only if one of them is true; a ``!`` before a
+            name negates it.
+        window, softcap, sinks: the name of the attribute that holds it (dotted for one of the config), or None.
+        window_if: the name of an attribute that is falsy in layers without the window, or None.
+        dropout, out_dropout: the name of the probability with which scores, or results of ``out``, are dropped, or
+            None.
     """
 
     qkv: str | None = None
@@ -60,8 +59,11 @@ class AttentionSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values from a narrow latent.
 
-    Names of the modules are upstream's: ``q_a_proj`` to ``kv_b_proj``. Whether positions turn elements in pairs side
-    by side, says the config's ``rope_interleave``.
+    The modules have upstream's names, ``q_a_proj`` to ``kv_b_proj``. The config's ``rope_interleave`` says whether RoPE
+    rotates adjacent elements.
+
+    Attributes:
+        out, dropout, out_dropout: as in :class:`AttentionSpec`.
     """
 
     out: str = "o_proj"
@@ -71,9 +73,12 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True)
 class SharedAttentionSpec:
-    """Self-attention whose later layers take the keys and values of an earlier one (Gemma 4).
+    """Self-attention whose later layers use the keys and values of an earlier one (Gemma 4).
 
-    Queries, keys and values are normalised in each head; where there is no ``v_proj``, values are the keys' projection.
+    Queries, keys and values are normalised in each head. Without a ``v_proj`` the values are the keys' projection.
+
+    Attributes:
+        out, dropout, out_dropout: as in :class:`AttentionSpec`.
     """
 
     out: str = "o_proj"
@@ -86,7 +91,13 @@ AnyAttentionSpec = AttentionSpec | LatentAttentionSpec | SharedAttentionSpec
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Root-mean-square or layer normalisation; see :mod:`fastpack.ops.norm`."""
+    """Root-mean-square or layer normalisation; see :mod:`fastpack.ops.norm`.
+
+    Attributes:
+        kind: the normalisation.
+        eps: the name of the attribute that holds epsilon.
+        rounding, unit_offset: see :func:`fastpack.ops.norm.rms_norm`.
+    """
 
     kind: Literal["rms", "layer"] = "rms"
     eps: str = "variance_epsilon"
@@ -99,9 +110,10 @@ class MlpSpec:
     """A gated MLP: ``down(activation(gate(x)) * up(x))``.
 
     Attributes:
-        gate_up: name of the one projection to gate and up, or those of the two; down: that of the last one.
-        activation: name of the activation's attribute, None for SiLU by function.
-        out_dropout: name of the probability with which the results are dropped, or None.
+        gate_up: the name of one projection to gate and up, or the names of two.
+        down: the name of the last projection.
+        activation: the name of the activation's attribute; None if the forward calls SiLU as a function.
+        out_dropout: the name of the probability with which results are dropped, or None.
     """
 
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -115,10 +127,10 @@ class DecoderSpec:
     """A decoder layer: attention, then an MLP, each added to the residual stream.
 
     Attributes:
-        pre_attention, post_attention, pre_mlp, post_mlp: names of the norms before and behind each branch, or None.
-        residual_scale: name of the factor on each branch, or None for 1.
-        dropouts: names of the dropouts behind attention and MLP, or None.
-        mlp: name of the MLP, or of a block of experts; the first of a tuple is its result.
+        pre_attention, post_attention, pre_mlp, post_mlp: the names of the norms before and after each branch, or None.
+        residual_scale: the name of the factor on each branch, or None for 1.
+        dropouts: the names of the dropouts after attention and MLP, or None.
+        mlp: the name of the MLP or the block of experts. If that returns a tuple, its first item is the result.
     """
 
     pre_attention: str | None = "input_layernorm"
@@ -132,12 +144,12 @@ class DecoderSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """From the last hidden state to the loss: ``logits = softcap(lm_head(hidden) * scale / divisor)``.
+    """A language-model head: ``logits = softcap(lm_head(hidden) * scale / divisor)``, then the loss.
 
     Attributes:
-        scale, divisor, softcap: name of an attribute (dotted for one of the config's) that holds it, or None; a softcap
-            whose value is None is none.
-        balanced: whether a load-balancing loss over the routers' logits is added, where they are asked for.
+        scale, divisor, softcap: the name of the attribute that holds it (dotted for one of the config), or None. The
+            value of a softcap may be None too.
+        balanced: whether a load-balancing loss over the routers' logits is added, if these are asked for.
     """
 
     scale: str | None = None
@@ -148,24 +160,24 @@ class HeadSpec:
 
 @dataclass(frozen=True)
 class MixerSpec:
-    """A module that mixes tokens and knows no boundaries: it is given one row a sequence, padded on the right.
+    """A module that mixes tokens across boundaries: it runs on one row a sequence, padded on the right.
 
     Attributes:
-        mask: what it gets in the place of a mask: floats ``added`` to the scores, bools of what is ``seen`` or of what
-            is ``hidden``, or None.
-        window, chunk: name of an attribute (dotted for one of the config's) that holds how many tokens a query sees,
-            or how many are in a chunk, where only the mask knows of it. Where the config lists ``layer_types``, it
-            holds for ``sliding_attention`` or ``chunked_attention`` alone, unless ``in_every_layer``.
-        alibi: name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]``.
-        kept: names of arguments that are handed on as they are.
-        left_out: names of keywords that it is not given, such as positions that it makes itself.
-        counts_from: name of an attribute that holds the padding id, where it makes positions that count from the next
-            number on and leave that id out; None for one that makes none, or from 0.
-        states: how many states for a cache it returns behind its result, which are dropped.
-        carried: name of the argument through which the next of its kind is handed what this one returns last: picked
-            keys, as places in a row.
-        scan: what its forward mixes tokens with, where kernels that know boundaries can do that on packed tokens
-            (:mod:`fastpack.layers.mixers.packed`): a causal ``conv`` alone, or that and a recurrence; None for others.
+        mask: the mask that it gets: floats ``added`` to the scores, bools of ``seen`` or of ``hidden`` keys, or None.
+        window, chunk: the name of an attribute (dotted for one of the config) that holds the window, or the size of a
+            chunk, if only the mask applies it. If the config lists ``layer_types``, it holds only for
+            ``sliding_attention`` or ``chunked_attention``, unless ``in_every_layer``.
+        in_every_layer: see there.
+        alibi: the name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]`` for n rows of L slots.
+        kept: the names of arguments that are passed on unchanged.
+        left_out: the names of keywords that are not passed, such as positions that the module makes itself.
+        counts_from: the name of an attribute that holds the padding id, if the module makes positions that count from
+            the next number on and leave that id out; else None.
+        states: the number of cache states that it returns after its result, which are dropped.
+        carried: the name of the argument that passes this module's last result to the next module of its kind: picked
+            keys, as indices in a row.
+        scan: the operation that mixes tokens, if kernels can run it on packed tokens
+            (:mod:`fastpack.layers.mixers.packed`): a causal ``conv``, or a recurrence after one; else None.
     """
 
     mask: Literal["added", "seen", "hidden"] | None = None
@@ -183,7 +195,7 @@ class MixerSpec:
 
 Tier = Literal["fast", "varlen", "re-padded mixer", "re-padded model"]
 TIERS: tuple[Tier, ...] = ("fast", "varlen", "re-padded mixer", "re-padded model")
-"""From the highest to the lowest."""
+"""All tiers, from the highest to the lowest."""
 Spec = AnyAttentionSpec | NormSpec | MlpSpec | DecoderSpec | HeadSpec
 
 
@@ -192,39 +204,40 @@ class Family:
     """One family of models.
 
     Attributes:
-        model_type: transformers' name of it.
-        backbone: class name of the module that the heads call.
-        attention: class names of its attention modules, each of which calls transformers' attention interface.
-        mixers: what else mixes tokens, by class name, one for each sequence run by the stock forward.
-        repadded: whether the whole backbone runs on rows of equal length, since nobody can see where it mixes tokens.
-        scoped: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
-        package: transformers' sub-package, where it is not the model_type; file: that of the modeling code, likewise.
-        by_choice: whether the config's ``is_decoder`` says that it is causal; else it is an encoder.
-        refused_if: settings of the config with which the family can't be exact, and why.
-        repadded_if: names of settings of the config with any of which the family is one of re-padded models.
-        alibi: name of the backbone's method that makes ALiBi's biases of a 2-D mask, or None.
-        since: the first release of transformers that has the family as the row says, as (major, minor), and what it is
-            in earlier ones; None for any.
-        unmasked: whether its backbone is given no mask, since it builds one of its own, or takes none.
-        mask_window: name of a setting of the config: a window that upstream has in its mask alone, in layers of
-            sliding attention where the config lists ``layer_types``.
-        two_way_marks: an argument ``[B, S]`` that marks, with other numbers than 0, tokens that attend in both
-            directions (of images, or of a prompt); or None.
-        two_way_if: a setting of the text's config, and its value, with which these are read; None for any.
-        unshifted: class name of a head whose own loss compares each token's logits with the label in the same place,
-            not with the next one (decoders of encoder-decoders, mostly); empty for none.
-        of_rows: names of arguments that speak of rows, which a patched model refuses: of shape ``[B]``,
-            ``[B, patches]`` or ``[B, S, S]``, or a mask the other way round.
-        switched_off: names of keywords that ask for a cache where they are left out, and are passed as False.
-        shares_states: whether layers hand keys and values to later ones through keywords, which reentrant checkpointing
-            loses, stock too.
-        uncounted: whether it runs layers several times or not at all, or has products that no module shows: there is no
-            formula for its operations.
-        routers: class names of the modules in whose forward experts are chosen for each token, by ``torch.topk`` or
-            ``max``: choices flip with rounding, and comparisons hold them.
-        fast: the classes that get fast forwards, and what each computes (:mod:`fastpack.families.forms`): where its
-            source is one that was proved (:mod:`fastpack.families.lock`), or a twin of it matches.
-        earlier: what some of these computed in earlier releases of transformers instead.
+        model_type: the name in transformers.
+        backbone: the class name of the module that the heads call.
+        attention: the class names of attention modules that call transformers' attention interface.
+        package: the sub-package of transformers, if its name is not ``model_type``.
+        mixers: the other modules that mix tokens, by class name; their stock forward runs on one row a sequence.
+        repadded: whether the whole backbone runs on rows of equal length, since it can't be seen where it mixes tokens.
+        drops_packing: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
+        file: the name of the modeling file, if it is not that of the sub-package.
+        by_choice: whether the config's ``is_decoder`` decides if it is causal; otherwise it is an encoder.
+        repadded_if: the names of config settings, with any of which the family is a re-padded model.
+        refused_if: the config settings with which the family can't be exact, each with the reason.
+        alibi: the name of the backbone's method that makes ALiBi's biases from a 2-D mask, or None.
+        unmasked: whether the backbone gets no mask, since it builds its own or takes none.
+        since: the first release of transformers in which the row is true, as (major, minor), and what the family is in
+            earlier releases; None for all releases.
+        mask_window: the name of a config setting: a window that upstream applies only in its mask, in layers of sliding
+            attention if the config lists ``layer_types``.
+        two_way_marks: an argument ``[B, S]`` whose non-zero entries mark tokens that attend in both directions (of
+            images, or of a prompt), or None.
+        two_way_if: a setting of the text's config and the value with which the marks are read; None for any.
+        unshifted: the class name of a head whose own loss compares a token's logits with the label in the same place,
+            not the next one (mostly decoders of encoder-decoders); empty for none.
+        of_rows: the names of arguments about rows, which a patched model refuses: of shape ``[B]``, ``[B, patches]`` or
+            ``[B, S, S]``, or an inverted mask.
+        switched_off: the names of keywords that ask for a cache by default, and are passed as False.
+        shares_states: whether layers pass keys and values to later layers by keyword, which reentrant checkpointing
+            loses, in the stock model too.
+        uncounted: whether there is no formula for its FLOPs, since it runs layers several times or not at all, or has
+            matmuls outside of modules.
+        routers: the class names of the modules that choose experts for each token, by ``torch.topk`` or ``max``.
+            Rounding can change a choice, so comparisons fix them.
+        fast: the classes with fast forwards, each with its spec (:mod:`fastpack.families.shared_specs`). A class is
+            used if its source was proved (:mod:`fastpack.families.lock`) or a twin of it matches.
+        earlier: the specs of some of these classes in earlier releases of transformers.
     """
 
     model_type: str
@@ -233,7 +246,7 @@ class Family:
     package: str = ""
     mixers: dict[str, MixerSpec] = field(default_factory=dict)
     repadded: bool = False
-    scoped: bool = False
+    drops_packing: bool = False
     file: str = ""
     by_choice: bool = False
     repadded_if: tuple[str, ...] = ()
@@ -255,7 +268,7 @@ class Family:
 
     @property
     def tier(self) -> Tier:
-        """The highest one that its modules can reach."""
+        """The highest tier that its modules can reach."""
         if self.repadded:
             return "re-padded model"
         if self.mixers:
@@ -263,12 +276,12 @@ class Family:
         return "fast" if self.fast.keys() >= set(self.attention) else "varlen"
 
     @property
-    def needs_scope(self) -> bool:
-        """True where the packing must reach modules otherwise than by keyword."""
-        return self.scoped or self.repadded or bool(self.mixers)
+    def needs_packing_context(self) -> bool:
+        """Whether some modules must get the packing otherwise than by keyword."""
+        return self.drops_packing or self.repadded or bool(self.mixers)
 
     @property
     def module(self) -> str:
-        """Dotted name of the upstream module that defines the classes."""
+        """The dotted name of the upstream module that defines the classes."""
         package = self.package or self.model_type
         return f"transformers.models.{package}.modeling_{self.file or package}"

@@ -1,6 +1,6 @@
 """Families of the varlen tier: their attention goes through :mod:`fastpack.attention_dispatch` in its stock forward.
 
-Norms and MLPs whose forms are known are fast, all else is stock.
+Norms and MLPs that have a spec are fast, and the rest is stock.
 
 A family belongs here when, read in its source and proved against each sequence alone (``tests/families``):
 
@@ -13,7 +13,7 @@ A family belongs here when, read in its source and proved against each sequence 
 - its backbone class is always a decoder (BERT's is not), and is the module that the head calls (BART's is not).
 """
 
-from fastpack.families.forms import (
+from fastpack.families.shared_specs import (
     COHERE_NORM,
     LLAMA_MLP,
     LLAMA_NORM,
@@ -126,4 +126,45 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     ),
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),
+    # a module, or the head, drops the keyword packed_seq_lens
+    Family("bert", "BertModel", ("BertSelfAttention",), drops_packing=True, by_choice=True),
+    Family(
+        "bert-generation",
+        "BertGenerationEncoder",
+        ("BertGenerationSelfAttention",),
+        package="bert_generation",
+        drops_packing=True,
+        by_choice=True,
+    ),
+    Family("electra", "ElectraModel", ("ElectraSelfAttention",), drops_packing=True, by_choice=True),
+    Family("ernie", "ErnieModel", ("ErnieSelfAttention",), drops_packing=True, by_choice=True),
+    Family(
+        "gemma3n_text",
+        "Gemma3nTextModel",
+        ("Gemma3nTextAttention",),
+        package="gemma3n",
+        drops_packing=True,
+        shares_states=True,
+        uncounted=True,
+    ),
+    Family(
+        "hrm_text",
+        "HrmTextModel",
+        ("HrmTextAttention",),
+        drops_packing=True,
+        uncounted=True,
+        two_way_marks="token_type_ids",
+        two_way_if=("prefix_lm", True),
+    ),
+    Family("moshi", "MoshiModel", ("MoshiAttention",), drops_packing=True),
+    Family(
+        "nemotron",
+        "NemotronModel",
+        ("NemotronAttention",),
+        drops_packing=True,
+        since=((5, 13), "has attention that no interface serves"),
+    ),
+    Family("opt", "OPTDecoder", ("OPTAttention",), drops_packing=True),
+    Family("roc_bert", "RoCBertModel", ("RoCBertSelfAttention",), drops_packing=True, by_choice=True),
+    Family("stablelm", "StableLmModel", ("StableLmAttention",), drops_packing=True, fast={"StableLmMLP": LLAMA_MLP}),
 )

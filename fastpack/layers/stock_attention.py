@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fastpack.errors import PatchError
 from fastpack.utils.classes import names_in, package_of, place_of
-from fastpack.utils.compile import constant, cached_constant
+from fastpack.utils.compile import cached_constant, constant
 
 STOCK_CONFIG = "_fastpack_stock_config"
 """The attribute of the private config of a module that attends through our interface: the config it stands for."""

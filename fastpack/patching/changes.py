@@ -23,8 +23,8 @@ from fastpack.layers.runtime import Runtime
 from fastpack.packing.context import PackingContext
 from fastpack.utils.hooks import has_hooks
 from fastpack.utils.replacement import (
-    FORWARDS,
     FORWARD_COPY,
+    FORWARDS,
     PreHook,
     Replacement,
     Restore,

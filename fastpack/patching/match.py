@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import FastpackWarning, UntriedVersionWarning
-from fastpack.families.lock import proved_form
+from fastpack.families.lock import proved_spec
 from fastpack.families.spec import Family, HeadSpec, Spec
 from fastpack.model.unwrap import Parts
 from fastpack.patching.recognise import Recognised, Skipped, own_class, with_specs
@@ -39,11 +39,11 @@ def settle(found: Recognised, match: Match, *, head: bool) -> Recognised:
             stacklevel=5,
         )
     names = [name for name in found.unknown if head or not isinstance(found.family.fast[name], HeadSpec)]
-    forms, left = match_forms(found.backbone, found.family, names, match)
+    forms, left = match_specs(found.backbone, found.family, names, match)
     return with_specs(found, {**found.specs, **forms}, matched=tuple(forms), skipped=found.skipped + left)
 
 
-def match_forms(
+def match_specs(
     backbone: nn.Module, family: Family, names: Sequence[str], match: Match
 ) -> tuple[dict[str, Spec], Skipped]:
     """Return the forms of these classes that match, today's or an earlier one; and why the others don't.
@@ -80,5 +80,5 @@ def head_spec(parts: Parts, match: Match) -> HeadSpec | None:
     cls: Any = type(None) if head is None else stock_class(head)
     if head is None or own_class(head, family) not in family.fast or replaced_forward(head) is not None:
         return None
-    spec = proved_form(cls, family) or match_forms(parts.backbone, family, [cls.__name__], match)[0].get(cls.__name__)
+    spec = proved_spec(cls, family) or match_specs(parts.backbone, family, [cls.__name__], match)[0].get(cls.__name__)
     return spec if isinstance(spec, HeadSpec) else None

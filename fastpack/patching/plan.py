@@ -20,8 +20,8 @@ from fastpack.families.spec import (
     MixerSpec,
     MlpSpec,
     NormSpec,
-    Tier,
     Spec,
+    Tier,
 )
 from fastpack.layers.attention import attention_forward
 from fastpack.layers.decoder import decoder_forward
@@ -168,7 +168,7 @@ def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, 
     """Make the runtime that the replacements share, as the options ask for it."""
     backbone = found.backbone
     # a layer's forward that nobody has read may drop the keyword, and the mask with it
-    context = PackingContext() if found.family.needs_scope or found.replaced_layers else None
+    context = PackingContext() if found.family.needs_packing_context or found.replaced_layers else None
     graphs = offload = None
     if options.graphs == "auto" and context is None:
         from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.families.lock import hash_of, is_proved, proved_form, stock_mixing
+from fastpack.families.lock import hash_of, is_proved, proved_spec, stock_mixing
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, Family, MixerSpec, Spec
 from fastpack.layers.read_projection import refuse_rows
 from fastpack.layers.rope_tables import unknown_tables
@@ -77,7 +77,7 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     classes, others = known_classes(backbone, family)
     if parts.head is not None and own_class(parts.head, family) and replaced_forward(parts.head) is None:
         classes.append(stock_class(parts.head))
-    forms = {cls.__name__: proved_form(cls, family) for cls in classes if cls.__name__ in family.fast}
+    forms = {cls.__name__: proved_spec(cls, family) for cls in classes if cls.__name__ in family.fast}
     mixing = [cls for cls in classes if cls.__name__ in stock_mixing(family)]
     if (strange := unknown_tables(backbone)) is not None:
         attention = [name for name in forms if isinstance(family.fast[name], AnyAttentionSpec)]

@@ -14,8 +14,8 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm
 from fastpack.cli.families import sources_of
 from fastpack.exactness.tiny import model_types
 from fastpack.families import lock
-from fastpack.families.forms import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.registry import FAMILIES
+from fastpack.families.shared_specs import LLAMA_MLP, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.source import source_hash
 from fastpack.families.spec import Family
 
@@ -62,7 +62,7 @@ def test_every_mixer_that_may_run_packed_was_read(name: str) -> None:
 
 
 def test_nothing_else_is_in_it() -> None:
-    named = {name for family in FAMILIES.values() for name, _, _ in lock.forms_of(family)}
+    named = {name for family in FAMILIES.values() for name, _, _ in lock.specs_of(family)}
     named |= {name for family in FAMILIES.values() for name in lock.stock_mixing(family)}
     named |= {lock.packed_name(name) for name in SCANNING}
     assert lock.proved().keys() - named == set()
@@ -84,12 +84,12 @@ def test_a_release_is_entered_and_entered_anew() -> None:
 
 def test_a_form_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that computed something else in earlier releases has two, each with hashes of its own."""
-    assert lock.proved_form(LlamaMLP, FAMILIES["llama"]) == LLAMA_MLP
+    assert lock.proved_spec(LlamaMLP, FAMILIES["llama"]) == LLAMA_MLP
     found = source_hash(NemotronHRMSNorm)
     for name, form in (("NemotronHRMSNorm", OLMO2_NORM), ("NemotronHRMSNorm (earlier)", LLAMA_NORM)):
         monkeypatch.setattr(lock, "proved", lambda name=name: {name: {found: ["5.24.0"]}})
-        assert lock.proved_form(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == form
-        assert lock.proved_form(LlamaMLP, FAMILIES["llama"]) is None
+        assert lock.proved_spec(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == form
+        assert lock.proved_spec(LlamaMLP, FAMILIES["llama"]) is None
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "lfm2", "nemotron_h", "gemma4"])

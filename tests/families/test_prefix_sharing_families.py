@@ -25,8 +25,9 @@ BUILT = [name for name in model_types() if name in FAMILIES and name not in NOT_
 ELIGIBLE = [name for name in BUILT if not FAMILIES[name].mixers and not FAMILIES[name].repadded]
 OTHERS = [name for name in BUILT if name not in ELIGIBLE]
 KIND = "padded left"
-IN_FLOAT64 = ("bert", "bert-generation", "biogpt", "ctrl", "electra", "ernie", "opt", "roc_bert")
-"""The gradient of a key bias is zero where positions are added to the embeddings; float32 leaves rounding alone."""
+IN_FLOAT64 = ("bert", "bert-generation", "biogpt", "ctrl", "electra", "ernie", "opt", "qwen3", "roc_bert")
+"""Values that are sums of terms that cancel, so that float32 leaves rounding alone: the gradient of a key bias where
+positions are added to the embeddings, and qwen3's loss."""
 NO_NOISE = {
     # a setting with nothing behind it: modules are there that no token passes, or an attribute that nobody reads
     "dbrx": ("emb_pdrop",),

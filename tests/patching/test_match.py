@@ -17,10 +17,10 @@ from fastpack import api
 from fastpack.errors import FastpackWarning, PatchError, UntriedVersionWarning
 from fastpack.exactness.tiny import build_tiny
 from fastpack.families import lock
-from fastpack.families.forms import LLAMA_HEAD, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.registry import FAMILIES
+from fastpack.families.shared_specs import LLAMA_HEAD, LLAMA_NORM, OLMO2_NORM
 from fastpack.families.spec import Family, Spec
-from fastpack.patching.match import match_forms
+from fastpack.patching.match import match_specs
 
 
 class Judge:
@@ -108,7 +108,7 @@ def test_a_form_of_earlier_releases_is_tried_too(
     judge = Judge("off", {} if matching is None else {matching: ""})
     model = build_tiny("nemotron_h")
     family = FAMILIES["nemotron_h"]
-    found, left = match_forms(model, family, ["NemotronHRMSNorm"], judge)
+    found, left = match_specs(model, family, ["NemotronHRMSNorm"], judge)
     assert found.get("NemotronHRMSNorm") == form
     assert len(left) == len(recwarn) == (form is None)
     assert len(judge.asked) == 1 + (form != OLMO2_NORM)

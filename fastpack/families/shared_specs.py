@@ -1,7 +1,7 @@
-"""What upstream's classes compute, in the few forms that families share; a row names one for each of its classes.
+"""The specs that families share; a family's row names one for each of its classes.
 
-Families copy each other, so most rows are like Llama's but for a class or two. A form is called after the family that
-made it known.
+Families copy each other, so most rows are Llama's but for a class or two. A spec has the name of the family that made
+it known.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ GEMMA2_HEAD = HeadSpec(softcap="config.final_logit_softcapping")
 # --- whole families ---------------------------------------------------------------------------------------------------
 
 
-def like(forms: Mapping[str, Spec], **others: Spec | None) -> dict[str, Spec]:
-    """Return the forms of a family that is like another but for these; None for a class without a form."""
-    return {name: form for name, form in {**forms, **others}.items() if form is not None}
+def like(specs: Mapping[str, Spec], **others: Spec | None) -> dict[str, Spec]:
+    """Return the specs of a family that is like another, with these changes; None removes a class."""
+    return {name: spec for name, spec in {**specs, **others}.items() if spec is not None}
 
 
-def named(prefix: str, /, **forms: Spec) -> dict[str, Spec]:
-    """Return forms by class name: the prefix before each name."""
-    return {f"{prefix}{name}": form for name, form in forms.items()}
+def named(prefix: str, /, **specs: Spec) -> dict[str, Spec]:
+    """Return the specs by full class name: the prefix, then the name."""
+    return {f"{prefix}{name}": spec for name, spec in specs.items()}
 
 
 LLAMA: dict[str, Spec] = {
@@ -123,9 +123,9 @@ LLAMA: dict[str, Spec] = {
     "ForCausalLM": LLAMA_HEAD,
 }
 LLAMA_PARTS: dict[str, Spec] = {"RMSNorm": LLAMA_NORM, "MLP": LLAMA_MLP}
-"""Where attention, and the layers around it, are the family's own."""
+"""For families whose attention, and the layers around it, are their own."""
 MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
-"""No MLP stands beside the experts."""
+"""For families of experts without an MLP."""
 GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)
 QWEN3_NEXT = like(LLAMA, Attention=QWEN3_NEXT_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=None)
 COHERE = like(
