@@ -37,14 +37,14 @@ def check_name(attention: str) -> None:
 
 
 def choose(shape: AttentionShape, attention: str = "auto") -> str:
-    """The name of the backend that serves ``shape``.
+    """Return the name of the backend that serves a shape.
 
     Args:
-        shape: what is to be computed, on what device.
-        attention: ``auto`` for the first that can, or a name.
+        shape: the shape of the call, with its device.
+        attention: ``auto`` for the first backend that can serve it, or a name.
 
     Raises:
-        BackendUnavailableError: the backend asked for by name rejects the shape (or, for ``auto``, every one does).
+        BackendUnavailableError: the named backend rejects the shape, or for ``auto`` every backend does.
     """
     check_name(attention)
     if attention != "auto":

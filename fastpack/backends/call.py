@@ -124,6 +124,7 @@ class AttentionCall:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        """Check the shapes and the packing."""
         tokens = (self.q.shape[0], self.k.shape[0], self.v.shape[0])
         packed = self.packed
         expected = packed.total_tokens if packed.shared is None else packed.shared.total_tokens
@@ -134,7 +135,7 @@ class AttentionCall:
 
     @property
     def shape(self) -> AttentionShape:
-        """What backends are asked about."""
+        """The shape of the call, by which backends accept or reject it."""
         return AttentionShape(
             device=self.q.device,
             dtype=self.q.dtype,
@@ -161,11 +162,11 @@ class AttentionCall:
 
     @property
     def groups(self) -> int:
-        """How many query heads share a key/value head."""
+        """The number of query heads that share a key/value head."""
         return self.q.shape[1] // self.k.shape[1]
 
     def with_qkv(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        """The same call on other tensors of the same shapes."""
+        """Return the same call on other tensors of the same shapes."""
         return replace(self, q=q, k=k, v=v)
 
     def runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -180,7 +181,7 @@ class AttentionCall:
             yield q.unflatten(0, (count, length)), k.unflatten(0, (count, length)), v.unflatten(0, (count, length))
 
     def expanded_kv(self) -> tuple[Tensor, Tensor]:
-        """k and v with every head repeated for each query head: ``[T, H, ...]``, for kernels without grouped heads."""
+        """Return k and v with every head repeated for each of its query heads, ``[T, H, ...]``."""
         if self.groups == 1:
             return self.k, self.v
         return self.k.repeat_interleave(self.groups, 1), self.v.repeat_interleave(self.groups, 1)

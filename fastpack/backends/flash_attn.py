@@ -56,7 +56,7 @@ NOT_INSTALLED = "not installed"
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why no installed generation can compute this, or None."""
+    """Return why no installed generation of flash-attn can compute this, or None."""
     if shape.device.type != "cuda":
         return needs_cuda(shape, (8, 0))
     why: dict[int, str] = {}
@@ -72,14 +72,14 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def serving(shape: AttentionShape) -> Generation | None:
-    """The generation that computes this, or None."""
+    """Return the generation of flash-attn that computes this, or None."""
     return next((generation for generation in GENERATIONS if _rejects(generation, shape) is None), None)
 
 
 def wins_on_long(shape: AttentionShape) -> bool:
-    """Whether sequences are so long that a generation made for this GPU is faster than our own kernel.
+    """Return whether sequences are so long that a generation made for this GPU beats our own kernel.
 
-    On an H200, forward and backward, ours and generation 4's (4.0.0b36), recorded, in ms: with 32/8 heads of 128 64
+    On an H200, forward and backward, ours and generation 4 (4.0.0b36), recorded, in ms: with 32/8 heads of 128 64
     sequences of 199 tokens 0.56 and 0.95, twelve of 700 0.64 and 0.67, eight of 1,024 0.82 and 0.74, one of 8,192 5.2
     and 3.4, with twenty of 100 beside it 5.2 and 3.4; with 14/2 heads of 64 0.20 and 0.27, 0.22 and 0.20, 0.29 and
     0.21, 1.5 and 0.85, 1.6 and 0.86.

@@ -24,7 +24,7 @@ BLOCK = 128
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why FlexAttention can't compute this, or None."""
+    """Return why FlexAttention can't compute this, or None."""
     why = needs_cuda(shape, (8, 0))
     if why is not None:
         return f"{why} (its compiled backward is written for GPUs)"
@@ -53,10 +53,10 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
-    """The ``BlockMask`` of packed causal attention, from comparisons of ``(T / 128)^2`` blocks: never T x T.
+    """Return the ``BlockMask`` of packed causal attention, from comparisons of ``(T / 128)^2`` blocks: never T x T.
 
-    A block of queries sees the blocks from the first key of its first token up to itself; a block is full where its
-    last token's first key is no later than the block's first.
+    A block of queries sees the blocks from the first key of its first token up to itself. A block is full if its last
+    token's first key is not after the block's first token.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -85,7 +85,7 @@ def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
 
 
 def _ordered(side: str, blocks: Tensor) -> dict[str, Tensor]:
-    """How many blocks each row of blocks sees ``[1, 1, Q]``, and which, first to last ``[1, 1, Q, K]``."""
+    """Return the number of blocks that each row of blocks sees ``[1, 1, Q]``, and their indices ``[1, 1, Q, K]``."""
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
     return {f"{side}_num_blocks": count[None, None], f"{side}_indices": order[None, None].contiguous()}

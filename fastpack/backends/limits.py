@@ -21,12 +21,12 @@ def cuda_capability(shape: AttentionShape) -> tuple[int, int] | None:
 
 @constant
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a CUDA device."""
+    """Return the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 
 def needs_cuda(shape: AttentionShape, minimum: tuple[int, int]) -> str | None:
-    """Why the device is not a CUDA device of at least this compute capability, or None."""
+    """Return why the device is not a CUDA device of at least this compute capability, or None."""
     capability = cuda_capability(shape)
     if capability is None:
         return f"needs a CUDA device, not {shape.device.type}"
@@ -37,11 +37,12 @@ def needs_cuda(shape: AttentionShape, minimum: tuple[int, int]) -> str | None:
 
 
 def lacks(shape: AttentionShape, kernel: str, *features: str) -> str | None:
-    """Why a kernel without these features can't serve, or None.
+    """Return why a kernel without these features can't compute this, or None.
 
     Args:
-        kernel: what the message calls it.
-        features: of ``softcap``, ``attention sinks`` and ``dropout``.
+        shape: the shape of the call.
+        kernel: the kernel's name in the message.
+        features: the missing features: ``softcap``, ``attention sinks`` or ``dropout``.
     """
     asked = {"softcap": shape.softcap is not None, "attention sinks": shape.sinks, "dropout": shape.dropout > 0}
     for feature in features:
@@ -51,7 +52,7 @@ def lacks(shape: AttentionShape, kernel: str, *features: str) -> str | None:
 
 
 def wrong_dtype(shape: AttentionShape, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Why a kernel for these dtypes can't serve, or None."""
+    """Return why a kernel for these dtypes can't compute this, or None."""
     if shape.dtype in dtypes:
         return None
     *others, last, given = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, shape.dtype))
@@ -59,7 +60,7 @@ def wrong_dtype(shape: AttentionShape, dtypes: tuple[torch.dtype, ...]) -> str |
 
 
 def wrong_sizes(shape: AttentionShape, *, multiple: int = 1, least: int = 1, most: int | None = None) -> str | None:
-    """Why a kernel for such sizes of keys and values can't serve, or None."""
+    """Return why a kernel for such head sizes can't compute this, or None."""
     sizes = (shape.head_dim, shape.value_dim)
     wanted = None
     if sizes[0] % multiple or sizes[1] % multiple:
@@ -72,7 +73,7 @@ def wrong_sizes(shape: AttentionShape, *, multiple: int = 1, least: int = 1, mos
 
 
 def flash2_rejects(shape: AttentionShape) -> str | None:
-    """Why a FlashAttention-2 varlen kernel can't serve, apart from softcap, sinks and dropout; or None."""
+    """Return why a FlashAttention-2 varlen kernel can't compute this, softcap, sinks and dropout aside; or None."""
     why = needs_cuda(shape, (8, 0)) or wrong_dtype(shape, HALF_DTYPES)
     if why is not None:
         return why

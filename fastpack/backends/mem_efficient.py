@@ -16,7 +16,7 @@ CAUSAL_FROM_TOP_LEFT = 1
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why the memory-efficient kernel can't compute this, or None."""
+    """Return why the memory-efficient kernel can't compute this, or None."""
     return (
         lacks(shape, "the memory-efficient kernel", "softcap", "attention sinks")
         or needs_cuda(shape, (8, 0) if shape.dtype == torch.bfloat16 else (5, 0))

@@ -42,7 +42,7 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    """Queries ``[n, K, G, block, D]`` that begin at position ``at``, over the keys that they may see."""
+    """Attend with queries ``[n, K, G, block, D]`` that begin at position ``at`` to the keys that they may see."""
     end = at + q.shape[-2]
     first, seen = call.visibility.block(at, end, q.device)
     k, v = k[:, :, None, first:end], v[:, :, None, first:end]

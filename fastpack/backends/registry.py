@@ -26,7 +26,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 
 
 class Backend(Protocol):
-    """What a module in ``backends/`` provides. Its docstring's first line says what it is."""
+    """The interface of a module in ``backends/``. Its docstring's first line says what the backend is."""
 
     __doc__: str | None
 
@@ -38,7 +38,7 @@ class Backend(Protocol):
         """``[T, H, V]``: attention of each token over the keys that ``call.visibility`` says."""
 
     def rejects(self, shape: AttentionShape, /) -> str | None:
-        """Why this backend can't serve, visibility aside, or None if it can."""
+        """Return why this backend can't compute a call of this shape, visibility aside, or None if it can."""
 
 
 # In order of preference: `auto` takes the first that does not reject.

@@ -23,7 +23,7 @@ QUERY_BLOCK = 512
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why scaled_dot_product_attention can't compute this, or None."""
+    """Return why scaled_dot_product_attention can't compute this, or None."""
     return lacks(shape, "scaled_dot_product_attention", "softcap", "attention sinks")
 
 

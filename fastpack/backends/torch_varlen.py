@@ -15,7 +15,7 @@ SERVES = ("window",)
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why torch's varlen kernel can't compute this, or None."""
+    """Return why torch's varlen kernel can't compute this, or None."""
     without = ("softcap", "attention sinks", "dropout")
     return lacks(shape, "torch's varlen kernel", *without) or flash2_rejects(shape)
 

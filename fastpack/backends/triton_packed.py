@@ -29,7 +29,7 @@ SERVES = ("window",)
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why these kernels can't compute this, or None."""
+    """Return why these kernels can't compute this, or None."""
     return (
         lacks(shape, "fastpack's own kernel", "dropout")
         or needs_cuda(shape, (8, 0))  # for older GPUs Triton has no matrix units
@@ -40,11 +40,11 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def wins(shape: AttentionShape) -> bool:
-    """Whether it was measured to be faster than FlashAttention-2, on short sequences and on long ones.
+    """Return whether these kernels were measured to beat FlashAttention-2, on short sequences and on long ones.
 
-    On an H200, forward and backward, 16 sequences of 3,844 tokens and one of 8,192, in ms: 32/8 heads of 128 0.21
-    where torch's kernel takes 0.46 and flash-attn 2.8.3 0.43, and 5.2 where they take 6.5 and 6.1; 14/2 heads of 64
-    0.08 for 0.15 and 0.14, and 1.5 for 1.8 and 1.7; with 17 other counts of heads against torch's too.
+    On an H200, forward and backward, 16 sequences of 3,844 tokens and one of 8,192, in ms: 32/8 heads of 128 0.21 where
+    torch's kernel takes 0.46 and flash-attn 2.8.3 0.43, and 5.2 where they take 6.5 and 6.1; 14/2 heads of 64 0.08 for
+    0.15 and 0.14, and 1.5 for 1.8 and 1.7; with 17 other counts of heads against torch's too.
     """
     capability = cuda_capability(shape)
     plain = shape.softcap is None and not shape.sinks and shape.dtype in HALF_DTYPES

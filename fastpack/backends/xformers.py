@@ -22,7 +22,7 @@ RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why xformers can't compute this, or None."""
+    """Return why xformers can't compute this, or None."""
     why = needs_cuda(shape, (7, 0)) if shape.device.type != "cuda" else _unusable()
     if why is not None:
         return why

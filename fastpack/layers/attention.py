@@ -63,8 +63,12 @@ def project_qkv(
     norm: nn.Module | None = None,
     row_count: RowCount | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The projections of ``norm(x)``, x ``[T, hidden]``: those to queries, keys and values ``[T, heads * D]``, or the
-    one to all; those to latents in latent attention; and x to go on with."""
+    """Project ``norm(x)``, where x is ``[T, hidden]``.
+
+    Returns:
+        The projections, and x to continue with. The projections are queries, keys and values ``[T, heads * D]``, or one
+        to all three, or the latents of latent attention.
+    """
     names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     if isinstance(spec, LatentAttentionSpec):
         names = latent_attention.first_projections(module)
@@ -84,10 +88,16 @@ def attend_heads(
     packed: PackedSeqLens,
     shared: shared_attention.SharedStates | None = None,
 ) -> Tensor:
-    """From what :func:`project_qkv` gave to the heads' results side by side, ``[T, H * E]``.
+    """Return the heads' results side by side, ``[T, H * E]``, from the projections of :func:`project_qkv`.
 
     Args:
-        shared: keys and values that layers share, where the family has such.
+        module: the attention module.
+        spec: its spec.
+        runtime: the model's runtime.
+        projected: the projections.
+        position_embeddings: cos and sin, as the family hands them down.
+        packed: the batch's packing.
+        shared: keys and values that layers share, for families that have such layers.
     """
     modifiers: dict[str, Any] = {}
     gate = None
@@ -117,15 +127,17 @@ def drop(module: nn.Module, name: str | None, x: Tensor) -> Tensor:
 
 
 def drops(module: nn.Module, name: str | None) -> bool:
-    """Whether :func:`drop` does anything."""
+    """Return whether :func:`drop` does anything."""
     return name is not None and bool(module.training and getattr(module, name))
 
 
 def _heads(
     module: AttentionLike, spec: AttentionSpec, projected: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``, where the whole projection is normalised so already; and
-    a gate ``[T, H * D]``, or None."""
+    """Return queries ``[T, H, D]``, keys and values ``[T, K, D]``, and a gate ``[T, H * D]`` or None.
+
+    Norms of the whole projection are applied.
+    """
     head_dim = module.head_dim
     if spec.qkv is not None:
         fused = projected[0].unflatten(-1, (-1, head_dim))
@@ -145,7 +157,7 @@ def _heads(
 
 
 def _tables(module: nn.Module, spec: AttentionSpec, given: Tables | None) -> Tables | None:
-    """cos and sin as the ops take them, ``[T, R]``; None for a layer without positions."""
+    """Return cos and sin as the ops take them, ``[T, R]``, or None for a layer without positions."""
     if given is None or (spec.rope_if and not any(_holds(module, name) for name in spec.rope_if)):
         return None
     cos, sin = given[0][0], given[1][0]

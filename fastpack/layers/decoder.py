@@ -57,15 +57,16 @@ def decoder_forward(
 
 
 def _checkpoints_in_forward(cls: type) -> bool:
-    """True where transformers checkpoints inside the forward that ours replaces; older ones do so around it."""
+    """Return whether transformers checkpoints inside the forward that ours replaces; older releases do so around it."""
     return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
 
 
 def _is_run_again(layer: LayerLike) -> bool:
-    """True where torch's checkpointing runs this very layer again for its backward, which never reads the result.
+    """Return whether torch's checkpointing runs this layer again for its backward, which never reads the result.
 
-    The innermost saved-tensor hooks are then those of the recomputation. In a first forward inside the recomputation of
-    something larger, they are those of the layer's own checkpointing, if that is torch's, and not the reentrant kind.
+    In that case the innermost saved-tensor hooks are those of the recomputation. In a first forward inside the
+    recomputation of something larger, they are those of the layer's own checkpointing, if that is torch's non-reentrant
+    kind.
     """
     if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
         return False
@@ -110,7 +111,7 @@ def _run(
 def _run_mlp(
     layer: LayerLike, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: nn.Module | None, count: RowCount | None
 ) -> Tensor:
-    """x ``[T, hidden]`` and its MLP's, or its experts', result added."""
+    """Return x ``[T, hidden]`` plus the result of its MLP or its experts."""
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     fast = fast_forward(mlp, mlp_forward)
     if fast is None:
@@ -132,7 +133,7 @@ def _run_mlp(
 def _added(
     layer: LayerLike, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: nn.Module | None
 ) -> Tensor:
-    """x plus what a branch gave, normalised, dropped out and scaled where the family does so."""
+    """Return x plus a branch's result, which is normalised, dropped out and scaled as the spec says."""
     if norm is not None:
         out = getattr(layer, norm)(out[None])[0]
     if dropout:
@@ -145,7 +146,7 @@ def _child(layer: LayerLike, name: str | None) -> Any:
 
 
 def _dropouts(layer: LayerLike, spec: DecoderSpec) -> tuple[Any, Any]:
-    """The dropout modules behind attention and MLP, None where they do nothing."""
+    """Return the dropout modules after attention and MLP, or None for each that does nothing."""
     if spec.dropouts is None:
         return None, None
     first, second = (None if _is_idle(getattr(layer, name)) else getattr(layer, name) for name in spec.dropouts)
@@ -153,6 +154,6 @@ def _dropouts(layer: LayerLike, spec: DecoderSpec) -> tuple[Any, Any]:
 
 
 def _is_idle(module: nn.Module) -> bool:
-    """True for a dropout that does nothing, and that nobody watches."""
+    """Return whether a dropout does nothing and carries no hooks."""
     drops = type(module) is not nn.Identity and (type(module) is not nn.Dropout or (module.training and module.p))
     return not drops and not carries_hooks(module)

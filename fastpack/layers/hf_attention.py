@@ -47,16 +47,25 @@ def packed_interface(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """An implementation in transformers' ``AttentionInterface``: what the varlen tier's attention calls.
+    """Compute attention for the varlen tier, as an implementation in transformers' ``AttentionInterface``.
 
     Args:
-        attention: the backend asked for, or ``auto``.
-        query, key, value: ``[1, heads, T, dim]``.
-        attention_mask: the stand-in (:func:`fastpack.packing.mask.mask_placeholder`) or None.
-        sliding_window, softcap, s_aux: transformers' names for window, softcap and sinks.
+        attention: the name of the requested backend, or ``auto``.
+        module: the attention module.
+        query: ``[1, H, T, D]``.
+        key: ``[1, K, T, D]``.
+        value: ``[1, K, T, E]``.
+        attention_mask: the placeholder (:func:`fastpack.packing.mask.mask_placeholder`) or None.
+        scaling: the factor on the scores; None for ``D ** -0.5``.
+        dropout: the probability with which scores are dropped.
+        sliding_window: transformers' name for the window.
+        softcap: the softcap on the scores, or None.
+        s_aux: transformers' name for sinks.
+        packed_seq_lens: the batch's packing.
+        kwargs: further keywords of transformers, which are ignored.
 
     Returns:
-        ``[1, T, heads, dim]`` and None, as transformers' own implementations do.
+        ``[1, T, H, E]`` and None, as transformers' own implementations return.
     """
     scope: PackingContext | None = getattr(module.config, SCOPE)
     if packed_seq_lens is None and scope is not None:
@@ -92,12 +101,12 @@ def packed_interface(
 
 
 def stock_config(module: nn.Module) -> Any:
-    """The config that a module's private one stands for; None where it does not attend through our interface."""
+    """Return the config that a module's private one replaces, or None if it does not attend through our interface."""
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
 def private_config(config: ConfigLike, attention: str, scope: PackingContext | None) -> Any:
-    """A copy of a config that names our attention, holds the one that it stands for, and knows where the packing is."""
+    """Return a copy of a config that names our attention, refers to the original, and has the packing's context."""
     private = copy.copy(config)
     setattr(private, _SEEN, dict(vars(config)))
     setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
@@ -118,7 +127,7 @@ def follow_stock_config(private: object) -> None:
 
 
 def stock_interface(module: nn.Module) -> Forward:
-    """The attention implementation that ``module`` would use now if it were not patched: masks are built for it."""
+    """Return the attention implementation that ``module`` would use without the patch: masks are built for it."""
     name = stock_config(module)._attn_implementation
     file = sys.modules[stock_class(module).__module__]
     eager = eager_function(file)

@@ -26,11 +26,13 @@ def first_projections(module: AttentionLike) -> tuple[str, str]:
 def heads(
     module: Any, runtime: Runtime, projected: list[Tensor], tables: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys ``[T, H, N + R]`` and values ``[T, H, E]``.
+    """Return queries and keys ``[T, H, N + R]`` and values ``[T, H, E]``.
 
     Args:
-        projected: queries ``[T, H (N + R)]`` or their latent, and the latent of keys and values with the key's
-            rotated elements, which all heads share, ``[T, C + R]``.
+        module: the attention module.
+        runtime: the model's runtime.
+        projected: queries ``[T, H (N + R)]`` or their latent, and the latent of keys and values with the key's rotated
+            elements, which all heads share, ``[T, C + R]``.
         tables: cos and sin, ``[1, T, R]``.
     """
     q, latent = projected

@@ -33,7 +33,7 @@ _ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
 
 
 def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> bool:
-    """Whether a forward that was bound to a module, whose class computes ``spec``, computes the same."""
+    """Return whether a forward that was bound to a module computes the same as its class with this spec."""
     function = getattr(forward, "__func__", None)
     if function is None or forward.__self__ is not module:
         return False
@@ -45,15 +45,15 @@ def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> boo
 
 
 def stands_for(module: nn.Module, forward: object, spec: Spec, backbone: nn.Module) -> bool:
-    """Whether ours may stand where a drop-in stands in this model."""
+    """Return whether our forward may replace a drop-in in this model."""
     known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
     return known and _keeps_dtype(module, spec, backbone)
 
 
 def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
-    """What a module of one of Liger's own classes computes, in this model; None for others.
+    """Return the spec of a module of one of Liger's own classes, or None for other modules.
 
-    Models have these that were built after Liger had put them in the place of the family's.
+    A model has such modules if it was built after Liger had replaced the family's classes.
     """
     place = _place(type(module).forward)
     if place in _NORMS and module.offset in (0.0, 1.0) and module.casting_mode in _ROUNDINGS:
@@ -66,18 +66,18 @@ def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
 
 
 def _keeps_dtype(module: nn.Module, spec: Spec, backbone: Any) -> bool:
-    """Whether the family's own norm would not promote its input, which Liger's never does."""
+    """Return whether the family's own norm keeps its input's dtype, as Liger's always does."""
     return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
 
 
 def count_unknown(backbone: nn.Module) -> int:
-    """How many modules of Liger's own classes have no forward of ours."""
+    """Return the number of modules of Liger's own classes without a forward of ours."""
     own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
     return sum(FORWARD_COPY not in module.__dict__ for module in own)
 
 
 def _place(function: object) -> tuple[str, str]:
-    """Where a function was written; nowhere, where it wraps another."""
+    """Return where a function was written, or an empty string if it wraps another function."""
     if hasattr(function, "__wrapped__"):
         return "", ""
     return defined_in(function), getattr(function, "__qualname__", "")

@@ -37,12 +37,18 @@ def mlp_block(
     kept: Kept | None = None,
     row_count: RowCount | None = None,
 ) -> Tensor:
-    """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``.
+    """Compute a gated MLP on x ``[T, hidden]``, after a norm and with the residual added, if these are asked for.
 
     Args:
-        need_output: False where only what the backward needs is computed again, and nobody reads the result.
-        kept: where gate and up may wait between a checkpointed forward and its backward.
-        row_count: how many of the T tokens count.
+        module: the MLP.
+        spec: its spec.
+        runtime: the model's runtime.
+        x: ``[T, hidden]``.
+        norm: the norm before it, or None.
+        residual: whether x is added to the result.
+        need_output: False if only the tensors that the backward needs are recomputed.
+        kept: the store of gate and up between a checkpointed forward and its backward, or None.
+        row_count: the number of the T tokens that count, or None for all.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
@@ -75,7 +81,7 @@ def mlp_block(
 
 
 def _stock_dtype(down: Projection, x: Tensor, norm: Norm | None) -> torch.dtype:
-    """That of the stock module's result: bitsandbytes gives back its input's, whatever it computes in."""
+    """Return the dtype of the stock module's result: bitsandbytes returns its input's, whatever it computes in."""
     if down.quant_state is None:
         return down.dtype
     return x.dtype if norm is None else norm.result_dtype(x)

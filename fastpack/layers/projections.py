@@ -23,8 +23,10 @@ from fastpack.utils.sharding import is_partitioned
 
 
 def fast_forward(module: nn.Module, function: Callable[..., Any]) -> Replacement[Any, Runtime] | None:
-    """The replacement by which ``function`` computes a module's forward; None where another forward stands there that
-    computes something else, or hooks do more than it."""
+    """Return the replacement of a module's forward that calls ``function``, or None.
+
+    None means that another forward is there which computes something else, or that hooks do more than the forward.
+    """
     found = module.__dict__.get("forward")
     if not isinstance(found, Replacement) and not torch.compiler.is_compiling():
         kept: Replacement[Any, Runtime] | None = module.__dict__.get(FORWARD_COPY)
@@ -36,7 +38,7 @@ def fast_forward(module: nn.Module, function: Callable[..., Any]) -> Replacement
 
 
 def read_norm(module: Any) -> Norm | None:
-    """What a swapped root-mean-square norm computes; None where it has to be called."""
+    """Return the parts of a swapped RMS norm, or None if the module has to be called."""
     fast = fast_forward(module, norm_forward)
     if fast is None:
         return None
@@ -47,8 +49,7 @@ def read_norm(module: Any) -> Norm | None:
 
 
 def read_group(modules: Sequence[nn.Module], x: Tensor, norm: Norm | None = None) -> list[Projection] | None:
-    """The parts of projections of ``norm(x)`` that can share a Function; None where one of them is to be called as a
-    module."""
+    """Return the parts of projections of ``norm(x)`` for one Function, or None if one has to be called as a module."""
     if torch.compiler.is_compiling():
         return None  # the compiler fuses better what it can see
     given = x.dtype if norm is None else norm.result_dtype(x)
@@ -72,15 +73,18 @@ def project_modules(
     residual: Tensor | None = None,
     row_count: RowCount | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Outputs ``[T, O_i]`` of projections that share the input ``norm(x)``, x ``[T, H]``.
+    """Return the outputs ``[T, O_i]`` of projections of ``norm(x)``.
 
     Args:
+        modules: the projections.
+        x: ``[T, H]``.
+        runtime: the model's runtime.
         norm: a normalisation module, or None.
-        residual: ``[T, O]``, added to the output of a single projection.
-        row_count: how many of the T tokens count.
+        residual: ``[T, O]``, added to the output of a single projection, or None.
+        row_count: the number of the T tokens that count, or None for all.
 
     Returns:
-        The outputs, and x to go on with (see :func:`fastpack.ops.linear.projections.project`).
+        The outputs, and x to continue with (see :func:`fastpack.ops.linear.projections.project`).
     """
     fused_norm = None if norm is None else read_norm(norm)
     given = x if norm is None or fused_norm is not None else _call(norm, x)
@@ -117,6 +121,6 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> li
 
 
 def _call(module: nn.Module, n: Tensor) -> Tensor:
-    """With one row ``[1, T, H]``, which is what its hooks see on every tier."""
+    """Call a projection with one row ``[1, T, H]``, which is what its hooks see on every tier."""
     result: Tensor = module(n[None])
     return result[0]

@@ -1,7 +1,7 @@
-"""What a projection is made of: base weight, bias, quantisation, LoRA's A, B and scale.
+"""Read the parts of a projection: base weight, bias, quantisation, LoRA's A, B and scale.
 
-Layers read a projection at each call (adapters may be switched at any time) and compute with its parts; one that
-can't be read, or that another adapter than LoRA wraps, is called as a module, and the report says why.
+Layers read a projection at each call, since adapters may be switched at any time. A projection that can't be read, or
+that another adapter than LoRA wraps, is called as a module, and the report says why.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from fastpack.utils.sharding import is_gathered, is_partitioned
 
 
 def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection | str:
-    """The parts of a linear layer, plain, 4-bit or wrapped by LoRA; or why it is to be called as a module.
+    """Return the parts of a linear layer (plain, 4-bit or wrapped by LoRA), or why it has to be called as a module.
 
     Args:
-        at_rest: what is read is told, and not computed with: a weight that FSDP2 has sharded counts as the whole one
-            that it is while its layer runs.
+        module: the layer.
+        at_rest: whether the parts are only reported, not computed with. A weight that FSDP2 has sharded then counts as
+            the whole weight that it is while its layer runs.
     """
     reason = _why_opaque(module)
     if reason is not None:
@@ -50,14 +51,17 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
 
 
 def takes(parts: Projection, given: torch.dtype) -> bool:
-    """True where a projection computes with an input of this dtype in its own: without autocast, bitsandbytes casts to
-    the dtype that it computes in and back, and LoRA beside it does not."""
+    """Return whether a projection computes with inputs of this dtype in its own dtype.
+
+    Without autocast, bitsandbytes casts the input to its compute dtype and the result back, and LoRA beside it does
+    not.
+    """
     cast = given == torch.float32 and torch.is_autocast_enabled(parts.weight.device.type)
     return parts.quant_state is None or parts.dtype == given or cast
 
 
 def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
-    """The base layer of a projection, to be called as a module, and its low-rank update; or why it can't be split."""
+    """Return a projection's base layer, to be called as a module, and its low-rank update; or why it can't."""
     reason = _why_opaque(module)
     if reason is not None:
         return reason
@@ -94,8 +98,9 @@ def refuse_rows(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_rows_at_the_door(model: nn.Module) -> None:
-    """The same for adapters that came after the patch, wherever they lie; all modules are looked at only where PEFT's
-    configs name such a method, and one where they don't.
+    """Refuse adapters of a whole model that read the rows of a batch, also those added after the patch.
+
+    All modules are checked only if PEFT's configs name such a method; otherwise one is.
 
     Raises:
         PatchError: see :func:`refuse_rows`.
@@ -125,7 +130,7 @@ _TUNERS_BY_ROWS = {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}
 
 
 def _reads_rows(module: nn.Module) -> str | None:
-    """The name of the adapter in force on a layer that depends on the rows of a batch, or None."""
+    """Return the name of a layer's active adapter that depends on the rows of a batch, or None."""
     if _base_layer(module) is None or getattr(module, "disable_adapters", False):
         return None
     if any("adapter_names" in getattr(hook, "keywords", ()) for hook in module._forward_pre_hooks.values()):
@@ -156,7 +161,7 @@ def _why_opaque(module: nn.Module) -> str | None:
 
 
 def _why_not_plain(weight: Tensor, at_rest: bool = False) -> str | None:
-    """Why a weight can't be used as it is, or None."""
+    """Return why a weight can't be used as it is, or None."""
     if type(weight) not in (nn.Parameter, Tensor) and not (at_rest and is_gathered(weight)):
         return f"its weight is a {type(weight).__name__}"
     if weight.numel() == 0 or is_partitioned(weight):
@@ -195,7 +200,7 @@ def _read_lora(module: Any, at_rest: bool) -> Projection | str:
 
 
 def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
-    """The one low-rank update in force, None where there is none, or why it is PEFT's own to compute."""
+    """Return the one active low-rank update, None if there is none, or why PEFT has to compute it."""
     if module.merged:
         if not module.disable_adapters or at_rest:
             return None
@@ -233,7 +238,7 @@ def _weight_of(linear: nn.Module) -> Tensor | None:
 
 
 def _base_layer(module: nn.Module) -> nn.Module | None:
-    """The layer that an adapter's layer wraps, which PEFT keeps under this name in all of them; or None."""
+    """Return the layer that an adapter's layer wraps, or None. All of PEFT's layers keep it under this name."""
     return module._modules.get("base_layer")
 
 
@@ -276,8 +281,11 @@ def _adapter(module: nn.Module) -> str:
 
 
 def describe_projection(module: nn.Module) -> str | None:
-    """``linear``, ``4-bit``, ``8-bit``, or another library's class, each perhaps ``+ lora``, ``+ ia3``, ...; None for
-    what is not a projection, and has none of the weights that LoRA trains."""
+    """Return the kind of a projection, or None for a module that is not one.
+
+    The kind is ``linear``, ``4-bit``, ``8-bit`` or another library's class, perhaps with ``+ lora``, ``+ ia3``, and so
+    on. A module without weights that LoRA trains is not a projection.
+    """
     base = _base_layer(module)
     if base is not None:
         inner = describe_projection(base)
@@ -295,7 +303,7 @@ def describe_projection(module: nn.Module) -> str | None:
 
 
 def projections_of(model: nn.Module) -> list[nn.Module]:
-    """Every projection of a model. An adapter's own parts (LoRA's A and B), and the layer it wraps, don't count."""
+    """Return a model's projections, without an adapter's parts (LoRA's A and B) and the layers that it wraps."""
     inside = {
         id(child)
         for module in model.modules()
@@ -307,7 +315,7 @@ def projections_of(model: nn.Module) -> list[nn.Module]:
 
 
 def count_projections(model: nn.Module) -> dict[str, int]:
-    """How many projections of each kind a model has, the most frequent first."""
+    """Return the number of a model's projections of each kind, the most frequent first."""
     return dict(Counter(str(describe_projection(module)) for module in projections_of(model)).most_common())
 
 
@@ -334,14 +342,14 @@ def _why_not_isolated(module: Any) -> str | None:
 
 
 def count_opaque(model: nn.Module) -> dict[str, int]:
-    """Why projections are called as modules, with how many of each, the most frequent first."""
+    """Return the reasons why projections are called as modules, each with its number, the most frequent first."""
     stream = _stream_dtype(model)
     found = (_why_called(module, stream) for module in projections_of(model))
     return dict(Counter(reason for reason in found if reason is not None).most_common())
 
 
 def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
-    """Why a projection is called as a module where its input is of this dtype, or None."""
+    """Return why a projection is called as a module for inputs of this dtype, or None."""
     method = _reads_rows(module)
     if method is not None:
         return f"not isolated, and refused when it runs: {method}, {_BY_ROWS[method]}"
@@ -359,7 +367,7 @@ def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
 
 
 def _stream_dtype(model: nn.Module) -> torch.dtype | None:
-    """What projections are given outside autocast: the dtype of the embeddings, which wider norms promote."""
+    """Return the dtype of projections' inputs outside autocast: that of the embeddings, which wider norms promote."""
     weights: list[Any] = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)][:1]
     weights += [m.weight for m in model.modules() if type(m).__name__.endswith("Norm") and hasattr(m, "weight")]
     dtypes = [weight.dtype for weight in weights if isinstance(weight, Tensor)]

@@ -22,10 +22,14 @@ Tables = tuple[Tensor, Tensor]
 def normalise_and_turn(
     module: nn.Module, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: Tables | None
 ) -> tuple[Tensor, Tensor]:
-    """q ``[T, H, D]`` and k ``[T, K, D]``, each head normalised where the family does so, and at their positions.
+    """Normalise each head of q ``[T, H, D]`` and k ``[T, K, D]`` if the spec says so, and apply RoPE.
 
     Args:
-        k: K may be 0.
+        module: the attention module.
+        spec: its spec.
+        runtime: the model's runtime.
+        q: ``[T, H, D]``.
+        k: ``[T, K, D]``; K may be 0.
         tables: cos and sin, ``[T, R]``; None for a layer without positions.
     """
     settings: dict[str, Any] = {
@@ -48,12 +52,12 @@ def normalise_and_turn(
 
 
 def _each(norm: nn.Module, x: Tensor) -> Tensor:
-    """x ``[T, heads, D]`` through a module, which isn't called for no heads."""
+    """Call a norm on x ``[T, heads, D]``, unless there are no heads."""
     return norm(x) if x.shape[1] else x
 
 
 def _share_a_launch(norm: Norm, other: Norm) -> bool:
-    """Whether both weights have the size of a head, and what is given once for both is the same."""
+    """Return whether both norms have weights of the size of a head, and the same constants."""
     if not norm.weight.ndim == other.weight.ndim == 1:
         return False
     return (norm.eps, norm.rounding, norm.unit_offset) == (other.eps, other.rounding, other.unit_offset)

@@ -26,20 +26,20 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """True for a rotary module whose frequencies do."""
+    """Return whether a rotary module's frequencies depend on a sequence's length."""
     rope_type = getattr(module, "rope_type", None)
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """True for a module that makes the tables of cos and sin, as families name it."""
+    """Return whether a module makes the tables of cos and sin, by the name that families give it."""
     return any(cls.__name__.endswith("RotaryEmbedding") for cls in type(module).__mro__)
 
 
 def gives_known_tables(module: nn.Module) -> bool:
-    """True for a rotary module that is transformers' own: each angle stands in both halves of its tables.
+    """Return whether a rotary module is transformers' own, whose tables hold each angle in both halves.
 
-    What was put over it, by a class, a forward or a hook, may give any.
+    A class, a forward or a hook that somebody put over it may return other tables.
     """
     if stock_class(module).__module__.split(".")[0] != "transformers" or replaced_forward(module) is not None:
         return False
@@ -47,13 +47,13 @@ def gives_known_tables(module: nn.Module) -> bool:
 
 
 def unknown_tables(backbone: nn.Module) -> str | None:
-    """Why attention in this backbone may get tables that are no rotation; None where each rotary module is known."""
+    """Return why attention may get tables that are not a rotation, or None if each rotary module is known."""
     strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
     return f"its cos and sin may be any of {strange[0]}'s" if strange else None
 
 
 def is_served(module: nn.Module) -> bool:
-    """True for one that gives each sequence the frequencies of its own length, under accelerate's hooks too."""
+    """Return whether a rotary module gives each sequence its own frequencies, also under accelerate's hooks."""
     return any(replaces(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
 
 
@@ -71,15 +71,16 @@ def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, ``[1, T, R]`` or of several rows.
+    """Return cos and sin, ``[1, T, R]`` or of several rows.
 
-    Dynamic NTK costs one synchronisation a batch: to know the long lengths.
+    Dynamic NTK costs one synchronisation a batch, to know the long lengths.
 
     Args:
-        x: gives dtype and device.
-        position_ids: ``[1, T]``, or ``[axes, 1, T]``, of which the first tells; a value that does not grow begins a
-            new sequence. Several rows that count alike are re-padded ones; others are the stock path's, and get the
-            stock result.
+        patched: the replacement.
+        x: any tensor of the result's dtype and device.
+        position_ids: ``[1, T]``, or ``[axes, 1, T]``, of which the first axis is read. A value that does not grow
+            begins a new sequence. Several rows that count alike are re-padded rows; other rows come from the stock path
+            and get the stock result.
     """
     module = patched.owner
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
@@ -120,9 +121,9 @@ class _With:
 
 
 def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """What the family's own forward gives with the frequencies of ``length`` (0: those of short sequences).
+    """Return the tables of the family's own forward with the frequencies of ``length`` (0 for short sequences).
 
-    Short ones are what the module began with, which need not come from transformers' initialiser (HunYuan's don't).
+    Short sequences use the module's first frequencies, which need not come from transformers' initialiser (HunYuan).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -34,12 +34,14 @@ def heads(
     tables: tuple[Tensor, Tensor],
     shared: SharedStates,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``[T, H, D]``, keys and values ``[T, K, D]``.
+    """Return queries ``[T, H, D]``, and keys and values ``[T, K, D]``.
 
     Args:
-        projected: what :func:`projections` gave, ``[T, heads * D]`` each.
+        module: the attention module.
+        runtime: the model's runtime.
+        projected: the results of :func:`projections`, ``[T, heads * D]`` each.
         tables: cos and sin, ``[1, T, R]``.
-        shared: read by layers that have no keys of their own, written by those that they take them from.
+        shared: the keys and values that layers share. Layers with their own keys write them, later layers read them.
     """
     cos, sin = tables[0][0], tables[1][0]
     q, *rest = (x.unflatten(-1, (-1, module.head_dim)) for x in projected)

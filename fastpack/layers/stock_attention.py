@@ -34,10 +34,10 @@ _TRAIN_UNPATCHED = "train this model unpatched (fastpack.unpatch(model))"
 
 
 def attention_table(file: object) -> Any:
-    """Transformers' table of attention functions, as a modelling file reads it.
+    """Return transformers' table of attention functions, as a modelling file reads it.
 
-    One that was registered is in every table, one that was assigned (``ALL_ATTENTION_FUNCTIONS[name] = ...``) in that
-    one alone, which nearly all files share.
+    A registered function is in every table. A function that was assigned (``ALL_ATTENTION_FUNCTIONS[name] = ...``) is
+    in that one table only, which nearly all files share.
     """
     return getattr(file, _TABLE, getattr(sys.modules["transformers.modeling_utils"], _TABLE))
 
@@ -47,7 +47,7 @@ def _mask_table() -> Any:
 
 
 def eager_function(file: object) -> Any:
-    """The eager attention of a modelling file; None where it has none."""
+    """Return the eager attention of a modelling file, or None if it has none."""
     return getattr(file, "eager_attention_forward", None)
 
 
@@ -120,7 +120,7 @@ def sequence_parallelism(config: Any) -> str | None:
 
 
 def say_parallelism(spread: str, whose: str) -> str:
-    """Why a model can't run where ``spread`` is what :func:`sequence_parallelism` found."""
+    """Return why a model can't run with the parallelism that :func:`sequence_parallelism` found."""
     kind = "context" if spread.startswith("cp") else "sequence"
     return (
         f"{whose} has {spread}: {kind} parallelism spreads each sequence over processes, and a patched model would "
@@ -150,7 +150,7 @@ def _is_own(function: object) -> bool:
 
 @cached_constant
 def _helpers(function: object) -> tuple[str, ...]:
-    """The functions of its file that one of transformers' calls: flash attention's does all of its work in another."""
+    """Return the functions of its file that a function of transformers calls: flash attention works in one."""
     if package_of(function) != "transformers" or not hasattr(function, "__globals__"):
         return ()
     found = function.__globals__
@@ -169,7 +169,7 @@ def _say_sdpa(function: object) -> str:
 
 @constant
 def _say_mode(mode: type) -> str | None:
-    """Why a model can't run under a mode; None for one of torch's that leaves attention alone, and for ours."""
+    """Return why a model can't run under a mode, or None for ours and torch's that leave attention alone."""
     handlers = (getattr(mode, name, None) for name in ("__torch_function__", "__torch_dispatch__"))
     written = [place_of(handler) for handler in handlers if handler is not None]
     if all(place.split(".")[0] in _OWN and not place.startswith(_SPREADS) for place in written):

@@ -34,7 +34,7 @@ EARLIER = {"mamba": "linear_attention", "attention": FULL}
 
 
 def window_of(module: nn.Module, form: Form) -> int | None:
-    """The window that an attention module has of its own."""
+    """Return an attention module's own window."""
     if not isinstance(form, AttentionSpec) and not hasattr(module, "sliding_window"):
         forward = inspect.unwrap(stock_class(module).forward)
         reads_config = "sliding_window" in forward.__code__.co_consts  # by getattr
@@ -49,11 +49,13 @@ def window_of(module: nn.Module, form: Form) -> int | None:
 
 
 def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str) -> int | None:
-    """The size of a mixer's window or chunk that its mask alone holds, in layers that have one.
+    """Return the size of a mixer's window or chunk that only its mask applies, in layers that have one.
 
     Args:
-        name: of the attribute that holds it, or None; ``spec.window`` or ``spec.chunk``.
-        kind: what ``layer_types`` calls such layers.
+        module: the mixer.
+        spec: its spec.
+        name: ``spec.window`` or ``spec.chunk``, the name of the attribute, or None.
+        kind: the name of such layers in ``layer_types``.
     """
     if name is None:
         return None
@@ -63,10 +65,11 @@ def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str)
 
 
 def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
-    """How many tokens a query sees at most in the layer with the narrowest window or chunk; None where all see all.
+    """Return the window of the layer with the narrowest window or chunk; None if all tokens are seen.
 
     Args:
-        forms: the form of each module that mixes tokens, by the module's ``id``; empty where nobody knows which do.
+        backbone: the backbone.
+        forms: the spec of each module that mixes tokens, by the module's ``id``; empty if they are unknown.
     """
     sizes = [] if forms else [getattr(backbone.config.get_text_config(decoder=True), "sliding_window", None)]
     for module in backbone.modules():
@@ -87,10 +90,11 @@ class Misfit:
 
 
 def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
-    """Each layer that has, or lacks, a window other than its place and the config ask for.
+    """Yield each layer that has, or lacks, a window contrary to its place and the config.
 
     Args:
-        forms: the form of each module that mixes tokens, by the module's ``id``.
+        backbone: the backbone.
+        forms: the spec of each module that mixes tokens, by the module's ``id``.
     """
     for name, module in backbone.named_modules(remove_duplicate=False):
         if id(module) not in forms:
@@ -108,7 +112,7 @@ def _masks_by_place(owner: nn.Module) -> bool:
 
 
 def _configs(backbone: Any, owner: Any) -> list[Any]:
-    """Those by which the stock model masks: that of what holds the layers, and that of a wrapper which makes masks."""
+    """Return the configs by which the stock model masks: of the layers' owner, and of a wrapper that makes masks."""
     own = owner.config
     outer = own if owner is backbone else backbone.config.get_text_config(decoder=True)
     return [own] if outer is own else [own, outer]
@@ -134,7 +138,7 @@ def _misfit(config: ConfigLike, name: str, module: nn.Module, form: Form, place:
 
 
 def forms_of(backbone: nn.Module) -> dict[int, Form]:
-    """The forms of a patched backbone's modules, as they were bound."""
+    """Return the specs of a patched backbone's modules, by the module's ``id``."""
     found: dict[int, Form] = {}
     for module in backbone.modules():
         ours = replacement_on(module)
@@ -160,11 +164,10 @@ def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
 
 @dataclass(eq=False)
 class LayerOrder:
-    """A backbone's layers, and what its config says of them, when they were last looked at: what was changed is seen at
-    the next forward.
+    """A backbone's layers and their config at the last check, so that the next forward notices a change.
 
     Attributes:
-        owner: what holds the list of layers, as ``layers``.
+        owner: the module that has the list of layers, as ``layers``.
         seen: the layers in order, and by each config their types and the size of windows.
     """
 
@@ -173,7 +176,7 @@ class LayerOrder:
 
     @classmethod
     def of(cls, backbone: nn.Module) -> LayerOrder | None:
-        """That of the list by whose places the stock model masks; None where it goes by no place."""
+        """Return the order of the list by whose places the stock model masks, or None if it does not mask by place."""
         owners = (m for m in backbone.modules() if "layers" in m._modules and _masks_by_place(m))
         owner = next(owners, None)
         return None if owner is None else cls(owner, _look(backbone, owner))
@@ -216,7 +219,7 @@ MEND = (
 
 
 def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
-    """What holds the list of layers that a module is in, and its layer's place there; None where it is in no list."""
+    """Return the owner of the list of layers that a module is in, and its layer's index; None if it is in no list."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if at is None:
@@ -225,7 +228,7 @@ def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
 
 
 def _kind(module: nn.Module, form: Form, kinds: Any, asked: str) -> str | None:
-    """What a module computes as, in the words of ``layer_types``; None where what its place asks for is no matter."""
+    """Return the kind of a module in the words of ``layer_types``; None if its place does not ask for a kind."""
     if isinstance(form, MixerSpec) and form.mask is None:
         recurrent = next((kind for kind in kinds if kind in _RECURRENT), None)
         return recurrent if asked in (SLIDING, FULL) else None

@@ -1,7 +1,6 @@
-"""A module that mixes tokens and knows no boundaries: on packed tokens where a kernel knows them, else on one row a
-sequence.
+"""Run a module that mixes tokens across boundaries: on packed tokens with a fitting kernel, else on one row a sequence.
 
-There its result for a token must not depend on what stands to the right of it in the row, nor on how long the row is.
+In rows, its result for a token must not depend on tokens to the right, nor on the row's length.
 
 Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 """
@@ -28,8 +27,9 @@ from fastpack.utils.sharding import exchange_inside
 
 
 def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwargs: Any) -> Any:
-    """The stock forward on ``[1, T, ...]`` over kernels that know boundaries, or on ``[n, L, ...]``, group by group; as
-    it is where no batch is packed.
+    """Run the stock forward on ``[1, T, ...]`` with kernels that know boundaries, or on ``[n, L, ...]`` by groups.
+
+    Without a packed batch the stock forward runs unchanged.
 
     Raises:
         PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.put_back`.
@@ -69,7 +69,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
 
 @dataclass(frozen=True)
 class _Carried:
-    """What one module hands to the next, for each group of rows."""
+    """The result that one module passes to the next, for each group of rows."""
 
     groups: tuple[Any, ...]
 
@@ -94,7 +94,7 @@ def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
 
 
 def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = None) -> str | None:
-    """Why not on packed tokens of this dtype, or of the module's own; None where it will be."""
+    """Return why a module can't run on packed tokens of this dtype (default: its own), or None if it can."""
     if spec.scan is None:
         return "no kernel knows boundaries"
     from fastpack.layers.mixers.packed import packed_rejects
@@ -104,7 +104,7 @@ def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = No
 
 
 def _replaced(module: nn.Module) -> Forward | None:
-    """What a patch finds, or found, in the place of the class's forward; None for what accelerate's hooks keep."""
+    """Return the forward that the patch replaces on the instance; None if that is only accelerate's."""
     if hasattr(module, "_hf_hook"):
         return None
     found: Forward | None = module.__dict__.get("forward")
@@ -112,14 +112,16 @@ def _replaced(module: nn.Module) -> Forward | None:
 
 
 def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device of a module's weights, and the dtype that it computes in without autocast: that of its convolution, since
-    decays may be kept in float32, and projections in 4 bits."""
+    """Return the device of a module's weights, and the dtype that it computes in without autocast.
+
+    That is its convolution's dtype: decays may be kept in float32, and projections in 4 bits.
+    """
     weight = next(m for m in module.modules() if isinstance(m, nn.Conv1d)).weight
     return weight.device, weight.dtype
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Of a mixer's arguments the first that holds numbers, which are its hidden states."""
+    """Return a mixer's hidden states: the first of its arguments that holds numbers."""
     given = (*args, *kwargs.values())
     return next(x for x in given if isinstance(x, Tensor) and x.is_floating_point() and not is_mask_placeholder(x))
 
@@ -138,7 +140,7 @@ def _argument(
     rows: Rows,
     mask: Callable[[torch.device], Tensor | None],
 ) -> Any:
-    """What the rows get for an argument of the whole batch; ``mask`` makes the one that takes the stand-in's place."""
+    """Return the rows' part of an argument of the whole batch; ``mask`` makes the one that replaces the placeholder."""
     if is_mask_placeholder(value):
         return mask(value.device)
     if name in spec.kept:
@@ -149,7 +151,7 @@ def _argument(
 
 
 def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """A backbone's own method; where the stand-in came for its mask, for positions from 0 to T."""
+    """Run a backbone's own method for ALiBi's biases; for the placeholder mask, with positions from 0 to T."""
     context = patched.runtime.context
     if context is not None and context.packed is not None and is_mask_placeholder(mask):
         mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
@@ -157,9 +159,9 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
 
 
 def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """The mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
+    """Return the mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
 
-    What is added is of the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
+    An added mask has the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
     """
     if spec.mask is None:
         return None

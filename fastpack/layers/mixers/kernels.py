@@ -51,13 +51,13 @@ class Kernel:
     """Why it can't serve on this GPU, or None."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """Also where it is not there."""
+        """Return why it can't run on this device, also if it is not installed; None if it can."""
         absent = _absent(self.module, self.name)
         return absent if absent is not None or device.type != "cuda" else self.rejects(device)
 
 
 def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no installed kernel computes this op on packed tokens of this device and dtype, or None.
+    """Return why no installed kernel computes this op on packed tokens of this device and dtype, or None.
 
     ``conv`` is never rejected: :func:`packed_conv` has a definition in plain torch.
     """
@@ -70,7 +70,7 @@ def rejects(op: Op, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def names(op: Op, device: torch.device, dtype: torch.dtype) -> str:
-    """Which package computes it: for reports."""
+    """Return the name of the package that computes an op, for reports."""
     kernel = _serving(op, device, dtype)
     return "torch" if kernel is None else kernel.package
 
@@ -82,7 +82,7 @@ def packed_conv(
     bias_C: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """A causal convolution of each channel by itself, in each sequence by itself: ``[1, C, T]``.
+    """Return the causal depthwise convolution of each sequence by itself: ``[1, C, T]``.
 
     ``out[t] = activation(bias + sum_j weight[W - 1 - j] x[t - j])`` over the tokens of ``t``'s own sequence.
     """
@@ -93,15 +93,14 @@ def packed_conv(
 
 
 def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Tensor:
-    """A recurrence, in each sequence by itself, chunk by chunk: ``[1, T, H, V]``.
+    """Return a function that computes a recurrence for each sequence by itself, in chunks: ``[1, T, H, V]``.
 
-    - ``gated_delta``: the gated delta rule of q, k ``[1, T, H, K]``, v ``[1, T, H, V]``, g and beta ``[1, T, H]``, the
-      decay's logarithm and the rate, and whether queries and keys are brought to length 1 first.
-    - ``kda``: Kimi's, the same with a decay for each channel of a key, g ``[1, T, H, K]``.
+    - ``gated_delta``: the gated delta rule of q, k ``[1, T, H, K]``, v ``[1, T, H, V]``, g (the logarithm of the decay)
+      and beta (the rate) ``[1, T, H]``, and whether queries and keys are normalised to length 1 first.
+    - ``kda``: Kimi's rule, the same with a decay for each channel of a key, g ``[1, T, H, K]``.
     - ``ssd``: Mamba-2's scan, ``h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]``, ``y[t] = C[t] h[t] + D x[t]``, of x
-      ``[1, T, H, V]``, dt ``[1, T, H]`` in float32 (after bias, softplus and limits), A ``[H]``, B and C
-      ``[1, T, G, K]``, D ``[H]`` or None, and a chunk's size for a kernel that lets one choose; in x's dtype or in
-      float32.
+      ``[1, T, H, V]``, dt ``[1, T, H]`` in float32 (after bias, softplus and limits), A ``[H]``, B and C ``[1, T, G,
+      K]``, D ``[H]`` or None, and the size of a chunk for kernels that take one. The result has x's dtype or float32.
     """
     kernel = _serving(op, first.device, first.dtype)
     if kernel is None:  # asked before the forward, for what its projections were expected to give
@@ -146,7 +145,7 @@ def _run_linear_attention(
     D: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    """The scan is linear attention with one decay a head: C are the queries, B the keys, ``dt x`` the values."""
+    """Compute the scan as linear attention with a decay a head: C are the queries, B the keys, ``dt x`` the values."""
     heads = x.shape[2] // B.shape[2]
     q, k = (y.to(x.dtype).repeat_interleave(heads, 2) for y in (C, B))
     v, g = (x * dt[..., None]).to(x.dtype), A.float() * dt
@@ -199,7 +198,7 @@ def _run_conv_cuda(
 def _conv_torch(
     packed: PackedSeqLens, x_1CT: Tensor, weight_CW: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """torch's own convolution, with W - 1 zeros in front of each sequence."""
+    """Compute the convolution in torch, with W - 1 zeros before each sequence."""
     taps = weight_CW.shape[-1]
     slots = packed.memo(("conv", taps, x_1CT.device), lambda: _slots(packed, taps, x_1CT.device))
     spread = x_1CT.new_zeros(1, packed.total_tokens + (taps - 1) * packed.num_sequences, x_1CT.shape[1])
@@ -292,7 +291,7 @@ def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cached_constant
 def _absent(module: str, name: str) -> str | None:
-    """Why a function is not there, or None."""
+    """Return why a function is not installed, or None if it is."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return "is not installed"
     try:

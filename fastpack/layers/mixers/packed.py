@@ -35,7 +35,7 @@ from fastpack.utils.replacement import Forward
 def packed_rejects(
     module: nn.Module, spec: MixerSpec, stock: Forward | None, device: torch.device, dtype: torch.dtype
 ) -> str | None:
-    """Why this module can't run on packed tokens of this device and dtype, or None."""
+    """Return why this module can't run on packed tokens of this device and dtype, or None."""
     name = type(module).__name__
     if spec.scan is None:
         return f"no kernel knows boundaries for {name}"
@@ -52,7 +52,7 @@ def packed_rejects(
 def packed_forward(
     module: nn.Module, spec: MixerSpec, packed: PackedSeqLens, dtype: torch.dtype, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The stock forward on ``[1, T, ...]``, each sequence by itself, over kernels that were chosen for ``dtype``."""
+    """Run the stock forward on ``[1, T, ...]``, each sequence by itself, with the kernels chosen for ``dtype``."""
     given = {name: _argument(value) for name, value in kwargs.items() if name not in (*spec.left_out, *_MADE_HERE)}
     assert spec.scan is not None
     functions = {"causal_conv1d_fn": _conv, **_SCANS[spec.scan]}
@@ -68,10 +68,10 @@ _MADE_HERE = ("packed_seq_lens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "m
 
 
 def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """A function of the same code, to which these names of its file mean these functions.
+    """Return a function with a forward's code, in which these names of its file refer to these functions.
 
-    Without what decorators put around it: transformers' moves the weight of an offloaded convolution, and such a
-    module is not run packed.
+    Decorators of the forward are left out. Transformers' decorator moves the weight of an offloaded convolution, and
+    such a module does not run packed.
     """
     inner = inspect.unwrap(forward)
     assert isinstance(inner, FunctionType)

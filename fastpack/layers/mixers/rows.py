@@ -42,7 +42,7 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """n."""
+        """The number of rows, n."""
         return self.tokens.shape[0]
 
     @property
@@ -75,12 +75,13 @@ class RowGroups:
 
 
 def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.ProcessGroup] = ()) -> RowGroups:
-    """The groups of a batch, made once for it.
+    """Return the groups of rows of a batch, which are made once for it.
 
     Args:
-        equal: whether rows of a group must be equally long, so that nothing is padded.
-        among: processes that must come to the same number of groups, since each exchanges weights: those with fewer run
-            a row of theirs again, and drop what becomes of it.
+        packed: the batch's packing.
+        equal: whether the rows of a group must be equally long, so that nothing is padded.
+        among: the processes that must have the same number of groups, since each group exchanges weights. A process
+            with fewer runs one of its rows again and drops the result.
     """
     groups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
     if among:
@@ -119,11 +120,12 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
 
 
 def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[int]]:
-    """Indices of sequences of similar lengths, those of the longest first; in order inside a group.
+    """Return the indices of sequences in groups of similar lengths, the longest first, in order inside a group.
 
     Args:
-        ratio: how long a sequence is at least, as a share of the longest of its group.
-        least: how many slots a group has at least, whatever the ratio; but for the last one.
+        lengths: the tokens of each sequence.
+        ratio: the least length in a group, as a share of its longest.
+        least: the least number of slots of a group, whatever the ratio; the last one may have fewer.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     group: list[int] = []
@@ -137,11 +139,11 @@ def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[i
 
 
 def take(x: object, rows: Rows, total: int) -> Any:
-    """An argument as the rows' own: tensors with a dimension of T in the place of the tokens, in any nesting.
+    """Return an argument for a group of rows: each tensor in it that has a dimension of T tokens, in any nesting.
 
-    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` ``[n, heads, L, ...]``; ``[axes, 1, T]`` of
-    positions ``[axes, n, L]``; positions ``[T]``, counted from 0 in each row, ``[L]``; a size that begins with 1 and T
-    begins with n and L. Anything else is left as it is.
+    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions ``[axes,
+    1, T]`` become ``[axes, n, L]``; positions ``[T]`` become ``[L]``, counted from 0; a size that begins with 1 and T
+    begins with n and L. Other values don't change.
     """
     if isinstance(x, torch.Size) and x[:2] == (1, total):
         return torch.Size((*rows.tokens.shape, *x[2:]))
@@ -163,9 +165,9 @@ def take(x: object, rows: Rows, total: int) -> Any:
 
 
 def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
-    """Of attention, ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4 has compressed ones).
+    """Return whether a result is attention weights: ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4).
 
-    With as many heads as tokens a group can't tell; the others do, or all are square.
+    A group with as many heads as tokens can't tell. Then the other groups do, or all are square.
     """
     pairs = list(zip(results, shapes, strict=True))
     if not all(x.ndim == 4 and x.shape[0] == n and x.shape[2] == s <= x.shape[3] for x, (n, s) in pairs):
@@ -174,10 +176,10 @@ def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -
 
 
 def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
-    """What the groups gave, in any nesting, as one result of ``[1, T, ...]`` (``[T, ...]`` where rows were flattened).
+    """Join the results of the groups, in any nesting, to one ``[1, T, ...]`` (``[T, ...]`` for flattened rows).
 
     Raises:
-        PatchError: a tensor is not of the rows' shape, so that nobody knows what the whole batch would have given.
+        PatchError: a tensor does not have the shape of the rows, so that the result for the whole batch is unknown.
     """
     first = results[0]
     if isinstance(first, tuple | list):
