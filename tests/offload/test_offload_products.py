@@ -170,7 +170,6 @@ def test_half_a_backward_and_none() -> None:
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
-@pytest.mark.sample(1)
 def test_an_exception_puts_everything_back() -> None:
     model = with_products(tiny())
     layers = backbone_of(model).layers
