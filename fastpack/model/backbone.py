@@ -48,10 +48,10 @@ PER_TOKEN = (
 
 
 def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
-    """The backbone's forward on real tokens only.
+    """Run the backbone's forward on real tokens only.
 
-    Takes what the stock forward takes, and the packing keywords. Returns what it returns, with everything per token
-    back in the slot that it came from, zeros in the slots of padding. A re-padded family runs the stock forward on
+    It takes what the stock forward takes, and the packing keywords. It returns what the stock forward returns,
+    re-padded: every token in the slot that it came from, zeros in padding. A re-padded family runs the stock forward on
     rows of equal length.
 
     Raises:
@@ -131,6 +131,7 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
+    """Read the packing from the arguments of a head or a backbone; see :func:`read_packing`."""
     return read_packing(
         shape_of(arguments),
         source_of(arguments).device,
@@ -164,6 +165,7 @@ def _embedded(
 
 def adds_noise(backbone: ModelLike, packed: PackedSeqLens) -> bool:
     # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
+    """Return whether NEFTune adds noise to a batch that will be un-padded, which would change the noise's scale."""
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
     return noisy and not packed.padding.is_packed_row

@@ -50,8 +50,11 @@ _NOT_COVERED = {
 
 
 def takes_stock_path(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
-    """True where the stock forward is to run: a cache came, or was asked for outright, or attention weights were, or
-    the tokens of some places alone, as in generating (``target_mapping``)."""
+    """Return whether the stock forward has to run.
+
+    It does if a cache came or was asked for outright, if attention weights were asked for, or if only some tokens'
+    results were, as in generating (``target_mapping``).
+    """
     if has_cache(arguments) or arguments.get("target_mapping") is not None:
         return True
     wants_attentions = arguments.get("output_attentions")
@@ -61,12 +64,12 @@ def takes_stock_path(module: nn.Module, arguments: Mapping[str, Any]) -> bool:
 
 
 def has_cache(arguments: Mapping[str, Any]) -> bool:
-    """True where a cache came, under whatever name."""
+    """Return whether a cache came, under any of its names."""
     return any(arguments.get(name) is not None for name in CACHES)
 
 
 def refuse_packed_stock(arguments: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
-    """A packed batch on the stock path would leak: raise. Generation is not read, and waits for nobody."""
+    """Raise if a packed batch is on the stock path, where it would leak. Generation is not checked: nothing waits."""
     if any(cls.__name__ == "PagedAttentionCache" for cls in type(arguments.get("cache")).__mro__):
         return  # continuous batching of transformers, whose cache keeps sequences apart
     why = (
@@ -197,7 +200,7 @@ def refuse_positions(backbone: nn.Module, family: Family, arguments: Mapping[str
 
 
 def _padding_id(backbone: nn.Module) -> int | None:
-    """The id from which a module of a patched backbone counts positions; None where none does so."""
+    """Return the id from which a module of a patched backbone counts positions, or None if none counts."""
     for module in backbone.modules():
         ours = replacement_on(module)
         if ours is not None and isinstance(ours.spec, MixerSpec) and ours.spec.counts_from is not None:
@@ -264,13 +267,13 @@ def replica_pre_hook(
 
 
 def learns_prompts(module: nn.Module) -> bool:
-    """True for a wrapper of PEFT's with an adapter that puts virtual tokens before each row."""
+    """Return whether a wrapper of PEFT has an adapter that puts virtual tokens before each row."""
     configs = getattr(module, "peft_config", None)
     return isinstance(configs, dict) and any(getattr(each, "is_prompt_learning", False) for each in configs.values())
 
 
 def passes_a_cache(module: Any) -> bool:
-    """True where such a wrapper's active prompts are keys and values, which reach the model as a cache."""
+    """Return whether the active prompts of such a wrapper are keys and values, which reach the model as a cache."""
     return method_of(module.peft_config[module.active_adapter]) in _PROMPTS_IN_A_CACHE
 
 

@@ -24,11 +24,14 @@ _MADE_ANEW = ("attention_mask", "position_ids", "packed_seq_lens")
 def repadded_forward(
     backbone: ModelLike, family: Family, stock: Forward, arguments: Mapping[str, Any], packed: PackedSeqLens
 ) -> Any:
-    """The backbone's outputs for a packed batch, ``[1, T, ...]``.
+    """Return the backbone's outputs for a packed batch, ``[1, T, ...]``, computed on rows of equal length.
 
     Args:
-        stock: the forward from before the patch.
-        arguments: what a packed forward would be called with, tokens as ``[1, T]`` or ``[1, T, H]``.
+        backbone: the backbone.
+        family: its family.
+        stock: the forward before the patch.
+        arguments: the arguments of a packed forward, with tokens as ``[1, T]`` or ``[1, T, H]``.
+        packed: the batch's packing.
 
     Raises:
         PatchError: see :func:`fastpack.layers.mixers.rows.put_back`.

@@ -16,11 +16,12 @@ from fastpack.utils.signatures import shape_of, source_of
 def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
     """Run the head's own ``generate`` without ``packed_seq_lens``, which a stock model doesn't know.
 
-    A padded batch loses nothing by that: ``attention_mask`` tells generation where its rows begin.
+    A padded batch loses nothing: ``attention_mask`` tells generation where its rows begin.
 
     Args:
-        patched: the head's ``generate``.
-        args, kwargs: what ``generate`` takes; ids ``[B, S]`` or embeddings ``[B, S, H]`` among them.
+        patched: the replacement of the head's ``generate``.
+        *args: the arguments of ``generate``.
+        **kwargs: its keywords; ids ``[B, S]`` or embeddings ``[B, S, H]`` are among both.
 
     Raises:
         PackingError: several sequences share a row, which generation would continue as one.

@@ -73,10 +73,10 @@ PatchedHead = Replacement[Head, "ModelRuntime"]
 
 
 def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
-    """A head's forward, its labels seen to (:func:`prepare_head`).
+    """Run a head's forward with labels prepared by :func:`prepare_head`.
 
-    Where a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. A fused
-    loss is computed without logits in training.
+    If a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. In training
+    a fused loss is computed without logits.
     """
     backbone = patched.owner.base_model
     graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
@@ -125,7 +125,7 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
-    """The stock head; where it would drop the packing on its way to the backbone, the context keeps it."""
+    """Call the stock head; if it would drop the packing on its way to the backbone, the context keeps it."""
     packed, context = kwargs.get("packed_seq_lens"), patched.runtime.layers.context
     if context is None or not isinstance(packed, PackedSeqLens):
         return patched.stock(*args, **kwargs)
@@ -140,8 +140,10 @@ _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
 
 
 def _loss_on_real_tokens(head: HeadLike, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
-    """True where labels of a padded batch come to a head of transformers, and nothing but its own loss reads them, to
-    which it hands on what each token predicts."""
+    """Return whether the head and its loss can run on real tokens of a padded batch.
+
+    They can if nothing but transformers' own loss reads the labels, and the head passes each token's target on to it.
+    """
     if arguments.get("labels") is None or packed.padding.batch_shape is None or packed.padding.is_empty:
         return False
     if packed.padding.indices is None or arguments.get("shift_labels") is not None or keeps_some_logits(arguments):
@@ -158,7 +160,7 @@ def head_pre_hook(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The same before a head whose ``forward`` someone replaced after us, as TRL does; None where ours is in place.
+    """Prepare the arguments of a head whose ``forward`` was replaced after us, as TRL does; None if ours is in place.
 
     Raises:
         PatchError: the module is a replica that ``nn.DataParallel`` made.
@@ -190,7 +192,7 @@ def _graphs_of(backbone: ModelLike) -> GraphRunner | None:
 
 
 def _leaves_modules_alone(head: HeadLike, forward: object) -> bool:
-    """True where nobody but TRL's own forward runs between our hook on the head and the backbone."""
+    """Return whether nothing but TRL's own forward runs between our hook on the head and the backbone."""
     alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
     return alone and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
 
@@ -236,7 +238,7 @@ def prepare_head(
 def reads_packing(
     head: HeadLike, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """True where the packing is read at the head, and not only at the backbone."""
+    """Return whether the packing is read at the head, and not only at the backbone."""
     labelled = bind(type(head), args, kwargs).get("labels") is not None
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and (labelled or _balances(head)))
     # one break is enough, at the first door; and a head with a scope would lose what it does not read
@@ -244,5 +246,5 @@ def reads_packing(
 
 
 def _balances(head: HeadLike) -> bool:
-    """True where a head weighs the balance of its experts by the mask."""
+    """Return whether a head computes the balance of its experts from the mask."""
     return mentions(head, "load_balancing_loss_func")

@@ -17,7 +17,7 @@ from fastpack.utils.signatures import keeps_some_logits
 
 
 def shifts_labels(head: HeadLike) -> bool:
-    """True where a head's own loss compares logits with the next label, so that nothing predicts a first one."""
+    """Return whether a head's own loss compares logits with the next label, so that no token predicts a first label."""
     if stock_class(head).__name__ in UNSHIFTED:
         return False
     return not hands_on(head) or getattr(head.loss_function, "__name__", "") != "ForMaskedLMLoss"
@@ -79,18 +79,18 @@ def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> T
 
 
 def ignore_index_of(head: HeadLike, arguments: Mapping[str, Any]) -> int:
-    """The label that is none, in a call of this head."""
+    """Return the label that is ignored in a call of this head."""
     given: int = arguments.get("ignore_index", IGNORE_INDEX)
     return given if hands_on(head) else IGNORE_INDEX
 
 
 def hands_on(head: HeadLike) -> bool:
-    """True where keywords of a head reach transformers' loss; some have one that knows none."""
+    """Return whether a head passes keywords on to transformers' loss."""
     return mentions(head, "loss_function")
 
 
 def _column_0_counts(head: HeadLike) -> bool:
-    """True where transformers' ``Trainer`` counts every label of this head's batches."""
+    """Return whether transformers' ``Trainer`` counts the labels in column 0 of this head's batches."""
     from transformers import Trainer
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -101,7 +101,7 @@ def _column_0_counts(head: HeadLike) -> bool:
 
 
 def _trained(labels: Tensor, ignore_index: int) -> Tensor:
-    """The number of labels that are not ignored, 0-d int64."""
+    """Return the number of labels that are not ignored, 0-d int64."""
     return (labels != ignore_index).sum()
 
 

@@ -53,12 +53,15 @@ class TokenStatistics:
     """
 
     def __init__(self) -> None:
+        """Set up without sums."""
         self.sums: Tensor | None = None
 
 
 def is_trls(forward: Any) -> bool:
-    """True for the forward that TRL puts in place of a head's, which computes TRL's loss where ``fused_lm_head`` says
-    so, and else calls the one that it found."""
+    """Return whether a forward is the one that TRL assigns to a head.
+
+    It computes TRL's loss if ``fused_lm_head`` says so, and otherwise calls the forward before it.
+    """
     if not defined_in(forward).startswith("trl."):
         return False
     return FUSED_LM_HEAD in inspect.signature(forward, follow_wrapped=False).parameters
@@ -95,10 +98,11 @@ def _is_meta(module: nn.Module) -> bool:
 
 
 def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
-    """Say why the loss that a head's forward was swapped for does not run now, by what came after the patch; or None.
+    """Return why a head's fused loss does not run now, because of what came after the patch; or None.
 
     Args:
-        asked_for: whoever brings a forward of TRL's calls it for the head's own loss.
+        head: the head.
+        asked_for: whether a trainer with TRL's forward asks for the head's own loss.
     """
     forward = head.__dict__.get("forward")
     beneath = forward.earlier if isinstance(forward, Replacement) else None
@@ -113,10 +117,10 @@ def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
 
 
 def fused_loss_serves(head: HeadLike, arguments: Mapping[str, Any]) -> bool:
-    """True where this call is to compute its loss without logits: in training, with labels, all logits' worth.
+    """Return whether this call computes its loss without logits: in training, with labels, and with all logits.
 
     Warns:
-        FastpackWarning: something was changed about the head since it was patched, so that its stock loss runs.
+        FastpackWarning: something about the head changed since the patch, so that its stock loss runs.
     """
     if not head.training or arguments.get("labels") is None or keeps_some_logits(arguments):
         return False
@@ -134,7 +138,7 @@ _STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 
 
 def has_stock_loss(head: HeadLike) -> bool:
-    """True where a head's ``loss_function`` is transformers' own of causal LMs, not one that somebody has set."""
+    """Return whether a head's ``loss_function`` is transformers' own for causal LMs, not one that somebody set."""
     loss = head.loss_function
     named = (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _STOCK_LOSS
     return named and not hasattr(loss, "__wrapped__")  # somebody's decorator has its names
@@ -152,7 +156,7 @@ def _why_not_now(head: HeadLike) -> str | None:
 
 
 def _serving(module: Any) -> Any:
-    """The layer that runs where PEFT keeps a trained copy (``modules_to_save``); else the module itself."""
+    """Return the layer that runs: PEFT's trained copy (``modules_to_save``) if there is one, else the module itself."""
     cls = type(module)
     if (cls.__module__, cls.__name__) != ("peft.utils.other", "ModulesToSaveWrapper") or carries_hooks(module):
         return module
@@ -205,15 +209,16 @@ def fused_head(
     token_statistics: TokenStatistics | None = None,
     **arguments: Any,
 ) -> Any:
-    """The head's forward on a batch whose packing was read and whose first labels are ignored.
+    """Run a head's forward with a fused loss, on a batch whose packing was read and whose first labels are ignored.
 
     Args:
-        spec: the declaration of its class.
-        kernels: what computes the loss.
+        head: the head.
+        spec: its spec.
+        kernels: the implementation of the loss.
         labels: ``[B, S]``.
-        packed_seq_lens: of this batch.
-        token_statistics: to be filled in.
-        arguments: the others of the stock forward, by name.
+        packed_seq_lens: the batch's packing.
+        token_statistics: the statistics to fill in, or None.
+        **arguments: the other arguments of the stock forward.
 
     Returns:
         The stock output, with ``logits=None``.
@@ -276,7 +281,7 @@ def _value(head: HeadLike, name: str | None, default: object = None) -> Any:
 
 
 def _weight(projection: Projection) -> Weight:
-    """The dense weight, or what makes it of a 4-bit one."""
+    """Return the dense weight, or a function that makes it from a 4-bit weight."""
     if projection.quant_state is None:
         return projection.weight
     return partial(dequantize, projection.weight, projection.quant_state, projection.dtype)

@@ -33,8 +33,11 @@ def spread_out(outputs: object, shared: SharedTokens) -> Any:
 
 
 def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
-    """Put ``flat(x)`` in the place of each ``x`` of ``[tokens, ...]``, in any nesting; and ``batched(x)`` of each of
-    ``[1, tokens, ...]`` and of each stream of ``[A, 1, tokens, ...]``."""
+    """Replace the tensors of ``tokens`` tokens in outputs, in any nesting.
+
+    Each ``[tokens, ...]`` becomes ``flat(x)``. Each ``[1, tokens, ...]``, and each stream of ``[A, 1, tokens, ...]``,
+    becomes ``batched(x)``.
+    """
     seen: list[tuple[Tensor, Tensor]] = []
     for key in list(outputs.keys()):
         outputs[key] = _changed(outputs[key], tokens, batched, flat, seen)

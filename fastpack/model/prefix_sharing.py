@@ -66,16 +66,19 @@ class PrefixSharing:
     _probabilities: dict[type, tuple[str, ...]] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the settings alone."""
         return PrefixSharing, (self.least_saved,)
 
     def serve(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> PackedSeqLens:
-        """``packed`` with its prefixes shared, or as it is where that is not exact or does not pay.
+        """Return ``packed`` with its prefixes shared, or unchanged if sharing is not exact or does not pay.
 
-        It waits for the device, once, where prefixes were not found with the lengths: when ``packed_seq_lens`` came
-        that a collator made without ids.
+        The host waits for the device once if prefixes were not found with the lengths, that is, if a collator made
+        ``packed_seq_lens`` without ids.
 
         Args:
-            arguments: what the backbone was called with, tokens as they came.
+            backbone: the backbone.
+            arguments: the backbone's arguments, with tokens as they came.
+            packed: the batch's packing.
         """
         reason = self._why_not(backbone, arguments, packed)
         if reason is None:

@@ -74,7 +74,7 @@ class ModelRuntime:
     sharing: PrefixSharing | None = None
 
     def describe(self, backbone: nn.Module) -> tuple[str, ...]:
-        """A line for a report from each part that there is."""
+        """Return a line for the report from each part that is in use."""
         device = next(backbone.parameters()).device
         lines = (
             None if self.offload is None else self.offload.describe(backbone),
@@ -85,6 +85,6 @@ class ModelRuntime:
 
 
 def runtime_of(backbone: nn.Module) -> ModelRuntime | None:
-    """The runtime of a patched backbone; None for one that is not, or whose forward somebody has covered."""
+    """Return the runtime of a patched backbone, or None if it is not patched or another forward covers ours."""
     found = replacement_on(backbone)
     return found.runtime if found is not None and isinstance(found.runtime, ModelRuntime) else None

@@ -26,11 +26,11 @@ class Parts:
 
 
 def models_of(target: Any) -> list[nn.Module]:
-    """The models that a target holds: itself, or a trainer's policy and reference model.
+    """Return the models of a target: the module itself, or a trainer's policy and reference model.
 
     Raises:
-        TypeError: neither a module nor a trainer.
-        PatchError: a trainer that holds no model yet, as in the ``__init__`` of a callback that is handed it.
+        TypeError: the target is neither a module nor a trainer.
+        PatchError: the trainer has no model yet, as for a callback that gets it in ``__init__``.
     """
     if isinstance(target, nn.Module):
         return [target]
@@ -101,13 +101,14 @@ _PATCH_FIRST = (
 
 
 def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
-    """Raise where a model that is to be patched was wrapped before: class names and weights are others then.
+    """Raise if a model was wrapped before the patch, when its class names and weights are already others.
 
     Args:
-        advice: how to mend it.
+        model: the model.
+        advice: how to mend it, for the message.
 
     Raises:
-        PatchError: it, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
+        PatchError: the model, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
             ``torch.compile``.
     """
     for module in (*way_in(model), *way_in(getattr(_innermost(model), "base_model", None))):
@@ -156,14 +157,14 @@ def _wrapping(module: nn.Module) -> str | None:
 
 
 def way_in(model: object) -> Iterator[Any]:
-    """The module itself, and one inside the other what wrappers hold, down to the model of transformers."""
+    """Return the module and all that its wrappers contain, from outside to inside, down to transformers' model."""
     while isinstance(model, nn.Module):
         yield model
         model = _held(model)
 
 
 def _held(module: Any) -> Any:
-    """The module that a wrapper holds; anything else, mostly None, where it is none."""
+    """Return the module that a wrapper contains; for other modules mostly None."""
     wrapper = _wrapper(module)
     if wrapper is not None:
         return getattr(module, wrapper[1])
@@ -175,5 +176,5 @@ def _held(module: Any) -> Any:
 
 
 def _innermost(model: Any) -> Any:
-    """The last module on the way in; what is no module is itself."""
+    """Return the innermost module inside wrappers; something else than a module is returned as it is."""
     return [model, *way_in(model)][-1]

@@ -25,7 +25,7 @@ from fastpack.utils.replacement import Replacement
 
 @dataclass
 class BudgetState:
-    """What was set up on a trainer, and how to undo it."""
+    """A token budget that was set up on a trainer, and the changes that undo it."""
 
     budget: TokenBudget
     weighing: steps.Weighing
@@ -35,7 +35,7 @@ class BudgetState:
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
     def start(self, trainer: TrainerLike) -> TokenBudgetSampler:
-        """The sampler of a run that begins now, with as many micro-batches in each epoch."""
+        """Return the sampler of a run that begins now, with equally many micro-batches in each epoch."""
         assert self.sampler is not None
         lengths = self.sampler.lengths
         if trainer.train_dataset is not self.dataset:  # by the lengths of the one before, examples would be lost
@@ -46,7 +46,7 @@ class BudgetState:
         return sampler
 
     def describe(self) -> str:
-        """A line for the report."""
+        """Return a line for the report."""
         most = f"max_tokens={self.budget.max_tokens:,}"
         if self.sampler is not None:
             plan = self.sampler.plan
@@ -60,19 +60,21 @@ class BudgetState:
 
 
 def budget_of(target: object) -> BudgetState | None:
-    """The budget in force on a trainer."""
+    """Return a trainer's budget in force, or None."""
     return kept_on(target, BUDGET)
 
 
 def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
-    """Check everything that a budget needs; what is returned sets it up, or takes one off, and can't fail.
+    """Check all that a budget needs, and return a function that sets it up, or removes one, and can't fail.
 
     Args:
-        anew: also where the same one is in force: what lies beneath it will have changed.
+        target: the trainer.
+        given: the budget, or None to remove one.
+        anew: whether to set it up even if the same budget is in force, since what lies beneath it will have changed.
 
     Raises:
-        PatchError: the target is no trainer, or one that this can't be done with, and why.
-        PackingError: the data set's lengths can't be known, or an example is over the budget, and which.
+        PatchError: the target is not a trainer, or one whose batches can't follow a budget; the message says why.
+        PackingError: the data set's lengths can't be known, or an example is over the budget.
     """
     state = budget_of(target)
     if given is None:
@@ -109,7 +111,7 @@ def _lengths(trainer: TrainerLike) -> list[int]:
 
 
 def _checked_kind(trainer: TrainerLike, budget: TokenBudget) -> Kind:
-    """The trainer's kind, if its batches can follow a budget."""
+    """Return the trainer's kind, if its batches can follow a budget."""
     kind = kind_of(trainer)
     if kind is None:
         raise PatchError(
@@ -124,7 +126,7 @@ def _checked_kind(trainer: TrainerLike, budget: TokenBudget) -> Kind:
 
 
 def _reasons(trainer: TrainerLike, kind: Kind, budget: TokenBudget) -> Iterator[str]:
-    """Why a trainer's batches can't follow a budget."""
+    """Yield the reasons why a trainer's batches can't follow a budget."""
     args, accelerator = trainer.args, trainer.accelerator
     splitting = budget.same_steps or not kind.planned
     own = kind.refuses(trainer) or (kind.whole(trainer) if splitting else None)
@@ -180,7 +182,7 @@ def _reasons(trainer: TrainerLike, kind: Kind, budget: TokenBudget) -> Iterator[
 
 
 def _order(args: ArgumentsLike) -> str | None:
-    """The order of examples that was asked for, None for a random one (KTO's config says so of its own by itself)."""
+    """Return the requested order of examples, or None for a random one (KTO's config sets its own order by default)."""
     name = "train_sampling_strategy"
     asked: str = getattr(args, name, "random")
     return None if asked in ("random", getattr(type(args), name, asked)) else asked

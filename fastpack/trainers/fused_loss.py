@@ -29,16 +29,16 @@ from fastpack.utils.replacement import Replacement, replaces
 
 @dataclass
 class FusedLossState:
-    """What stands in the place of a trainer's loss.
+    """The fused loss of a trainer.
 
     Attributes:
-        rejected: why this trainer keeps its own; None where it doesn't.
-        unserved: why the head computed its stock loss when it was asked for the fused one; TRL's runs from then on.
-        fused, stock: how many micro-batches had the one and the other.
-        why_stock: why the last one of those had.
-        pending: of each micro-batch that was not read from the device yet, :attr:`TokenStatistics.sums` and how many
-            tokens it has.
-        changes: what was set on the instance.
+        rejected: why this trainer keeps its own loss, or None.
+        unserved: why the head computed its stock loss when the fused one was asked for; TRL's loss runs from then on.
+        fused, stock: the numbers of micro-batches with each loss.
+        why_stock: why the last micro-batch with the stock loss had it.
+        pending: the :attr:`TokenStatistics.sums` and the number of tokens of each micro-batch that was not read from
+            the device yet.
+        changes: the replacements on the trainer.
     """
 
     rejected: str | None
@@ -50,25 +50,25 @@ class FusedLossState:
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
     def rejects(self, trainer: TrainerLike) -> str | None:
-        """Why the trainer keeps its own loss now; its settings may have changed since."""
+        """Return why the trainer keeps its own loss now, or None; its settings may have changed since the patch."""
         return self.rejected or next(_settings(trainer), None) or self.unserved
 
     def describe(self) -> str:
-        """A line for the report."""
+        """Return a line for the report."""
         ran = f"{counted(self.fused, 'micro-batch', 'es')} so far" if self.fused else "each micro-batch of training"
         others = f"; {self.stock} had TRL's own ({self.why_stock})" if self.stock else ""
         return f"loss: fused in {ran}, TRL's metrics with it{others}"
 
 
 def fused_loss_of(target: object) -> FusedLossState | None:
-    """What stands in the place of a trainer's loss."""
+    """Return the state of a trainer's fused loss, or None."""
     return kept_on(target, FUSED_LOSS)
 
 
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
-    """What gives a trainer the fused loss, or takes it off, and can't fail; None where nothing is to be done.
+    """Return a function that gives a trainer the fused loss, or removes it, and can't fail; None for no change.
 
-    It takes a token budget off, which lies over the loss: whoever calls it sets that up anew.
+    It removes a token budget, which lies over the loss: the caller has to set that up again.
     """
     state = fused_loss_of(target)
     if loss is None or not _brings_a_loss(target):
@@ -81,17 +81,18 @@ def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
 
 
 def _brings_a_loss(target: object) -> bool:
-    """True for trainers of TRL; that of transformers asks the model for its loss."""
+    """Return whether a trainer has its own loss, as TRL's do; transformers' trainer asks the model for its loss."""
     return hasattr(target, "compute_loss") and any(
         base.__module__.split(".")[0] == "trl" for base in type(target).__mro__
     )
 
 
 def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
-    """Why a trainer keeps its own loss.
+    """Yield the reasons why a trainer keeps its own loss.
 
     Args:
-        in_force: it was given ours; what somebody has put over that since calls it.
+        trainer: the trainer.
+        in_force: whether it has our loss already; a loss that somebody put over ours since then calls it.
     """
     name = type(trainer).__name__
     known: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
@@ -112,7 +113,7 @@ def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
 
 
 def _settings(trainer: TrainerLike) -> Iterator[str]:
-    """Settings that make a trainer's loss another than the head's, which a user may change at any time."""
+    """Yield the settings that make a trainer's loss differ from the head's; a user may change them at any time."""
     if trainer.compute_loss_func is not None:
         yield f"the loss of this {type(trainer).__name__} is one of its user's"
     if trainer.args.loss_type != "nll":
@@ -129,7 +130,7 @@ _SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
 
 
 def beneath(compute_loss: object) -> Any:
-    """The loss under a token budget and under ours; None where it is the class's."""
+    """Return the loss beneath a token budget and ours, or None if it is the class's."""
     while replaces(compute_loss, steps.compute_loss) or replaces(compute_loss, _compute_loss):
         compute_loss = compute_loss.earlier
     return compute_loss
@@ -184,7 +185,7 @@ def _compute_loss(
 def _fused(
     trainer: TrainerLike, state: FusedLossState, model: nn.Module, inputs: dict[str, Any], num_items: Any
 ) -> Tensor | None:
-    """The head's own loss of a micro-batch; None where the head did not fuse it, of which nothing told before."""
+    """Return the head's fused loss of a micro-batch, or None if the head did not fuse it, which is only known now."""
     statistics = TokenStatistics()
     # a step without a label has a loss of zero, as TRL's
     divisor = torch.as_tensor(num_items, device=inputs["labels"].device).clamp(min=1)

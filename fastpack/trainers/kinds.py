@@ -1,7 +1,7 @@
-"""What the loss of each trainer is a mean of, and how a collated batch of it is counted and cut into pieces.
+"""How each trainer's loss is a mean: over what units, how they are counted in a batch, and how a batch is cut.
 
-A micro-batch's loss is a mean over its tokens, pairs or sequences; trainers take the mean of those means over an
-optimiser step. With uneven micro-batches that is not the mean over the step, so each is weighed by its share.
+A micro-batch's loss is a mean over its tokens, pairs or sequences, and trainers take the mean of these means over an
+optimiser step. With uneven micro-batches that is not the mean over the step, so each loss is weighted by its share.
 
 Shape suffixes: B rows of a batch, S padded length, P pairs (B = 2 P).
 """
@@ -54,7 +54,7 @@ class Kind:
 
     @property
     def of_labels(self) -> bool:
-        """Whether the loss is one of ``labels``, which trainers pass ``num_items_in_batch``."""
+        """Whether the loss is a mean over ``labels``, so that trainers pass ``num_items_in_batch``."""
         return self.unit in ("trained tokens", "labels")
 
 
@@ -199,7 +199,7 @@ def told(trainer: TrainerLike, kind: Kind) -> Told:
 
 
 def divides(trainer: TrainerLike, num_items: Tensor | int | None) -> bool:
-    """Whether ``Trainer.training_step`` divides a loss by the number of micro-batches of the step."""
+    """Return whether ``Trainer.training_step`` divides a loss by the number of micro-batches of the step."""
     scaled: bool | None = getattr(trainer, "loss_is_scaled_for_ga", None)
     if scaled is None:
         scaled = trainer.compute_loss_func is not None or (trainer.model_accepts_loss_kwargs and num_items is not None)
@@ -207,7 +207,7 @@ def divides(trainer: TrainerLike, num_items: Tensor | int | None) -> bool:
 
 
 def kind_of(trainer: TrainerLike) -> Kind | None:
-    """The kind of a trainer, None for one that is not known."""
+    """Return the kind of a trainer, or None if it is unknown."""
     for base in type(trainer).__mro__:
         library, name = base.__module__.split(".")[0], base.__name__
         if library == "trl" and name.endswith("Trainer") and name.lstrip("_") != "BaseTrainer":
@@ -218,7 +218,7 @@ def kind_of(trainer: TrainerLike) -> Kind | None:
 
 
 def _of_head(head: HeadLike) -> Kind:
-    """What transformers' ``Trainer`` has from a model."""
+    """Return the kind of transformers' ``Trainer`` with this head."""
     if "Classification" in type(head).__name__:
         return CLASSIFYING
     if head is None or hands_on(head):
@@ -248,9 +248,9 @@ def _row_tokens(inputs: Inputs) -> Tensor:
 
 
 def piece(inputs: Inputs, units: list[int], kind: Kind) -> dict[str, Any]:
-    """Those units alone: rows of every tensor and list that has one for each row, or for each unit.
+    """Return a batch of some units only: their rows of every tensor and list that has one for each row or each unit.
 
-    Of ``packed_seq_lens`` it has the lengths of its own sequences, and the model reads from its mask where they are.
+    Its ``packed_seq_lens`` are the lengths of its own sequences; the model reads from the mask where they are.
     """
     total = rows(inputs)
     count = total // kind.rows_of_a_unit

@@ -40,19 +40,19 @@ class BatchesOfEpochs(TokenBudgetSampler):
         return self
 
     def settings(self, args: ArgumentsLike) -> dict[str, Any]:
-        """What a checkpoint's place in an epoch depends on."""
+        """Return the settings that a checkpoint's place in an epoch depends on."""
         more = {"micro_batches": len(self), "gradient_accumulation_steps": args.gradient_accumulation_steps}
         return {**self._settings(), **more}
 
 
 def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: ArgumentsLike) -> BatchesOfEpochs:
-    """The sampler for a trainer's arguments."""
+    """Return the sampler for a trainer's arguments."""
     seed = args.seed if args.data_seed is None else args.data_seed
     return BatchesOfEpochs(lengths, budget.max_tokens, seed=seed, too_long=budget.too_long)
 
 
 def count_epochs(args: ArgumentsLike, micro_batches: int) -> int:
-    """How many epochs a run goes through, at most, with so many micro-batches in each."""
+    """Return the largest number of epochs of a run with so many micro-batches in each."""
     if args.max_steps > 0:
         return math.ceil(args.max_steps / math.ceil(micro_batches / args.gradient_accumulation_steps))
     return math.ceil(args.num_train_epochs)
@@ -97,10 +97,11 @@ class BudgetCallback(TrainerCallback, ExportableState):
     """Saves with each checkpoint what its batches were planned from, and compares when a run goes on from there."""
 
     def __init__(self) -> None:
+        """Set up without settings."""
         self.settings: dict[str, Any] = {}
 
     def state(self) -> dict[str, Any]:
-        """What transformers writes into ``trainer_state.json``."""
+        """Return the entry that transformers writes into ``trainer_state.json``."""
         return {"args": {}, "attributes": {"settings": self.settings}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

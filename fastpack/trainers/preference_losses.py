@@ -74,13 +74,13 @@ class PairLogProbs:
 
 @dataclass(frozen=True, eq=False)
 class PreferenceLoss:
-    """What :func:`preference_loss` found.
+    """The result of :func:`preference_loss`.
 
     Attributes:
-        loss: 0-d: the mean over pairs, in the dtype of the log-probabilities, as all of these.
-        losses: ``[P]``, of each pair.
+        loss: 0-d: the mean over pairs. All attributes have the dtype of the log-probabilities.
+        losses: ``[P]``, the loss of each pair.
         chosen_rewards: ``[P]``, beta times the log-ratio of policy and reference, without gradient.
-        rejected_rewards: the same.
+        rejected_rewards: ``[P]``, the same for the rejected completions.
     """
 
     loss: Tensor
@@ -112,23 +112,28 @@ def preference_loss(
     rejected_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PreferenceLoss:
-    """The loss of each pair, as defined above.
+    """Return the loss of each pair, by the definitions of this module.
 
     Args:
-        policy_chosen: ``[P]``, log-probabilities of the chosen completions under the model that is trained.
-        policy_rejected: ``[P]``, of the rejected ones.
-        reference_chosen: ``[P]``, under the reference model; for ``ld_alpha`` made with the same one.
-        reference_rejected: ``[P]``.
-        beta: factor on log-ratios; for ``ipo`` the paper's tau.
-        loss_type: one of those above. WPO and LD-DPO go with any: pass ``weights``, or log-probabilities made with
-            ``ld_alpha``.
-        label_smoothing: for ``robust`` alone, from 0 up to, not including, 0.5.
-        chosen_tokens: ``[P]``, what ``ipo`` divides by.
-        rejected_tokens: the same.
+        policy_chosen: ``[P]``, log-probabilities of the chosen completions under the trained model.
+        policy_rejected: ``[P]``, those of the rejected ones.
+        reference_chosen: ``[P]``, those of the chosen ones under the reference model, with the same ``ld_alpha``.
+        reference_rejected: ``[P]``, those of the rejected ones.
+        beta: the factor on log-ratios; for ``ipo`` the paper's tau.
+        loss_type: one of the losses above. WPO and LD-DPO go with any of them: pass ``weights``, or log-probabilities
+            made with ``ld_alpha``.
+        label_smoothing: for ``robust`` only, from 0 up to, not including, 0.5.
+        chosen_tokens: ``[P]``, the divisors of ``ipo``.
+        rejected_tokens: ``[P]``, likewise.
         weights: ``[P]``, factors on the losses.
 
     Raises:
-        ValueError: shapes differ, or an argument has a value that it doesn't take or is missing.
+        ValueError: shapes differ, or an argument is missing or has a value that is not allowed.
+
+    Example:
+        >>> policy = fastpack.pair_log_probs(hidden, head.weight, batch["labels"], batch["packed_seq_lens"])
+        >>> reference = batch["ref_chosen_logps"], batch["ref_rejected_logps"]
+        >>> fastpack.preference_loss(policy.chosen, policy.rejected, *reference, beta=0.1).loss.backward()
     """
     shapes = [tuple(x.shape) for x in (policy_chosen, policy_rejected, reference_chosen, reference_rejected)]
     if len(set(shapes)) > 1 or policy_chosen.ndim != 1:
@@ -190,21 +195,27 @@ def pair_log_probs(
     chunk: int | None = None,
     implementation: Implementation = "auto",
 ) -> PairLogProbs:
-    """Log-probabilities of packed pairs from hidden states, without ``[T, V]`` logits.
+    """Return the log-probabilities of packed pairs from hidden states, without ``[T, V]`` logits.
 
     Args:
-        hidden: ``[1, T, H]``, the backbone's last hidden state on a batch of
+        hidden: ``[1, T, H]``, the backbone's last hidden state for a batch of
             :class:`fastpack.data.packed_collators.PackedPreferenceCollator`.
-        weight: the head's, ``[V, H]``, or what returns it.
-        labels: that batch's, ``[1, T]``.
-        packed_seq_lens: that batch's: P chosen sequences, P rejected ones, and bucket padding or none.
+        weight: the head's weight ``[V, H]``, or a function that returns it.
+        labels: the batch's labels, ``[1, T]``.
+        packed_seq_lens: the batch's packing: P chosen sequences, P rejected ones, perhaps bucket padding.
         ld_alpha: from 0 to 1, the factor of LD-DPO on tokens beyond the shorter completion's length.
-        wpo: also make WPO's weights, for which the product with the head is computed once more, without gradient.
-
-    For the others, which the head decides, see :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy`.
+        wpo: whether to compute WPO's weights too, which takes a second matmul with the head, without gradient.
+        bias: the head's bias; this and the following as in
+            :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy`.
+        lora: the head's LoRA.
+        softcap: the softcap on logits.
+        logit_scale: the factor on logits.
+        num_kept: a bound on the number of labels that are not ignored.
+        chunk: the number of rows that are computed at a time.
+        implementation: ``auto``, ``triton`` or ``torch``.
 
     Raises:
-        PackingError: hidden states or labels are not of this batch.
+        PackingError: hidden states or labels are not those of this batch.
         ValueError: ``ld_alpha`` is not from 0 to 1.
     """
     pairs = _read_pairs(hidden, labels, packed_seq_lens, ld_alpha)
@@ -238,9 +249,9 @@ def pair_log_probs_of_logits(
     ld_alpha: float | None = None,
     wpo: bool = False,
 ) -> PairLogProbs:
-    """The same from logits ``[1, T, V]``, for heads that can't be taken apart.
+    """Return the log-probabilities of packed pairs from logits ``[1, T, V]``, for heads that can't be read.
 
-    It holds a float32 copy of them and its gradient.
+    It makes a float32 copy of the logits and of their gradient.
     """
     pairs = _read_pairs(logits, labels, packed_seq_lens, ld_alpha)
     logits = logits.reshape(-1, logits.shape[-1]).float()
@@ -254,14 +265,14 @@ def pair_log_probs_of_logits(
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """Where the completions of a batch are.
+    """The places of a batch's completions.
 
     Attributes:
-        targets: int64 ``[T]``, what each token predicts in its own sequence.
-        offsets: int64, where segments begin, and where the last one ends: ``[2 P + 1]``, or ``[4 P + 1]`` where each
-            sequence is cut behind the tokens that count wholly.
-        tokens: int64 ``[2 P]``, the targets of each sequence.
-        ld_alpha: the factor on every second segment, None where there is one a sequence.
+        targets: int64 ``[T]``, the id that each token predicts in its own sequence.
+        offsets: int64, the begin of each segment and the end of the last: ``[2 P + 1]``, or ``[4 P + 1]`` if each
+            sequence is cut after the tokens that count fully.
+        tokens: int64 ``[2 P]``, the number of targets of each sequence.
+        ld_alpha: the factor on every second segment; None if a sequence is one segment.
     """
 
     targets: Tensor
@@ -296,7 +307,7 @@ def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: floa
 
 
 def _finished(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogProbs:
-    """From cross-entropies ``[T]`` of tokens, and WPO's sums of squares ``[T]``, to pairs."""
+    """Sum cross-entropies ``[T]`` of tokens, and WPO's sums of squares ``[T]``, to pairs."""
     sums = -segment_sums(losses, pairs.offsets)
     weights: Tensor | None = None
     if squares is not None:
@@ -314,7 +325,7 @@ def _finished(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogP
 
 
 def _squares(logits: Tensor) -> Tensor:
-    """log sum p^2 over the vocabulary, of float32 logits ``[T, V]``."""
+    """Return log sum p^2 over the vocabulary, of float32 logits ``[T, V]``."""
     return torch.logsumexp(2 * logits, -1) - 2 * torch.logsumexp(logits, -1)
 
 
@@ -330,7 +341,7 @@ def _log_sum_squares(
     num_kept: int | None,
     chunk: int,
 ) -> Tensor:
-    """log sum p^2 over the vocabulary, float32 ``[T]``, 0 where the target is ignored; ``chunk`` rows at a time."""
+    """Return log sum p^2 over the vocabulary, float32 ``[T]``, 0 for ignored targets; in chunks of ``chunk`` rows."""
     device = hidden.device.type
     dense = weight if isinstance(weight, Tensor) else weight()
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dense.dtype

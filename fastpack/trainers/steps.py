@@ -29,18 +29,21 @@ from fastpack.utils.replacement import Forward, Replacement
 
 @dataclass
 class Weighing:
-    """What is known of the optimiser step in hand.
+    """The weights of the current optimiser step's losses.
 
     Attributes:
-        kind: of the trainer.
-        split_at: tokens above which a micro-batch is split; None where it never is.
-        fits: each example was compared with the budget beforehand; of a stream or a generation none was.
-        told: which labels a loss of labels is told of; unless it is the step's, it is a mean over its micro-batch.
-        num_items: what the trainer counted in the step, for a loss that is told of its own labels.
-        units: of the whole step on all ranks, 0-d; None where losses need no weight.
-        chosen: trained tokens of chosen completions, of the whole step on all ranks; None where nothing needs them.
-        micro_batches: of the step, on each rank; 1 where the trainer adds their losses up.
-        pieces: how many pieces have run, and of how many micro-batches, in all; for the report.
+        kind: the trainer's kind.
+        split_at: the number of tokens above which a micro-batch is split; None if it never is.
+        fits: whether each example was compared with the budget beforehand, which is impossible for a stream or a
+            generation.
+        told: the labels that a loss of labels is told of. Unless it is the step's, the loss is a mean over its
+            micro-batch.
+        num_items: the trainer's count of labels in the step, for a loss that gets its own labels' number.
+        units: 0-d, the units of the whole step on all ranks; None if losses need no weight.
+        chosen: the trained tokens of chosen completions, of the whole step on all ranks; None if nothing needs them.
+        micro_batches: the number of the step's micro-batches on each rank; 1 if the trainer adds up their losses.
+        pieces: the number of pieces that have run so far, for the report.
+        wholes: the number of micro-batches that they were split from.
     """
 
     kind: Kind
@@ -142,7 +145,7 @@ def _weighed(
 def _weights(
     trainer: TrainerLike, weighing: Weighing, part: Inputs, whole: Inputs
 ) -> tuple[Tensor | float | None, Tensor | None]:
-    """What a piece's loss is weighed by, and what DPO's ``sft`` term, a mean over tokens, is by on top of it."""
+    """Return a piece's weight on its loss, and the further weight on DPO's ``sft`` term, a mean over tokens."""
     kind = weighing.kind
     if weighing.units is not None:
         times = weighing.micro_batches * _ranks(trainer, weighing)
@@ -162,16 +165,16 @@ def _weights(
 def _own_labels(
     trainer: TrainerLike, weighing: Weighing, part: Inputs, num_items: Tensor | int, units: Tensor
 ) -> Tensor:
-    """What the trainer would have counted if this piece were the whole step of every rank. 0-d float."""
+    """Return the trainer's count of labels if this piece were the whole step of every rank, 0-d float."""
     counted = num_items / units.clamp(min=1)  # 1, or what the trainer counts of each such label
     labels = torch.as_tensor(weighing.kind.count(part)).to(counted.device)
     return labels.clamp(min=1) * _ranks(trainer, weighing) * counted
 
 
 def _ranks(trainer: TrainerLike, weighing: Weighing) -> int:
-    """The number of ranks; 1 where the trainer has multiplied by it what a mean or a share of its user's own gave.
+    """Return the number of ranks, or 1 if the trainer has already multiplied the loss by it.
 
-    A ``compute_loss`` of the user's own does so itself, if it divides by the labels of all ranks.
+    A user's own ``compute_loss`` does so itself, if it divides by the labels of all ranks.
     """
     func, averages = trainer.compute_loss_func, getattr(trainer.args, "average_tokens_across_devices", True)
     if weighing.num_items is not None and func is not None and averages:
@@ -209,7 +212,7 @@ def _not_the_last(trainer: TrainerLike, model: nn.Module) -> Iterator[None]:
 
 
 def _backward(trainer: TrainerLike, loss: Tensor, num_items: Tensor | int | None) -> None:
-    """What ``Trainer.training_step`` does with a loss that ``compute_loss`` returns."""
+    """Do what ``Trainer.training_step`` does with a loss that ``compute_loss`` returns."""
     if divides(trainer, num_items):
         loss = loss / trainer.current_gradient_accumulation_steps
     trainer.accelerator.backward(loss)

@@ -1,45 +1,45 @@
-"""What a run does with its tokens and its time, logged by the trainer itself.
+"""Metrics of a run's tokens and time, which the trainer logs.
 
 >>> from fastpack.metrics import attach
 >>> attach(trainer)        # doctest: +SKIP
 >>> trainer.train()        # doctest: +SKIP
 
-The figures stand beside the loss, wherever ``report_to`` sends it: in TensorBoard, W&B and the others, in the progress
-bar, in ``trainer.state.log_history`` and so in ``trainer_state.json``. Each name begins with ``fastpack/``. Where a
-trainer logs every n-th step they are of those n steps; where it trains on several ranks they are of all.
+The metrics appear beside the loss wherever ``report_to`` sends it: in TensorBoard, W&B and the others, in the progress
+bar, in ``trainer.state.log_history`` and so in ``trainer_state.json``. Their names begin with ``fastpack/``. If a
+trainer logs every n-th step, they are of those n steps; if it trains on several ranks, of all ranks.
 
-Of a step (the mean since the last time that it logged):
+Metrics of a step (the mean since the last log):
 
-======================== ==============================================================================================
-``real_tokens``          tokens that are not padding, a step, on all ranks
-``trained_tokens``       those whose prediction the loss takes: their label is not ignored, and they are not the first
-                         of their sequence. Where padding has labels, the one behind a text counts, which its last token
-                         learns. Of preference trainers, those of the completions. Left out where the model is not given
-                         a label for each token (rewards, classes)
-``padding_tokens``       padding in the batches as they come to the model, a step
-``padding_share``        the share of it, 0 to 1
-``step_seconds``         wall clock of a step, from its begin to its end
-``tokens_per_second_per_gpu`` real tokens a second and rank, over the time inside steps and from each to the next, in
-                         waiting for batches; logging, evaluating and saving take none of it
-``mfu``                  model FLOPs utilization, 0 to 1: operations that the real tokens need, forward and backward,
-                         nothing twice (:mod:`~.flops`), over what the device can do (:func:`attach`) in
-                         the same time. Forwards alone, such as those of a reference model, are no part of it. Left out,
-                         with a warning that says why, for a model that computes what has no formula here
-``peak_memory_gib``      the most memory since training began, of the rank with the most: in tensors on a GPU, of the
-                         process on a CPU
-======================== ==============================================================================================
+============================= =========================================================================================
+``real_tokens``               tokens a step that are not padding, on all ranks
+``trained_tokens``            tokens whose prediction enters the loss: their label is not ignored, and they are not the
+                              first of their sequence. If padding has labels, the one after a text counts, which the
+                              text's last token learns. For preference trainers they are tokens of completions. Left
+                              out if the model gets no label for each token (rewards, classes)
+``padding_tokens``            padding a step, in the batches as they come to the model
+``padding_share``             the share of padding, 0 to 1
+``step_seconds``              the wall-clock time of a step, from its begin to its end
+``tokens_per_second_per_gpu`` real tokens a second and rank, over the time in steps and in waiting for batches, without
+                              logging, evaluating and saving
+``mfu``                       model FLOPs utilization, 0 to 1: the operations that the real tokens need, forward and
+                              backward and nothing twice (:mod:`~.flops`), over those that the device can do in that
+                              time (:func:`attach`). Forwards without a backward, as of a reference model, don't count.
+                              Left out, with a warning that says why, for a model without a formula here
+``peak_memory_gib``           the largest memory since training began, of the rank with the most: in tensors on a GPU,
+                              of the process on a CPU
+============================= =========================================================================================
 
-Of the run so far, a run that was resumed from a checkpoint included: ``total_real_tokens``, ``total_trained_tokens``,
-``total_padding_tokens``, ``total_padding_share``. These also stand in what the trainer logs, and returns, at the end. A
-checkpoint that a callback of the user's own asks for has those of the last time that the trainer logged.
+Metrics of the run so far, resumed runs included: ``total_real_tokens``, ``total_trained_tokens``,
+``total_padding_tokens``, ``total_padding_share``. The trainer also logs and returns them at the end. A checkpoint that
+a user's own callback saves has those of the last log.
 
-Counting happens on the device when the model is called for a backward; nothing is copied from it before the trainer
-logs (or saves, or evaluates), which takes one collective and one copy. On a GPU time is that in which the device
-reaches a moment: what hides behind its work takes none.
+Tokens are counted on the device, when the model is called for a backward. Nothing is copied from the device before the
+trainer logs, saves or evaluates, which takes one collective and one copy. On a GPU, times are those at which the device
+reaches a point, so work that hides behind the device's work takes no time.
 
-Not counted are evaluation, tokens that a trainer generates, and what a bucket of fixed size is filled up with. Each
-rank is taken to have batches of its own. Prefixes that are shared count once for each sequence, in tokens and in
-operations, so that sharing shows as more of both a second: ``mfu`` is then above what the device did.
+Evaluation, generated tokens and bucket padding are not counted. Each rank is expected to have its own batches. Shared
+prefixes count once for each sequence, in tokens and in operations, so sharing raises both per second: ``mfu`` is then
+higher than what the device did.
 """
 
 from fastpack.trainers.metrics.callback import PREFIX, MetricsCallback, attach

@@ -43,6 +43,7 @@ class MetricsCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: TrainerLike, peak_flops: float | None) -> None:
+        """Set up for a trainer; see :func:`attach`."""
         self.totals = Counter[str]()
         self.history: list[dict[str, float]] = []
         self.logs = True

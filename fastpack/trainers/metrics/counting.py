@@ -25,14 +25,14 @@ Count = Tensor | int
 
 @dataclass(frozen=True)
 class BatchCounts:
-    """What one batch holds.
+    """The counts of one batch.
 
     Attributes:
-        real: real tokens.
-        slots: those and padding.
-        trained: labels whose prediction the loss takes, one behind each text too where padding has some; None where
-            the batch has no label for each token.
-        pairs: of each window, pairs of a token and one that it sees.
+        real: the real tokens.
+        slots: the real tokens and padding.
+        trained: the labels that a token predicts in the loss, including one after each text if padding has labels; None
+            if the batch has no label for each token.
+        pairs: for each window, the pairs of a token and one that it sees.
     """
 
     real: Count
@@ -70,7 +70,7 @@ def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) ->
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:
-    """The most memory used so far, and whose: torch's on the GPU, else the process's (None where it is not told)."""
+    """Return the largest memory so far, and its kind: torch's on a GPU, else the process's (None if it is unknown)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {torch.cuda.get_device_name(device)}"
     held = resident_bytes()
@@ -78,7 +78,7 @@ def peak_memory(device: torch.device) -> tuple[int | None, str]:
 
 
 def resident_bytes() -> int | None:
-    """The most memory that this process had; None on Windows, which does not tell."""
+    """Return the largest memory of this process, or None on Windows, where it is unknown."""
     if sys.platform == "win32":
         return None
     import resource

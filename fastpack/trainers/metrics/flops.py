@@ -1,14 +1,14 @@
-"""How many floating-point operations a model needs for a token, and for a pair of tokens: what MFU counts.
+"""Count a model's floating-point operations for a token, and for a pair of tokens, for MFU.
 
-"Model FLOPs" as of Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B: matrix products alone, two operations for a
-multiplication and its addition, and nothing that is computed a second time, by checkpointing or inside attention's
-backward. A linear layer costs 2 x inputs x outputs a token forward, as much for the gradient of its input, as much for
-that of its weight if it trains; attention 2 (D_k + D_v) for each head and each pair of a token and one that it sees,
-and twice that for its backward. LoRA's A and B are linear layers, of experts a token pays for those that it is routed
-to, and the head is counted on every token. What turns images or sound into embeddings is not counted.
+"Model FLOPs" are those of Chowdhery et al., "PaLM", arXiv:2204.02311, appendix B. They count matmuls only, two
+operations for a multiplication and its addition, and nothing that is computed twice, by checkpointing or in attention's
+backward. A linear layer costs 2 x inputs x outputs a token forward, as much for the gradient of its input, and as much
+for that of its weight if it trains. Attention costs 2 (D_k + D_v) for each head and each pair of a token and one that
+it sees, and twice that backward. LoRA's A and B are linear layers. A token pays for the experts that it is routed to,
+and every token for the head. Modules that embed images or sound are not counted.
 
-Gradients of inputs are counted from the lowest layer on that trains anything, that whole layer included: a few products
-too many there, where no embedding trains.
+Gradients of inputs are counted from the lowest layer on that trains anything, including that whole layer. This is a few
+matmuls too many there if no embedding trains.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What chips promise: dense matrix products of bfloat16 with sums in float32, operations a second.
+"""The peak rates of chips: dense bfloat16 matmuls with sums in float32, in operations a second.
 
-From the makers' data sheets, where figures "with sparsity" were halved: "NVIDIA H100 Tensor Core GPU Datasheet" (SXM,
-PCIe, NVL), "NVIDIA GH200 Grace Hopper Superchip" and "NVIDIA H200 Tensor Core GPU Datasheet", "NVIDIA A100 Tensor Core
-GPU Datasheet", "NVIDIA A30" and "NVIDIA A10" product briefs, "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets,
-"NVIDIA Blackwell Architecture Technical Brief" (HGX B200), "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU
+The figures are the makers', halved if they are "with sparsity": "NVIDIA H100 Tensor Core GPU Datasheet" (SXM, PCIe,
+NVL), "NVIDIA GH200 Grace Hopper Superchip" and "NVIDIA H200 Tensor Core GPU Datasheet", "NVIDIA A100 Tensor Core GPU
+Datasheet", "NVIDIA A30" and "NVIDIA A10" product briefs, "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets, "NVIDIA
+Blackwell Architecture Technical Brief" (HGX B200), "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU
 Architecture" white papers (GeForce, appendix A), "AMD Instinct MI300X" data sheet.
 
-Chips without bfloat16 products (T4, V100) are left out, as is one whose name stands for two chips: AMD's MI250X and
-MI250 are told as ``MI250X / MI250``.
+Chips without bfloat16 matmuls (T4, V100) are left out, and so is a name that stands for two chips: AMD's MI250X and
+MI250 both report ``MI250X / MI250``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PARTS = re.compile(r"\b(MIG|GRID|vGPU)\b|-\d+[ABCQ]\b")
 
 
 def peak_of(name: str) -> float | None:
-    """The peak of a device by the name that torch gives it, in operations a second; None for one not in the table."""
+    """Return the peak of a device by torch's name for it, in operations a second, or None if it is not in the table."""
     if _OTHER_CHIPS & set(name.split()) or _PARTS.search(name):
         return None
     words = f" {' '.join(name.replace('-', ' ').split())} "

@@ -16,6 +16,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Set up for a device, not running."""
         self._device = device
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []

@@ -149,7 +149,7 @@ def identify(model: nn.Module, adapter: str | None) -> dict[str, str]:
 
 
 def _named(prefix: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """A config's entries as JSON by name, without those that do not matter, in configs within it neither."""
+    """Return a config's entries as JSON by name, without those that don't affect results, also in nested configs."""
     text = json.dumps(config, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
     kept = json.loads(text, object_hook=lambda held: {k: v for k, v in held.items() if k not in _NO_MATTER})
     return {f"{prefix}.{name}": json.dumps(value, sort_keys=True) for name, value in kept.items()}

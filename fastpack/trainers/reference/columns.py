@@ -79,32 +79,38 @@ def with_reference_log_probs(
 
 
 def precompute(trainer: T, *, folder: str | Path, max_tokens: int = 16384, progress: bool = True) -> T:
-    """Give a ``DPOTrainer`` or ``KTOTrainer`` that is built its reference's log-probabilities, and let the model go.
+    """Compute a ``DPOTrainer``'s or ``KTOTrainer``'s reference log-probabilities once, and free the reference model.
 
-    What TRL's ``precompute_ref_log_probs=True`` does while the trainer is built, but without padding, and from a cache
-    that knows which model it is of: build the trainer without that flag. Its data sets get the columns, and its loss
-    reads them. A reference model of the trainer's own (``trainer.ref_model``) is set free; the base of a PEFT policy
-    (or the copy of its adapter that TRL made, ``ref``) stays.
+    TRL's ``precompute_ref_log_probs=True`` does this while the trainer is built. This function does it afterwards,
+    without padding, and with a cache on disk that knows its model; build the trainer without that flag. The data sets
+    get the columns, and the loss reads them. A reference model of the trainer's own (``trainer.ref_model``) is freed;
+    the base of a PEFT policy (or TRL's copy of its adapter, ``ref``) stays.
 
-    What is scored is what ``trainer.data_collator`` sends, truncated as it truncates, under the trainer's autocast.
-    A data set that is handed to ``trainer.evaluate`` later gets its columns too where the reference is part of the
-    policy, if that is what it was (PEFT's ``bias="all"`` trains the base). Where the model was let go this is an error:
-    make the data set the trainer's ``eval_dataset`` before.
+    It scores the batches of ``trainer.data_collator``, with its truncation, under the trainer's autocast. A data set
+    that is passed to ``trainer.evaluate`` later gets its columns too, if the reference is a part of the policy that did
+    not change (PEFT's ``bias="all"`` trains the base). If the reference model was freed, this is an error: make the
+    data set the trainer's ``eval_dataset`` before.
 
     Args:
-        trainer: as TRL built it, patched or not.
-
-    For the others see :func:`with_reference_log_probs`.
+        trainer: the trainer as TRL built it, patched or not.
+        folder: see :func:`with_reference_log_probs`.
+        max_tokens: see there.
+        progress: see there.
 
     Returns:
         ``trainer`` itself.
 
     Raises:
-        PatchError: no such trainer, or one without a reference, or whose reference changes while it trains
-            (``sync_ref_model``), or that is sharded. As for all errors, the trainer is as it was.
-        MissingReferenceError: by ``evaluate``, later.
+        PatchError: it is another trainer, or one without a reference, or whose reference changes while it trains
+            (``sync_ref_model``), or that is sharded. As for all errors, the trainer has not changed.
+        MissingReferenceError: later, by ``evaluate``.
 
-    and what :func:`with_reference_log_probs` raises.
+        All errors of :func:`with_reference_log_probs` may be raised too.
+
+    Example:
+        >>> trainer = DPOTrainer(model, args=DPOConfig(...), train_dataset=pairs)
+        >>> fastpack.reference.precompute(trainer, folder="refs")
+        >>> trainer.train()
     """
     held: Any = trainer
     _check(held)
@@ -174,7 +180,7 @@ Place = tuple[Examples, int, int]  # where a sequence is: its data set, row and 
 def _filled(
     wanted: Sequence[Examples], model: nn.Module, adapter: str | None, folder: Path, max_tokens: int, progress: bool
 ) -> list[Any]:
-    """The data sets with their columns, from the cache, and what is missing there computed first."""
+    """Return the data sets with their columns, from the cache, after computing what is missing there."""
     cache = ReferenceCache(folder, identify(model, adapter))
     places: dict[str, Place] = {}
     lengths: dict[str, int] = {}
@@ -205,9 +211,10 @@ def _filled(
 def _computed(
     missing: Mapping[str, Place], lengths: Mapping[str, int], score: Score, max_tokens: int, progress: bool
 ) -> Iterator[dict[str, float]]:
-    """The values of what is missing, on every rank, ``SAVE_EVERY`` batches of each at a time.
+    """Compute the missing values on every rank, ``SAVE_EVERY`` batches of each at a time.
 
-    The dearest first: what does not fit the device shows at once, and neighbours, which ranks share, cost the same.
+    The most expensive come first. So running out of memory shows at once, and neighbours, which ranks share, cost the
+    same.
     """
     every, (rank, ranks) = list(missing), _ranks()
     # a sequence that is longer counts as a whole batch, and is one
@@ -245,14 +252,14 @@ def _with_columns(examples: Examples, rows: list[list[str]], values: Mapping[str
 
 
 def _ranks() -> tuple[int, int]:
-    """This process's number, and how many share the work: one where ``torch.distributed`` was not begun."""
+    """Return this process's rank and the number of ranks; 0 and 1 without ``torch.distributed``."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def _gather(value: T) -> list[T]:
-    """Every rank's value, on each of them."""
+    """Return every rank's value, on every rank."""
     found = [value] * _ranks()[1]
     if len(found) > 1:
         dist.all_gather_object(found, value)

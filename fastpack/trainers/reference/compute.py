@@ -78,6 +78,7 @@ class Examples:
     ld_alpha: float | None = None
 
     def __post_init__(self) -> None:
+        """Check that the data set can get the columns."""
         if not hasattr(self.dataset, "add_column") or not hasattr(self.dataset, "__len__"):
             raise PackingError(
                 f"{self.name} is a {type(self.dataset).__name__}. Pass one split, a datasets.Dataset, that was loaded "
@@ -111,7 +112,7 @@ class Examples:
         return self.dataset.with_format(None)  # examples of lists, as collators want them
 
     def __getitem__(self, row: int) -> list[Scored]:
-        """The sequences of one example, one for each of the columns."""
+        """Return the sequences of one example, one for each of the columns."""
         example = self._lists[row]
         try:
             sequences = _collated(self.collator([example])) if self.collator else _as_they_are(example, self.columns)
@@ -131,7 +132,7 @@ class Examples:
 
 
 def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[Scored]:
-    """A prompt with each of its completions, uncut. One that was judged is a pair with that for the KL, or itself."""
+    """Return a prompt with each of its completions, not truncated. A judged one is a pair with the one for its KL."""
     if columns != PAIR_COLUMNS:
         chosen, rejected = example["completion_ids"], example.get("KL_completion_ids", example["completion_ids"])
         example = {"prompt_ids": example["prompt_ids"], "chosen_ids": chosen, "rejected_ids": rejected}
@@ -142,7 +143,7 @@ def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[S
 
 
 def _collated(batch: Mapping[str, Any]) -> list[Scored]:
-    """The sequences of a padded batch with TRL's names, tensors ``[B, S]``: the completions, then those for the KL."""
+    """Return the sequences of a padded batch by TRL's names, tensors ``[B, S]``: completions, then those for the KL."""
     found = []
     for prefix in ("", "KL_"):
         names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
@@ -177,7 +178,7 @@ def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
 
 @contextmanager
 def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
-    """With the adapters as they are in the reference; behind it, modules and weights train that did before."""
+    """Run with the adapters as they are in the reference; afterwards the same modules and weights train as before."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     active = None if adapter is None else model.base_model.active_adapter
     try:
@@ -222,6 +223,6 @@ def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored])
 
 
 def _of_logits(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """The same losses from logits, for heads that can't be taken apart; in float32 a chunk of rows at a time."""
+    """Return the losses from logits, for heads that can't be read, in float32 and a chunk of rows at a time."""
     chunks = zip(logits_TV.split(CHUNK), targets_T.to(logits_TV.device).split(CHUNK), strict=True)
     return torch.cat([F.cross_entropy(x.float(), y, ignore_index=IGNORE_INDEX, reduction="none") for x, y in chunks])
