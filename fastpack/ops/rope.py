@@ -1,6 +1,6 @@
 """Rotary position embedding (RoPE) of packed queries and keys, alone or after a norm of each head.
 
-Definition (Su et al., "RoFormer", arXiv:2104.09864, eq. 34), for each token and head: the first R of the D elements form
+Definition (Su et al., "RoFormer", arXiv:2104.09864, eq. 34), for each token and head: the first R of D elements form
 pairs, which are rotated by the token's angles; the other D - R elements stay unchanged. The layout ``half`` pairs
 element i with i + R/2, ``interleaved`` pairs 2i with 2i + 1.
 
@@ -8,8 +8,8 @@ element i with i + R/2, ``interleaved`` pairs 2i with 2i + 1.
     norm_rope(x) = rope(rms_norm(x, weight))
 
 The transpose of ``rope`` is ``rope`` with ``-sin``, so its backward saves only the tables. The backward of
-``norm_rope`` computes 1 / rms(x) again, from the x that it reads anyway. With y = rms_norm(x), n = x / rms(x), g the gradient of the
-result and w the weight or 1 + weight (Zhang & Sennrich, arXiv:1910.07467, eq. 4, differentiated):
+``norm_rope`` computes 1 / rms(x) again, from the x that it reads anyway. With y = rms_norm(x), n = x / rms(x), g the
+gradient of the result and w the weight or 1 + weight (Zhang & Sennrich, arXiv:1910.07467, eq. 4, differentiated):
 
     dy = rope^T(g),  dx = (dy w - n mean(dy w n)) / rms(x),  dw = sum over tokens and heads of dy n
 
@@ -157,7 +157,7 @@ def norm_rope(
 
 
 class _Rope(torch.autograd.Function):
-    """The autograd Function of :func:`apply_rope`: one launch for q ``[T, H, D]`` and k ``[T, K, D]``; one may be None."""
+    """The autograd Function of :func:`apply_rope`: one launch for q ``[T, H, D]`` and k ``[T, K, D]`` or one."""
 
     @staticmethod
     def forward(

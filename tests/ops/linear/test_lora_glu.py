@@ -11,7 +11,7 @@ from oracle import relative
 from torch import Tensor
 
 from fastpack.ops.linear.gated_mlp import gated_mlp
-from fastpack.ops.linear.lora_glu import Factors, updated_backward, updated_forward
+from fastpack.ops.linear.lora_glu import Factors, lora_glu_backward, lora_glu_forward
 from fastpack.ops.linear.parts import Lora, Norm, Projection
 from fastpack.ops.row_count import RowCount
 
@@ -62,9 +62,9 @@ def test_kernel_is_the_definition(kind: Any, tokens: int, width: int, rank: int,
     expected = torch.autograd.grad(truth, (wide_gate, wide_up), grad.double() + wide_float(d))
 
     def run(implementation: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        h = updated_forward(gate, up, kind, g, u, implementation=implementation)
+        h = lora_glu_forward(gate, up, kind, g, u, implementation=implementation)
         out = (torch.full_like(gate, 9.0), torch.full_like(up, 9.0))
-        again = updated_backward(
+        again = lora_glu_backward(
             grad.clone(), gate, up, kind, g, u, d, out=out, recompute=True, implementation=implementation
         )
         return h, *out, again
@@ -80,7 +80,7 @@ def test_kernel_is_the_definition(kind: Any, tokens: int, width: int, rank: int,
         error = (ours.double() - right).abs().max() / size
         allowed = 1e-5 if dtype == torch.float32 else 1.5 * (theirs.double() - right).abs().max() / size
         assert error <= allowed
-    without = updated_forward(gate, up, kind, None, None, implementation="torch")
+    without = lora_glu_forward(gate, up, kind, None, None, implementation="torch")
     assert (without.double() - truth).abs().max() / truth.abs().max() > 1e-2, "the check can fail"
 
 
@@ -96,9 +96,9 @@ def test_rows_that_do_not_count_are_left_out(device: str) -> None:
         both = (update[0][:rows], update[1])
         parts = gate[:rows], up[:rows], "silu", both, both
         options: Any = {"row_count": count, "implementation": "triton"}
-        h = updated_forward(*parts, **options)  # type: ignore[arg-type]
+        h = lora_glu_forward(*parts, **options)  # type: ignore[arg-type]
         out = (torch.full_like(h, 9.0), torch.full_like(h, 9.0))
-        again = updated_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
+        again = lora_glu_backward(grad[:rows].clone(), *parts, both, out=out, recompute=True, **options)  # type: ignore[arg-type]
         assert again is not None
         return [h, *out, again]
 
@@ -117,7 +117,7 @@ def test_h_is_not_made_where_nobody_reads_it(device: str) -> None:
     update = thin_and_wide(5, 40, 4, torch.float32, device)
     before = grad.clone()
     out = (torch.empty_like(gate), torch.empty_like(up))
-    made = updated_backward(
+    made = lora_glu_backward(
         grad, gate, up, "silu", update, None, None, out=out, recompute=False, implementation="triton"
     )
     assert made is None
@@ -135,7 +135,7 @@ def test_gradients_over_gate_and_up(device: str, implementation: Any, with_updat
 
     def run(out: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         given = (grad.clone(), gate, up, "silu", update, update, update)
-        h = updated_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
+        h = lora_glu_backward(*given, out=out, recompute=True, implementation=implementation)  # type: ignore[arg-type]
         assert h is not None
         return h, *out
 
@@ -150,9 +150,9 @@ def test_the_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(kernels, "forward", lambda *_: calls.append("forward"))
     x, update = torch.randn(4, 16), thin_and_wide(4, 16, 4, torch.float32, "cpu")
-    updated_forward(x, x, "silu", update, None, implementation="triton")
-    updated_forward(x, x, "silu", update, None, implementation="torch")
-    updated_forward(x, x, "silu", thin_and_wide(4, 16, 200, torch.float32, "cpu"), None, implementation="triton")
+    lora_glu_forward(x, x, "silu", update, None, implementation="triton")
+    lora_glu_forward(x, x, "silu", update, None, implementation="torch")
+    lora_glu_forward(x, x, "silu", thin_and_wide(4, 16, 200, torch.float32, "cpu"), None, implementation="triton")
     assert calls == ["forward"]
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.lora import add_updates
-from fastpack.ops.linear.lora_matmul import _brought_together
+from fastpack.ops.linear.lora_matmul import _stack_and_cast
 from fastpack.ops.linear.parts import Lora, Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.norm import rms_norm
@@ -348,7 +348,7 @@ def test_a_and_b_are_each_rounded_once(dtype: torch.dtype) -> None:
     """Whatever dtypes a group's have, and in whatever order they lie in memory."""
     all_a = [torch.randn(R, H), torch.randn(H, R).t(), torch.randn(R + 2, H, dtype=torch.bfloat16)]
     all_b = [torch.randn(32, R), torch.randn(R, 16).t().half(), torch.randn(7, R + 2, dtype=torch.float64)]
-    stacked, wide = _brought_together(all_a, all_b, dtype)
+    stacked, wide = _stack_and_cast(all_a, all_b, dtype)
     assert torch.equal(stacked, torch.cat([a.to(dtype) for a in all_a]))
     assert all(torch.equal(b, other.to(dtype)) for b, other in zip(wide, all_b, strict=True))
     assert not torch.equal(wide[0], all_b[0].flip(0).to(dtype))

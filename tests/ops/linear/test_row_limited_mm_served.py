@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from op_checks import DEVICES, relative
-from test_row_limited_mm import T, counted
+from test_row_limited_mm import T, row_count_of
 from torch import Tensor
 
 from fastpack.ops.linear import projections
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_finite")
 def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     x, m = torch.randn(256, 64, device=device).to(dtype), torch.randn(512, 64, device=device).to(dtype)
-    count = counted(100, device)
+    count = row_count_of(100, device)
     monkeypatch.setattr(products, "NARROWEST", 64)
     monkeypatch.setattr(products, "FEWEST_TILES", 0)
     hopper = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
@@ -135,7 +135,7 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool, monkeypatch: p
     short = x.detach()[:rows].requires_grad_()
     outs, wanted = run(short, None, "torch")
     truth = outcome(outs, [short, *wanted], rows)
-    count = counted(rows, "cpu")
+    count = row_count_of(rows, "cpu")
     outs, wanted = run(x, count, "triton")
     assert all(out.isfinite().all() for out in outs)
     found = outcome(outs, [x, *wanted], rows)
@@ -163,7 +163,7 @@ def test_narrow_ones_go_with_a_wide_one(monkeypatch: pytest.MonkeyPatch) -> None
     three = [projection(out, 512, rank=16, bias=True, device="cuda") for out in (512, 128, 128)]
     three = [replace(p, weight=p.weight.bfloat16(), dtype=torch.bfloat16) for p in three]
     for given in (three, three[1:]):
-        count = counted(rows, "cuda")
+        count = row_count_of(rows, "cuda")
         outs, _ = project(x, given, row_count=count)
         assert count.products == (1 if given is three else 0)
         plain, _ = project(x, given, implementation="torch")
@@ -182,8 +182,8 @@ def test_kinds_of_launches_share_what_was_compiled() -> None:
     sizes: list[int] = []
     for columns in (512, 1024, 1536, 2048):
         m = torch.randn(512, columns, device="cuda").bfloat16()
-        assert relative(products.sum_of_products([(x, m)], count), x @ m) < 2e-2
-        aligned |= {plans.data_ptr() % 16 == 0 for plans in count.plans[1 : len(count.kinds) + 1]}
+        assert relative(products.sum_of_matmuls([(x, m)], count), x @ m) < 2e-2
+        aligned |= {plans.data_ptr() % 16 == 0 for plans in count.schedules[1 : len(count.kinds) + 1]}
         sizes.append(len(kernels._products_kernel.device_caches[torch.cuda.current_device()][0]))
     assert len(count.kinds) == 4
     assert aligned == {True, False}
@@ -197,7 +197,7 @@ def test_who_is_not_made_together(case: str, launches: int, monkeypatch: pytest.
     refuse_narrow(monkeypatch, 256 if case == "least" else 64)
     ranks = [8, 16, 8] if case == "ranks" else [8, 8, 8]
     three = [projection(out, 64, rank=rank) for out, rank in zip((64, 32, 32), ranks, strict=True)]
-    x, count = torch.randn(T, 64), counted(40, "cpu")
+    x, count = torch.randn(T, 64), row_count_of(40, "cpu")
     outs, _ = project(x, three[1:2] if case == "one" else three, row_count=count, implementation="triton")
     assert count.products == launches
     assert outs[-1][200:].any(), "the library's has all rows"
@@ -205,7 +205,7 @@ def test_who_is_not_made_together(case: str, launches: int, monkeypatch: pytest.
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 def test_ranks_that_are_not_aligned_are_left_to_the_library() -> None:
-    x, count = torch.randn(T, 64), counted(40, "cpu")
+    x, count = torch.randn(T, 64), row_count_of(40, "cpu")
     (out,), _ = project(x, [projection(64, 64, rank=3)], row_count=count, implementation="triton")
     assert count.products == 0
     assert out[200:].any()
