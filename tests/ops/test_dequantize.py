@@ -214,9 +214,9 @@ def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
         ("scales quantised to torch.float16", packed, outer(dtype=torch.float16), dtype),
         ("scales quantised .* in blocks of 100", packed, outer(blocksize=100), dtype),
         ("scales quantised", packed, outer(nested=True), dtype),
-        ("table of 128 torch.float32 .* where 256", packed, outer(code=state.state2.code[::2]), dtype),
+        ("table of 128 torch.float32 .* but reads 256", packed, outer(code=state.state2.code[::2]), dtype),
         ("tensors are not contiguous", packed, but(code=torch.rand(32)[::2]), dtype),
-        ("table of 8 torch.float32 .* where 8 torch.uint8", packed, but(absmax=torch.rand(8)), dtype),
+        ("table of 8 torch.float32 .* but reads 8 torch.uint8", packed, but(absmax=torch.rand(8)), dtype),
         ("table of 7", packed, but(absmax=state.absmax[:7]), dtype),
         ("quant_state on meta", packed, but(offset=state.offset.to("meta")), dtype),
     ]

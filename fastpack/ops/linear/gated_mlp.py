@@ -155,7 +155,7 @@ class _GatedMlp(torch.autograd.Function):
         needs_inner, needs_down = needs[7:-4], needs[-4:]
         need_x = needs[5] or needs[6]
         need_inner = need_x or any(needs_inner)
-        ctx.maybe_clear_saved_tensors()  # unless the graph is retained: then each tensor is freed after its last use
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained, each tensor is freed after its last use
         outputs = [saved.pop(name) for name in ("output 0", "output 1") if name in saved]
         gate, up = _gate_and_up(outputs)
         with torch.autocast(grad.device.type, enabled=False):

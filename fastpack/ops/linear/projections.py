@@ -331,7 +331,7 @@ def _is_row_limited(
 def save_weights(
     settings: ProjectionSettings, flat: Sequence[Tensor | None], saved: dict[str, Tensor], *, prefix: str = ""
 ) -> None:
-    """Add the weights to ``saved`` as :func:`group_forward` does, without computing anything else."""
+    """Add the weights to ``saved`` as :func:`group_forward` does, without the matmuls."""
     for i, state in enumerate(settings.quant_states):
         weight = flat[4 * i]
         assert weight is not None
