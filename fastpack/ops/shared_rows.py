@@ -61,10 +61,10 @@ def first_copies(y: Tensor, copies: Copies) -> Tensor:
 def sum_copies(grad_T: Tensor, copies: Copies) -> Tensor:
     """Sum over the copies of each unique row, ``[T, ...]`` to ``[U, ...]``, in float32 or wider."""
     total = grad_T.index_select(0, copies.first)
-    wide = torch.promote_types(grad_T.dtype, torch.float32)
+    sum_dtype = torch.promote_types(grad_T.dtype, torch.float32)
     for rows, members in copies.several:
         each = grad_T.index_select(0, members.flatten()).unflatten(0, members.shape)
-        total.index_copy_(0, rows, each.sum(1, dtype=wide).to(total.dtype))
+        total.index_copy_(0, rows, each.sum(1, dtype=sum_dtype).to(total.dtype))
     return total
 
 

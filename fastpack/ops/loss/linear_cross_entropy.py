@@ -276,7 +276,7 @@ def _by_chunks(
         dense = settings.make_weight() if settings.make_weight is not None else weight
         assert dense is not None
         dtype = autocast or dense.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         dense = dense.to(dtype)
         power: Tensor | None = None
         if scale is not None and scale.ndim == 0 and torch.float16 in (dtype, hidden.dtype):
@@ -289,7 +289,7 @@ def _by_chunks(
         if order is not None:
             labels = labels.index_select(0, order)
         total, vocab = len(labels), len(dense)
-        losses = torch.empty(total, dtype=wide, device=hidden.device)
+        losses = torch.empty(total, dtype=sum_dtype, device=hidden.device)
         row_statistics = None if settings.statistics is None else losses.new_empty(total, 2)
         dhidden, dweight, dbias, da, db = (None,) * 5
         if needs[0]:
@@ -328,15 +328,15 @@ def _by_chunks(
                 _write_input(dhidden, here, start, stop, logits, dense, dlow, a)
             if needs[1]:
                 single = total <= settings.rows and weight is not None and weight.dtype == dtype
-                dweight = torch.mm(logits.t(), h) if single else _add_mm(dweight, logits.t(), h, wide)
+                dweight = torch.mm(logits.t(), h) if single else _add_mm(dweight, logits.t(), h, sum_dtype)
             if needs[2]:
-                share = logits.sum(0, dtype=wide)
+                share = logits.sum(0, dtype=sum_dtype)
                 dbias = share if dbias is None else dbias.add_(share)
             if needs[3]:
                 assert dlow is not None
-                da = _add_mm(da, dlow.t(), h, wide)
+                da = _add_mm(da, dlow.t(), h, sum_dtype)
             if needs[4]:
-                db = _add_mm(db, logits.t(), low, wide)
+                db = _add_mm(db, logits.t(), low, sum_dtype)
         if settings.statistics is not None and row_statistics is not None:
             settings.statistics.add_(row_statistics.sum(0))
         if da is not None:
@@ -385,15 +385,15 @@ def _mm_into(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None = None) -> N
         torch.addmm(bias, x, y, out=out)
 
 
-def _add_mm(total: Tensor | None, x: Tensor, y: Tensor, wide: torch.dtype) -> Tensor:
-    """Add ``x @ y``, a sum over tokens, to ``total`` in place and in the dtype ``wide``."""
-    if x.dtype == wide:
+def _add_mm(total: Tensor | None, x: Tensor, y: Tensor, sum_dtype: torch.dtype) -> Tensor:
+    """Add ``x @ y``, a sum over tokens, to ``total`` in place and in the dtype ``sum_dtype``."""
+    if x.dtype == sum_dtype:
         return torch.mm(x, y) if total is None else total.addmm_(x, y)
     if not x.is_cuda:
-        return _add_mm(total, x.to(wide), y.to(wide), wide)
+        return _add_mm(total, x.to(sum_dtype), y.to(sum_dtype), sum_dtype)
     if torch.compiler.is_compiling():  # the compiler doesn't support out_dtype with addmm
-        share = torch.mm(x, y, out_dtype=wide)
+        share = torch.mm(x, y, out_dtype=sum_dtype)
         return share if total is None else total.add_(share)
     if total is None:
-        return torch.mm(x, y, out_dtype=wide)
-    return torch.addmm(total, x, y, out_dtype=wide, out=total)
+        return torch.mm(x, y, out_dtype=sum_dtype)
+    return torch.addmm(total, x, y, out_dtype=sum_dtype, out=total)

@@ -28,6 +28,6 @@ def segment_sums(values: Tensor, offsets: Tensor) -> Tensor:
         tensor([3., 3.], dtype=torch.float64)
     """
     owner = torch.bucketize(torch.arange(len(values), device=values.device), offsets[1:].contiguous(), right=True)
-    wide = torch.float32 if values.device.type == "mps" else torch.float64
-    sums = torch.zeros(len(offsets), dtype=wide, device=values.device).index_add(0, owner, values.to(wide))
+    sum_dtype = torch.float32 if values.device.type == "mps" else torch.float64
+    sums = torch.zeros(len(offsets), dtype=sum_dtype, device=values.device).index_add(0, owner, values.to(sum_dtype))
     return sums[:-1]
