@@ -53,14 +53,14 @@ def defined(n: Tensor, p: Projection, dropped: Tensor | None = None) -> Tensor:
 
 
 def leaves(*owners: Any) -> list[Tensor]:
-    actual: list[Tensor] = []
+    tensors: list[Tensor] = []
     for owner in owners:
         if isinstance(owner, Tensor):
-            actual.append(owner)
+            tensors.append(owner)
         elif isinstance(owner, Projection):
-            actual += [owner.weight, *([owner.bias] if owner.bias is not None else [])]
-            actual += [owner.lora.a, owner.lora.b] if owner.lora else []
-    return [tensor for tensor in actual if tensor.requires_grad]
+            tensors += [owner.weight, *([owner.bias] if owner.bias is not None else [])]
+            tensors += [owner.lora.a, owner.lora.b] if owner.lora else []
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def gradients(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
