@@ -1,4 +1,4 @@
-"""Shared by the tests of ops: how far a tensor is from the truth, and where kernels run."""
+"""Helpers for the tests of ops: errors against exact results, and the devices and dtypes that kernels run on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPS = 1e-5  # of the norms
 
 
 def defined(x: Tensor, weight: Tensor, *, centred: bool) -> Tensor:
-    """The norms' definitions in float64: mean square or variance, and w."""
+    """Compute a norm as defined, in float64: with the mean square or the variance, and w."""
     x = x.double()
     if centred:
         x = x - x.sum(-1, keepdim=True) / x.shape[-1]
@@ -41,19 +41,19 @@ def relative(value: Tensor, truth: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def assert_no_worse(found: Tensor, plain: Tensor, truth: Tensor) -> None:
-    """``found`` has the shape and dtype of plain torch's result, and at most 1.5 times its error; 1e-5 in float32.
+def assert_no_worse(actual: Tensor, plain: Tensor, truth: Tensor) -> None:
+    """``actual`` has the shape and dtype of plain torch's result, and at most 1.5 times its error; 1e-5 in float32.
 
     Half a unit in the last place is allowed, too: in a few elements plain torch may be luckier than that.
     """
-    assert found.dtype == plain.dtype
-    half_a_unit = torch.finfo(found.dtype).eps / 2
-    allowed = 1e-5 if found.dtype == torch.float32 else max(1.5 * relative(plain, truth), half_a_unit)
-    assert relative(found, truth) <= allowed
+    assert actual.dtype == plain.dtype
+    half_a_unit = torch.finfo(actual.dtype).eps / 2
+    allowed = 1e-5 if actual.dtype == torch.float32 else max(1.5 * relative(plain, truth), half_a_unit)
+    assert relative(actual, truth) <= allowed
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[tuple[Any, ...]]:
-    """The arguments of every call of a function from now on."""
+    """Record the arguments of every call of a function from now on."""
     calls: list[tuple[Any, ...]] = []
     original: Callable[..., Any] = getattr(owner, name)
 

@@ -1,1 +1,1 @@
-"""One file an op, each with its definition in PyTorch first. Layers call these, so a kernel is swapped in here."""
+"""Tensor operations: one file each, which opens with its definition. Layers call these, so kernels are chosen here."""

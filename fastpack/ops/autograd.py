@@ -1,4 +1,4 @@
-"""What autograd Functions of ours share: backwards that can't be differentiated again, and views that are none."""
+"""Helpers for autograd Functions: backwards that refuse a second differentiation, and reshapes that are not views."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch import Tensor
 
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """For the backward of an autograd Function: who differentiates its results is told that this can't be done.
+    """Decorate a Function's ``backward`` so that differentiating its results raises an error.
 
-    torch's ``once_differentiable`` tells it only where an incoming gradient has a graph. Behind a loss it has none, and
-    a penalty on a weight's gradient would silently have none either.
+    torch's ``once_differentiable`` raises only if an incoming gradient has a graph. The gradient that comes from a loss
+    has none, so a penalty on a weight's gradient would silently get no gradient.
 
     Raises:
-        RuntimeError: in the second differentiation, from the results that it returns under ``create_graph=True``.
+        RuntimeError: when results that the backward returned under ``create_graph=True`` are differentiated.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            returned = backward(ctx, *grads)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return found
-        results = found if isinstance(found, tuple) else (found,)
+            return returned
+        results = returned if isinstance(returned, tuple) else (returned,)
         refuse: Any = torch._C._functions.DelayedError(
-            b"trying to differentiate twice through a model that is patched with fastpack, whose fast forwards are "
-            b"differentiable once. Take the patch off for that: fastpack.unpatch(model).",
+            b"trying to differentiate twice through a model that is patched with fastpack, whose fast forwards can be "
+            b"differentiated only once. Undo the patch first: fastpack.unpatch(model).",
             len(results),
         )
         with_graph = [None if result is None else result.detach().requires_grad_() for result in results]
@@ -39,19 +39,19 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_last_pass() -> bool:
-    """True in a backward after which nobody can read what was saved for it, so that its results may take its place."""
+    """Return whether this backward is the last to read its saved tensors, so that it may overwrite them."""
     return not torch.compiler.is_compiling() and not torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The same memory under another shape, of as many elements, which autograd does not take for a view.
+    """Reshape ``x`` without a copy, to as many elements; autograd does not treat the result as a view.
 
-    FSDP2 hangs its hooks on what a layer returns, and warns where that is a view: an operation in place would take the
-    hooks off. ``x`` itself must not be read any more, since what is written into the result goes unnoticed there.
+    FSDP2 attaches its hooks to the tensors that a layer returns, and warns about views, since an in-place operation on
+    one would drop the hooks. Don't read ``x`` afterwards: autograd does not see there what is written into the result.
     """
     return torch.ops.aten._unsafe_view.default(x, shape)
 
 
 def as_row(x: Tensor) -> Tensor:
-    """``[T, ...]`` to ``[1, T, ...]``, see :func:`reshaped`."""
+    """Add a leading dimension, ``[T, ...]`` to ``[1, T, ...]``, as :func:`reshaped` does."""
     return reshaped(x, (1, *x.shape))

@@ -1,13 +1,13 @@
-"""bitsandbytes' 4-bit weights made dense (Dettmers et al., "QLoRA", arXiv:2305.14314, section 3 and eq. 6).
+"""Dequantisation of bitsandbytes' 4-bit weights (Dettmers et al., "QLoRA", arXiv:2305.14314, section 3 and eq. 6).
 
 Definition, for weight i of a tensor in row-major order, all in float32:
 
     w_i      = code[nibble_i] absmax_b,  b = i // blocksize             rounded once, to the dtype it was quantised from
-    absmax_b = code2[level_b] absmax2_c + offset,  c = b // blocksize2  where scales are quantised too ("nested")
+    absmax_b = code2[level_b] absmax2_c + offset,  c = b // blocksize2  if the scales are quantised too ("nested")
 
-The upper half of a byte comes before the lower one. ``code`` is NormalFloat (NF4) or, with a sign bit, FP4; each
-product and each sum is rounded by itself. On a GPU every implementation gives the same bits (but for what is smaller
-than 2^-126, which bitsandbytes makes zero there).
+The upper half of a byte comes before the lower half. ``code`` is NormalFloat (NF4) or, with a sign bit, FP4. Each
+product and each sum is rounded by itself. On a GPU every implementation gives the same bits, except for values below
+2^-126, which bitsandbytes makes zero there. :func:`definition` is this definition in PyTorch.
 
 Shape suffixes: O size of an output, H of the input, N = O H.
 """
@@ -27,23 +27,29 @@ SMALLEST_BLOCK = 32
 
 
 def dequantize(weight: Tensor, quant_state: Any, dtype: torch.dtype, implementation: Implementation = "auto") -> Tensor:
-    """The dense weight, as ``bitsandbytes.functional.dequantize_4bit(weight, quant_state).to(dtype)`` gives it.
+    """Return the dense weight, equal to ``bitsandbytes.functional.dequantize_4bit(weight, quant_state).to(dtype)``.
 
     Args:
-        weight: packed, ``[N / 2, 1]`` of uint8 or as many bytes of another ``quant_storage``.
-        quant_state: bitsandbytes' ``QuantState`` of it, on the same device.
-        dtype: of the result; the values are those of the state's dtype.
-        implementation: ``auto`` takes the kernel, one launch, where :func:`use_triton` says so and it can serve; it
-            and ``torch`` call bitsandbytes otherwise, which launches two kernels more where scales are nested.
+        weight: the packed weight, ``[N / 2, 1]`` of uint8, or as many bytes of another ``quant_storage``.
+        quant_state: the weight's bitsandbytes ``QuantState``, on the same device.
+        dtype: the dtype of the result. The values are rounded to the state's dtype first.
+        implementation: ``auto`` runs the kernel, in one launch, if :func:`use_triton` allows it and the kernel supports
+            the weight. Otherwise ``auto`` calls bitsandbytes, as ``torch`` always does; that takes two launches more
+            for nested scales.
 
     Returns:
-        ``[O, H]``, new and contiguous.
+        The dense weight ``[O, H]``, new and contiguous.
 
     Raises:
-        ValueError: ``implementation="triton"``, and the kernel can't serve.
+        ValueError: ``implementation="triton"``, and the kernel doesn't support the weight.
+
+    Example:
+        >>> weight, state = bitsandbytes.functional.quantize_4bit(dense, quant_type="nf4")  # doctest: +SKIP
+        >>> dequantize(weight, state, torch.bfloat16).shape == dense.shape  # doctest: +SKIP
+        True
     """
     if use_triton(implementation, weight):
-        packed = weight.detach()  # a plain tensor: each look at an attribute of bitsandbytes' own class runs Python
+        packed = weight.detach()  # a plain tensor: every attribute access on bitsandbytes' class runs Python code
         if kernel_serves(implementation, "dequantising", kernel_rejects(packed, quant_state, dtype)):
             from fastpack.ops.kernels import dequantize as kernels
 
@@ -55,7 +61,7 @@ def dequantize(weight: Tensor, quant_state: Any, dtype: torch.dtype, implementat
 
 
 def definition(weight: Tensor, quant_state: Any) -> Tensor:
-    """The definition above, ``[O, H]`` in the state's dtype; slow, and several times the result's memory."""
+    """Return the weight ``[O, H]`` in the state's dtype, step by step; slow, with several times the result's memory."""
     state = quant_state
     absmax = state.absmax
     if state.nested:
@@ -69,17 +75,17 @@ def definition(weight: Tensor, quant_state: Any) -> Tensor:
 
 
 def kernel_rejects(packed: Tensor, quant_state: Any, dtype: torch.dtype) -> str | None:
-    """Why the kernel can't make this weight dense, or None."""
+    """Return why the kernel can't dequantise this weight, or None."""
     state = quant_state
     if state.quant_type not in KERNEL_CODES:
-        return f"a quant_type of {state.quant_type!r}, and serves {' and '.join(KERNEL_CODES)}"
+        return f"a quant_type of {state.quant_type!r}, but supports {' and '.join(KERNEL_CODES)}"
     if getattr(state, "packing_format_for_cpu", False):
         return "a weight packed for a CPU"
     if dtype not in KERNEL_DTYPES or state.dtype not in KERNEL_DTYPES:
-        return f"{dtype} of {state.dtype}, and serves float32, bfloat16 and float16"
+        return f"{dtype} of {state.dtype}, but supports float32, bfloat16 and float16"
     count, size = math.prod(state.shape), state.blocksize
     if not _power_of_two(size) or size < SMALLEST_BLOCK:
-        return f"blocks of {size}, and serves powers of two from {SMALLEST_BLOCK} on"
+        return f"blocks of {size}, but supports powers of two from {SMALLEST_BLOCK} on"
     if packed.nbytes < (count + 1) // 2:
         return f"{packed.nbytes} bytes for {count} weights"
     blocks = -(-count // size)
@@ -92,18 +98,18 @@ def kernel_rejects(packed: Tensor, quant_state: Any, dtype: torch.dtype) -> str 
             (state.absmax, torch.uint8, blocks),
             (outer.code, torch.float32, 256),
             (outer.absmax, torch.float32, -(-blocks // outer.blocksize)),
-            (state.offset, state.offset.dtype, 1),  # float32, or what the default was when it was loaded
+            (state.offset, state.offset.dtype, 1),  # float32, or the default dtype at the time of loading
         ]
     else:
         tables.append((state.absmax, torch.float32, blocks))
-    for table, of, least in tables:
-        if table.dtype != of or table.numel() < least:
-            return f"a table of {table.numel()} {table.dtype} in its quant_state, where {least} {of} are read"
+    for table, expected, least in tables:
+        if table.dtype != expected or table.numel() < least:
+            return f"a table of {table.numel()} {table.dtype} in its quant_state, but reads {least} {expected}"
         if table.device != packed.device:
             return f"a weight on {packed.device} and a quant_state on {table.device}"
         if not table.is_contiguous():
             return "a quant_state whose tensors are not contiguous"
-    return None if packed.is_contiguous() else f"a weight of strides {packed.stride()}, which is not contiguous"
+    return None if packed.is_contiguous() else f"a weight of strides {packed.stride()}, but needs a contiguous one"
 
 
 def _power_of_two(size: int) -> bool:

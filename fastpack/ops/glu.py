@@ -1,15 +1,15 @@
 """Gated linear units: ``activation(gate) * up`` (Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202).
 
-Activations that kernels serve, each in float32 with one rounding of the result (Hendrycks & Gimpel, "Gaussian Error
+The kernels support these activations, each computed in float32 and rounded once (Hendrycks & Gimpel, "Gaussian Error
 Linear Units", arXiv:1606.08415, eq. 1 and section 2):
 
     silu(x)      = x sigmoid(x)
     gelu(x)      = x Phi(x) = x (1 + erf(x / sqrt 2)) / 2
     gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
 
-Gradients, with g that of the result: ``dgate = g up activation'(gate)``, ``dup = g activation(gate)``.
+Gradients, with g the gradient of the result: ``dgate = g up activation'(gate)``, ``dup = g activation(gate)``.
 
-Suffixes: T tokens, I width of gate and of up.
+Shape suffixes: T tokens, I width of gate and of up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_se
 from fastpack.ops.kinds import Activation, ActivationKind
 from fastpack.utils.hooks import carries_hooks
 
-# transformers' classes, which write these functions in several ways
+# transformers has several classes for one function
 UPSTREAM: dict[str, ActivationKind] = {
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
@@ -39,15 +39,24 @@ UPSTREAM: dict[str, ActivationKind] = {
 
 
 def gated(gate: Tensor, up: Tensor, activation: Activation, implementation: Implementation = "auto") -> Tensor:
-    """``activation(gate) * up``, elementwise on ``[..., I]`` (SwiGLU for SiLU, GEGLU for GELU).
+    """Compute ``activation(gate) * up`` elementwise (SwiGLU with SiLU, GEGLU with GELU).
 
     Args:
-        gate, up: of one shape; halves of one tensor are taken as they are.
+        gate: ``[..., I]``.
+        up: ``[..., I]``; gate and up may be the halves of one tensor, which are not copied.
         activation: a module or a function.
-        implementation: ``auto`` takes the kernel where :func:`use_triton` says so, for what it serves.
+        implementation: ``auto`` runs the kernel if :func:`use_triton` allows it and the kernel supports the inputs.
+
+    Returns:
+        ``[..., I]``.
 
     Raises:
-        ValueError: ``implementation="triton"``, and no kernel serves this activation or dtype.
+        ValueError: ``implementation="triton"``, and the kernel doesn't support this activation, dtype or shape.
+
+    Example:
+        >>> gate, up = torch.randn(5, 16).chunk(2, -1)
+        >>> gated(gate, up, torch.nn.SiLU()).shape
+        torch.Size([5, 8])
     """
     if use_triton(implementation, gate):
         kind = activation_kind(activation)
@@ -57,9 +66,9 @@ def gated(gate: Tensor, up: Tensor, activation: Activation, implementation: Impl
 
 
 def activation_kind(activation: Activation) -> ActivationKind | None:
-    """Which kernels serve this activation, or None: the module must be called.
+    """Return the kernels' name for this activation, or None if it must be called.
 
-    That is so for other functions, and for a module that carries hooks or a forward of its own instance.
+    It must be called if no kernel computes it, or if it is a module with hooks or with a forward set on the instance.
     """
     if isinstance(activation, nn.Module):
         if carries_hooks(activation):
@@ -81,7 +90,7 @@ def activation_kind(activation: Activation) -> ActivationKind | None:
 
 
 def gated_forward(gate: Tensor, up: Tensor, kind: ActivationKind, *, implementation: Implementation = "auto") -> Tensor:
-    """:func:`gated` without a graph, for use inside another autograd Function; contiguous."""
+    """Compute :func:`gated` without a graph, for use in another autograd Function; the result is contiguous."""
     if use_triton(implementation, gate) and _kernel_serves(implementation, gate, up, kind):
         from fastpack.ops.kernels import glu as kernels
 
@@ -99,13 +108,17 @@ def gated_backward(
     recompute: bool = False,
     implementation: Implementation = "auto",
 ) -> None:
-    """Write the gradients of gate and up, and with ``recompute`` the result of :func:`gated_forward` once more.
+    """Write the gradients of gate and up into ``out``.
 
     Args:
-        grad: ``[..., I]``, of the result; with ``recompute`` that is written over it.
-        gate, up: ``[..., I]``.
-        out: where the two gradients go, as the halves of one ``[..., 2 I]`` tensor for a projection to both; gate and
-            up themselves, where the caller gives those up.
+        grad: ``[..., I]``, the gradient of the result.
+        gate: ``[..., I]``.
+        up: ``[..., I]``.
+        kind: the activation.
+        out: the memory for the two gradients, ``[..., I]`` each. They may be the halves of one tensor, or gate and up
+            themselves if the caller no longer needs those.
+        recompute: overwrite ``grad`` with the result of :func:`gated_forward`.
+        implementation: as for :func:`gated`.
     """
     if use_triton(implementation, gate) and _kernel_serves(implementation, gate, up, kind):
         from fastpack.ops.kernels import glu as kernels
@@ -115,18 +128,18 @@ def gated_backward(
     dtype = torch.promote_types(torch.promote_types(gate.dtype, up.dtype), torch.float32)
     wide, g = gate.to(dtype), grad.to(dtype)
     if kind == "silu":
-        slope = torch.ops.aten.silu_backward(g * up, wide)
+        dgate = torch.ops.aten.silu_backward(g * up, wide)
     else:
-        slope = torch.ops.aten.gelu_backward(g * up, wide, approximate="tanh" if kind == "gelu_tanh" else "none")
-    of_up = g * _activate(wide, kind)
+        dgate = torch.ops.aten.gelu_backward(g * up, wide, approximate="tanh" if kind == "gelu_tanh" else "none")
+    dup = g * _activate(wide, kind)
     if recompute:
         grad.copy_(_activate(gate, kind) * up)
-    out[0].copy_(slope)
-    out[1].copy_(of_up)
+    out[0].copy_(dgate)
+    out[1].copy_(dup)
 
 
 class _Gated(torch.autograd.Function):
-    """Saves gate and up alone: what else the backward needs is computed there."""
+    """The autograd Function of :func:`gated`. It saves only gate and up; the backward recomputes the rest."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
@@ -156,16 +169,16 @@ def _kernel_serves(
     kind: ActivationKind | None,
     activation: Activation | None = None,
 ) -> bool:
-    """True where the kernel is to run, which was asked for or is allowed.
+    """Return whether the kernel supports these inputs.
 
     Raises:
-        ValueError: it was asked for by name and can't.
+        ValueError: it doesn't, and ``implementation="triton"``.
     """
     reason = None
     if kind is None:
-        reason = f"the activation {activation}, and serves SiLU and GELU (neither with hooks)"
+        reason = f"the activation {activation}, but supports SiLU and GELU (without hooks)"
     elif gate.dtype not in KERNEL_DTYPES or up.dtype not in KERNEL_DTYPES:
-        reason = f"{gate.dtype} and {up.dtype}, and serves float32, bfloat16 and float16"
+        reason = f"{gate.dtype} and {up.dtype}, but supports float32, bfloat16 and float16"
     elif gate.shape != up.shape:
-        reason = f"gate of {tuple(gate.shape)} and up of {tuple(up.shape)}"
+        reason = f"gate of shape {tuple(gate.shape)} and up of {tuple(up.shape)}, but needs one shape"
     return kernel_serves(implementation, "gated units", reason)

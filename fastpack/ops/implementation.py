@@ -1,7 +1,7 @@
-"""Which implementation of an op runs: its definition in torch, or its Triton kernel.
+"""The choice of an op's implementation: its definition in torch, or its Triton kernel.
 
-Kernels live in :mod:`fastpack.ops.kernels`, a module each, and are imported when first used: Triton is optional and
-slow to import.
+Each kernel is a module of :mod:`fastpack.ops.kernels`, imported when it is first used: Triton is optional and slow to
+import.
 """
 
 from __future__ import annotations
@@ -20,47 +20,48 @@ Implementation = Literal["auto", "torch", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = get_args(Implementation)
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What kernels serve unless they say otherwise."""
+"""The dtypes that kernels support unless they say otherwise."""
 
 
 def use_triton(implementation: Implementation, x: Tensor) -> bool:
-    """True where the kernel is to run.
+    """Return whether the Triton kernel should run on ``x``.
 
-    ``auto`` takes it on a CUDA device with Triton installed, and leaves a region that ``torch.compile`` traces to
-    the definition, which the compiler fuses with its neighbours. ``triton`` runs it wherever the tensor is, which on
-    a CPU is what Triton's interpreter is for.
+    ``auto`` chooses the kernel on a CUDA device if Triton is installed. Inside ``torch.compile`` it chooses the
+    definition, which the compiler fuses with its neighbours. ``triton`` chooses the kernel on any device; on a CPU it
+    needs Triton's interpreter. ``torch`` never chooses it.
 
     Raises:
-        KernelUnavailableError: ``triton`` in such a region: torch 2.11 traces Functions with wrong gradients (that of a
-            normalisation's weight is zero); or on a CPU without Triton's interpreter.
+        KernelUnavailableError: ``triton`` was passed inside ``torch.compile``, where torch 2.11 traces Functions with
+            wrong gradients (zero for a norm's weight), or on a CPU without Triton's interpreter.
     """
     compiling = torch.compiler.is_compiling()
     if implementation == "auto":
         return not compiling and x.is_cuda and triton_installed()
     if implementation == "triton" and compiling:
         raise KernelUnavailableError(
-            "kernels can't be asked for inside torch.compile, which fuses the definitions: pass 'auto'."
+            "kernels='triton' can't be used inside torch.compile, which fuses the definitions: pass kernels='auto'."
         )
     if implementation == "triton" and x.device.type == "cpu" and not _interprets():
         raise KernelUnavailableError(
-            "kernels='triton' was asked for and the tensors are on the CPU, for which Triton compiles nothing. Move "
+            "kernels='triton' was passed, but the tensors are on the CPU, for which Triton compiles nothing. Move "
             "the model to a GPU, pass kernels='auto', or set TRITON_INTERPRET=1 beforehand for Triton's interpreter."
         )
     return implementation == "triton"
 
 
 def kernel_serves(implementation: Implementation, kernel: str, reason: str | None) -> bool:
-    """True unless there is a reason why the kernel, where :func:`use_triton` would take it, can't serve.
+    """Return whether the kernel supports its inputs, which is so if ``reason`` is None.
 
     Args:
-        kernel: what it is called in the message.
-        reason: what it was given, and serves; None where it can.
+        implementation: the implementation that the caller passed to the op.
+        kernel: the kernel's name in the error message.
+        reason: the input that the kernel doesn't support, and what it supports instead; None if it supports all.
 
     Raises:
-        ValueError: there is, and the kernel was asked for by name.
+        ValueError: there is a reason, and ``implementation="triton"``.
     """
     if reason is not None and implementation == "triton":
-        raise ValueError(f"The kernel of {kernel} was given {reason}. Pass implementation='auto' or 'torch'.")
+        raise ValueError(f"The kernel of {kernel} got {reason}. Pass implementation='auto' or 'torch'.")
     return reason is None
 
 
@@ -69,7 +70,7 @@ def _interprets() -> bool:
 
 
 def why_no_kernels() -> str | None:
-    """Why no kernel can run on this machine, wherever tensors are; None if one can."""
+    """Return why no kernel can run on this machine, whatever device the tensors are on, or None."""
     if not triton_installed():
         return "Triton is not installed: pip install triton, or pass kernels='auto'."
     if not torch.accelerator.is_available() and not _interprets():
@@ -81,5 +82,5 @@ def why_no_kernels() -> str | None:
 
 @functools.cache
 def triton_installed() -> bool:
-    """True where Triton can be imported."""
+    """Return whether Triton can be imported."""
     return importlib.util.find_spec("triton") is not None

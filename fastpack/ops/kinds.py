@@ -1,4 +1,4 @@
-"""The variants of norms and gated units, which an op and its kernel both know."""
+"""Variants of norms and gated linear units, shared by the ops and their kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ActivationKind = Literal["silu", "gelu", "gelu_tanh"]
 
 
 class NormKind(NamedTuple):
-    """Which normalisation: about the mean or not, where it is rounded, and whether w is 1 + weight."""
+    """A kind of normalisation: whether x is centred, where it is rounded, and whether the factor is 1 + weight."""
 
     centred: bool
     round_before: bool

@@ -1,4 +1,4 @@
-"""Root-mean-square and layer normalisation over the last dimension.
+"""RMSNorm and LayerNorm over the last dimension.
 
 Definitions (Zhang & Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467, eq. 4; Ba et al., "Layer
 Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + weight:
@@ -6,15 +6,15 @@ Normalization", arXiv:1607.06450, eq. 4), in float32, with w = weight or 1 + wei
     rms_norm(x)   = x / sqrt(mean(x^2) + eps) * w
     layer_norm(x) = (x - mean(x)) / sqrt(var(x) + eps) * w
 
-Families differ in where they round to x's dtype, which is kept, so that results match theirs to the bit in most
-places: ``before`` the weight is applied (Llama) or ``after`` (Gemma, OLMo-2, Cohere).
+Families round to x's dtype at different points: ``before`` the weight is applied (Llama), or ``after`` (Gemma, OLMo-2,
+Cohere). The ops round at the same point, so that results match the stock modules' bit for bit in most places.
 
-Gradients, with n the normalised x before its weight and g the gradient of the result (the terms in mean(x) belong to
-layer normalisation alone):
+Gradients, with n the normalised x before the weight and g the gradient of the result (the term ``mean(g w)`` is there
+for layer_norm only):
 
     dx = rstd * (g w - n mean(g w n) - mean(g w)),  dw = sum over tokens of g n
 
-Suffixes: T tokens, H width of the last dimension.
+Shape suffixes: T tokens, H width of the last dimension.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, kernel_se
 from fastpack.ops.kinds import NormKind, Rounding
 from fastpack.ops.row_count import RowCount, rows_of
 
-MAX_WIDTH = 32768  # of the kernels: a row is held in the registers of one program
+MAX_WIDTH = 32768  # the kernels hold a row in the registers of one program
 
 
 def rms_norm(
@@ -42,21 +42,25 @@ def rms_norm(
     unit_offset: bool = False,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """Root-mean-square normalisation of ``[..., H]``.
+    """Apply RMSNorm to the last dimension of ``x``.
 
     Args:
-        x: any float dtype; normalised in float32.
+        x: ``[..., H]`` of any float dtype; normalised in float32.
         weight: ``[H]``.
         eps: added to the mean square.
         rounding: round to ``x.dtype`` before or after the weight is applied.
         unit_offset: multiply by ``1 + weight`` (Gemma).
-        implementation: ``auto`` takes the kernel where :func:`use_triton` says so, for what it serves.
+        implementation: ``auto`` runs the kernel if :func:`use_triton` allows it and the kernel supports the inputs.
 
     Returns:
-        ``[..., H]``, of ``x.dtype``, or with rounding ``before`` of the dtype that it promotes to with the weight's.
+        ``[..., H]``. Its dtype is ``x.dtype`` or, with rounding ``before``, the promoted dtype of x and the weight.
 
     Raises:
-        ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
+        ValueError: ``implementation="triton"``, and the kernel doesn't support this dtype or width.
+
+    Example:
+        >>> rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), eps=0.0)
+        tensor([[0.8485, 1.1314]])
     """
     kind = NormKind(False, rounding == "before", unit_offset)
     out: Tensor
@@ -65,7 +69,7 @@ def rms_norm(
         return out
     plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32
     if plain and not torch.compiler.is_compiling():
-        # torch has no fused kernel here: results of the plain formula to the bit, with a third of the backward's passes
+        # torch has no fused kernel here; this equals the plain formula bit for bit, in a third of the backward's passes
         out = _Norm.apply(x, weight, eps, kind, False)
         return out
     scale = _scale(weight, kind)
@@ -76,12 +80,16 @@ def rms_norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor, eps: float, *, implementation: Implementation = "auto") -> Tensor:
-    """Layer normalisation of the last dimension, in float32, rounded once, to ``x.dtype`` (Cohere).
+    """Apply LayerNorm without bias to the last dimension, in float32, rounded once to ``x.dtype`` (Cohere).
 
-    ``weight`` may have leading dimensions of its own, the last ones of x (``[heads, D]``).
+    The weight's shape must equal the last dimensions of x: ``[H]``, or ``[heads, D]`` for a weight of each head.
 
     Raises:
-        ValueError: ``implementation="triton"``, and the kernel does not serve this dtype or width.
+        ValueError: ``implementation="triton"``, and the kernel doesn't support this dtype or width.
+
+    Example:
+        >>> layer_norm(torch.tensor([[1.0, 3.0]]), torch.ones(2), eps=0.0)
+        tensor([[-1.,  1.]])
     """
     if _kernel_serves(implementation, x, weight):
         return _Norm.apply(x, weight, eps, LAYER, True)
@@ -98,14 +106,20 @@ def rms_norm_forward(
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """:func:`rms_norm` without a graph, for use inside another autograd Function.
+    """Compute :func:`rms_norm` without a graph, for use in another autograd Function.
 
     Args:
-        row_count: how many of the first tokens count: the others may be left out, and are zeros then. Here and below.
+        x: ``[..., H]``.
+        weight: ``[H]``.
+        eps: as for :func:`rms_norm`.
+        rounding: as for :func:`rms_norm`.
+        unit_offset: as for :func:`rms_norm`.
+        row_count: how many of the first tokens are real. The kernel may skip the others, whose results are zero then.
+        implementation: as for :func:`rms_norm`.
 
     Returns:
-        The normalised tensor, and ``rstd``: float32 ``[T]``, one over the root mean square of each row, leading
-        dimensions flattened.
+        The normalised tensor, and ``rstd``: float32 ``[T]``, the reciprocal of each row's root mean square, with the
+        leading dimensions flattened.
     """
     kind = NormKind(False, rounding == "before", unit_offset)
     normed, _, rstd = _forward(x, weight, eps, kind, _kernel_serves(implementation, x, weight), row_count)
@@ -126,18 +140,24 @@ def rms_norm_backward(
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`rms_norm_forward` for x and weight.
+    """Compute the gradients of :func:`rms_norm_forward` for x and the weight.
 
     Args:
-        grad: ``[..., H]``, of the normalised tensor.
-        x: ``[..., H]``, what was normalised; rstd: ``[T]``, as the forward returned it.
-        grad_summed: the gradient that reaches x past the norm, added to the first result.
-        need_weight: False where the weight is frozen, which is less work.
-        normed: contiguous, of the dtype that the forward's result has: where that result goes once more, as
-            :func:`rms_norm_apply` gives it, on the way. It may be ``grad`` itself.
+        grad: ``[..., H]``, the gradient of the normalised tensor.
+        x: ``[..., H]``, the input of the forward.
+        weight: ``[H]``.
+        rstd: ``[T]``, as the forward returned it.
+        rounding: as in the forward.
+        unit_offset: as in the forward.
+        grad_summed: the gradient that reaches x on paths around the norm; it is added to the gradient of x.
+        need_weight: False for a frozen weight, which saves work.
+        normed: memory for the forward's result, which is computed again along with the gradients, as by
+            :func:`rms_norm_apply`. It is contiguous, has that result's dtype, and may be ``grad`` itself.
+        row_count: as in the forward.
+        implementation: as in the forward.
 
     Returns:
-        The gradient of x, of its dtype, and that of the weight or None.
+        The gradient of x, in x's dtype, and the gradient of the weight or None.
     """
     kind = NormKind(False, rounding == "before", unit_offset)
     kernel = _kernel_serves(implementation, x, weight)
@@ -157,8 +177,10 @@ def rms_norm_apply(
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """The normalised tensor once more, from x and the ``rstd`` that :func:`rms_norm_forward` returned: one pass, equal
-    to the first to the bit. No graph."""
+    """Compute the result of :func:`rms_norm_forward` again, from x and the ``rstd`` that it returned.
+
+    This takes one pass, without a graph; the result is equal bit for bit.
+    """
     kind = NormKind(False, rounding == "before", unit_offset)
     if _kernel_serves(implementation, x, weight):
         from fastpack.ops.kernels import norm as kernels
@@ -168,7 +190,7 @@ def rms_norm_apply(
 
 
 class _Norm(torch.autograd.Function):
-    """Both normalisations: saves what was normalised, the weight and one or two figures a row."""
+    """The autograd Function of both norms. It saves x, the weight and one or two values for each row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kind: NormKind, kernel: bool) -> Tensor:
@@ -192,7 +214,10 @@ LAYER = NormKind(centred=True, round_before=False, unit_offset=False)
 def _forward(
     x: Tensor, weight: Tensor, eps: float, kind: NormKind, kernel: bool, row_count: RowCount | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalised, mean ``[T]`` (None unless centred), rstd ``[T]``; of a layer norm by the kernel alone."""
+    """Return the normalised tensor, the mean ``[T]`` (None unless centred) and rstd ``[T]``.
+
+    LayerNorm is computed by the kernel only.
+    """
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
@@ -215,8 +240,10 @@ def _backward(
     row_count: RowCount | None = None,
     normed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and weight, those that are ``needed``; of a layer norm by the kernel alone. The normalised tensor
-    goes into ``normed``, last of all, where there is one."""
+    """Return the ``needed`` gradients of x and weight; LayerNorm's are computed by the kernel only.
+
+    The normalised tensor is written into ``normed``, if there is one, after everything else was read.
+    """
     if kernel:
         from fastpack.ops.kernels import norm as kernels
 
@@ -224,15 +251,15 @@ def _backward(
     wide, g, width = _wide(x), grad.to(rstd.dtype), x.shape[-1]
     dx = dweight = None
     if needed[0]:
-        of_row = rstd.reshape(*x.shape[:-1], 1)
+        row_rstd = rstd.reshape(*x.shape[:-1], 1)
         weighted = g * _scale(weight, kind)
-        slope = (weighted * wide).mean(-1, keepdim=True) * of_row.pow(3)
-        dx = weighted.mul_(of_row).addcmul_(wide, slope, value=-1)
+        slope = (weighted * wide).mean(-1, keepdim=True) * row_rstd.pow(3)
+        dx = weighted.mul_(row_rstd).addcmul_(wide, slope, value=-1)
         if grad_summed is not None:
             dx += grad_summed
         dx = dx.to(x.dtype)
     if needed[1]:
-        # [1, T] @ [T, H]: a matrix product instead of one more pass, in this dtype also where autocast has another
+        # [1, T] @ [T, H]: a matmul instead of one more pass; autocast is off, since it would change the dtype
         with torch.autocast(x.device.type, enabled=False):
             dweight = rstd.reshape(1, -1) @ (g * wide).reshape(-1, width)
         dweight = dweight.reshape(weight.shape).to(weight.dtype)
@@ -242,19 +269,19 @@ def _backward(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32, or wider."""
+    """Return ``x`` in float32, or in its own dtype if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _scale(weight: Tensor, kind: NormKind) -> Tensor:
-    """The w of the definitions, in the dtype that it is multiplied in."""
+    """Return the factor w of the definitions, in the dtype in which it is multiplied."""
     if not kind.round_before:
         weight = _wide(weight)
     return 1.0 + weight if kind.unit_offset else weight
 
 
 def _weighted(wide: Tensor, rstd: Tensor, weight: Tensor, dtype: torch.dtype, kind: NormKind) -> Tensor:
-    """``wide * rstd * w``, rounded to ``dtype`` where this kind rounds."""
+    """Return ``wide * rstd * w``, rounded to ``dtype`` at the point where this kind rounds."""
     normed, scale = wide * rstd, _scale(weight, kind)
     if not kind.round_before:
         return normed.mul_(scale).to(dtype)
@@ -263,18 +290,18 @@ def _weighted(wide: Tensor, rstd: Tensor, weight: Tensor, dtype: torch.dtype, ki
 
 
 def _kernel_serves(implementation: Implementation, x: Tensor, weight: Tensor) -> bool:
-    """True where the kernel is to run.
+    """Return whether the kernel should run.
 
     Raises:
-        ValueError: it was asked for by name and can't.
+        ValueError: ``implementation="triton"``, and the kernel doesn't support the inputs.
     """
     if not use_triton(implementation, x):
         return False
     reason = None
     if x.shape[-1] > MAX_WIDTH:
-        reason = f"rows of {x.shape[-1]} elements, and holds at most {MAX_WIDTH}"
+        reason = f"rows of {x.shape[-1]} elements, but holds at most {MAX_WIDTH}"
     elif weight.shape != x.shape[x.ndim - weight.ndim :]:
         reason = f"a weight of shape {tuple(weight.shape)} for x of {tuple(x.shape)}"
     elif x.dtype not in KERNEL_DTYPES or weight.dtype not in KERNEL_DTYPES:
-        reason = f"{x.dtype} and {weight.dtype}, and serves float32, bfloat16 and float16"
+        reason = f"{x.dtype} and {weight.dtype}, but supports float32, bfloat16 and float16"
     return kernel_serves(implementation, "normalisation", reason)

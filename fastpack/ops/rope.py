@@ -1,19 +1,19 @@
-"""Rotary position embedding of packed queries and keys, alone or behind a normalisation of each head.
+"""Rotary position embedding (RoPE) of packed queries and keys, alone or after a norm of each head.
 
-Definition (Su et al., "RoFormer", arXiv:2104.09864, eq. 34), for each token and head: pairs of elements of the first
-R of D are rotated by the token's angles; the other D - R pass unchanged. ``half`` pairs element i with i + R/2,
-``interleaved`` pairs 2i with 2i + 1.
+Definition (Su et al., "RoFormer", arXiv:2104.09864, eq. 34), for each token and head: the first R of D elements form
+pairs, which are rotated by the token's angles; the other D - R elements stay unchanged. The layout ``half`` pairs
+element i with i + R/2, ``interleaved`` pairs 2i with 2i + 1.
 
     rope(x) = x * cos + rotate(x) * sin,  rotate((first, second)) = (-second, first)
     norm_rope(x) = rope(rms_norm(x, weight))
 
-The transpose of ``rope`` is ``rope`` with ``-sin``, so its backward keeps nothing but the tables. That of
-``norm_rope`` computes 1 / rms(x) again, from the x that it reads anyway; with y = rms_norm(x), n = x / rms(x) and w
-the weight or 1 + weight (Zhang & Sennrich, arXiv:1910.07467, eq. 4, differentiated):
+The transpose of ``rope`` is ``rope`` with ``-sin``, so its backward saves only the tables. The backward of
+``norm_rope`` computes 1 / rms(x) again, from the x that it reads anyway. With y = rms_norm(x), n = x / rms(x), g the
+gradient of the result and w the weight or 1 + weight (Zhang & Sennrich, arXiv:1910.07467, eq. 4, differentiated):
 
     dy = rope^T(g),  dx = (dy w - n mean(dy w n)) / rms(x),  dw = sum over tokens and heads of dy n
 
-Suffixes: T tokens, H query heads, K key heads, D head size, R rotated elements of a head, P positions of a table.
+Shape suffixes: T tokens, H query heads, K key heads, D head size, R rotated elements of a head, P rows of a table.
 """
 
 from __future__ import annotations
@@ -44,25 +44,34 @@ def apply_rope(
     positions: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys. Differentiable in both, twice.
+    """Rotate queries and keys by their tokens' angles; twice differentiable in both.
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``, where K may be 0; any strides.
-        cos, sin: ``[T, R]`` with R at most D, as transformers' rotary modules return them: both elements of a pair
-            hold the same value, and **only the first is read**. Or, with ``positions``, tables ``[P, R]``.
+        q: ``[T, H, D]``, with any strides.
+        k: ``[T, K, D]``, with any strides; K may be 0.
+        cos: ``[T, R]`` with R at most D, as transformers' rotary modules return it: both elements of a pair hold the
+            same value, and **only the first is read**. With ``positions``, a table ``[P, R]``.
+        sin: of the same shape as ``cos``. Float32 cos and sin (OLMo-2, autocast) are not cast.
         layout: how elements are paired.
         compute_in_float32: rotate in float32 (Cohere), else in the promoted dtype of heads and tables. The kernel
-            always does, and rounds once.
-        positions: int64 or int32 ``[T]``, the row of the tables that each token takes. On a GPU nothing checks that
-            they lie within the tables.
-        implementation: ``auto`` takes the kernel where :func:`use_triton` says so, for what it serves: heads and
-            tables whose last dimension has stride 1.
+            always rotates in float32 and rounds once.
+        positions: int64 or int32 ``[T]``, each token's row of the tables. On a GPU nothing checks that the positions
+            lie within the tables.
+        implementation: ``auto`` runs the kernel if :func:`use_triton` allows it and the kernel supports the inputs:
+            heads and tables whose last dimension has stride 1.
 
     Returns:
-        q and k rotated, of the same shapes and dtypes. Float32 tables (OLMo-2, autocast) are used as they are.
+        q and k rotated, with unchanged shapes and dtypes.
 
     Raises:
-        ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve.
+        ValueError: the shapes don't fit each other, or ``implementation="triton"`` and the kernel doesn't support the
+            inputs.
+
+    Example:
+        >>> q, k = torch.randn(5, 4, 8), torch.randn(5, 2, 8)
+        >>> angles = torch.arange(5)[:, None] * 10000 ** (-torch.arange(4) / 4)
+        >>> cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
+        >>> q, k = apply_rope(q, k, cos, sin)
     """
     _check_shapes(q, k, cos, sin, positions)
     if _kernel_serves(implementation, (q, k, cos, sin), positions):
@@ -72,8 +81,8 @@ def apply_rope(
     if compute_in_float32:
         cos, sin = cos.float(), sin.float()
     cos, sin = cos[:, None], sin[:, None]
-    with torch.autocast(q.device.type, enabled=False):  # which would have parts of other dtypes joined in its own
-        return _turned(q, cos, sin, layout), _turned(k, cos, sin, layout)
+    with torch.autocast(q.device.type, enabled=False):  # autocast would concatenate parts of several dtypes in its own
+        return _rotated(q, cos, sin, layout), _rotated(k, cos, sin, layout)
 
 
 def norm_rope(
@@ -92,28 +101,40 @@ def norm_rope(
     positions: Tensor | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Root-mean-square normalisation of each head, then rotation (Qwen 3, Gemma 3).
+    """Apply RMSNorm to each head, then rotate (Qwen 3, Gemma 3).
+
+    The backward needs q and k: the results are rounded and multiplied by a weight that may be 0, so the inputs can't be
+    recovered from them.
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``, where K may be 0; any strides. Both are kept for the backward: from the
-            results, rounded and multiplied by a weight that may be 0, they can't be had again.
-        q_weight, k_weight: ``[D]``. Weights of each head (``[H, D]``) or of all heads at once (``[H * D]``) are for
-            the separate ops.
-        eps, rounding, unit_offset: as of :func:`fastpack.ops.norm.rms_norm`; the kernel rounds once, at the end.
-        cos, sin, layout, compute_in_float32, positions, implementation: as of :func:`apply_rope`. Where ``auto``
-            does not take the fused kernel, each of the two ops chooses for itself.
+        q: ``[T, H, D]``, with any strides.
+        k: ``[T, K, D]``, with any strides; K may be 0.
+        q_weight: ``[D]``. For a weight of each head (``[H, D]``) or of all heads at once (``[H * D]``), call the norm
+            and :func:`apply_rope` separately.
+        k_weight: ``[D]``.
+        eps: as for :func:`fastpack.ops.norm.rms_norm`.
+        cos: as for :func:`apply_rope`.
+        sin: as for :func:`apply_rope`.
+        layout: as for :func:`apply_rope`.
+        rounding: as for :func:`fastpack.ops.norm.rms_norm`; the kernel rounds once, at the end.
+        unit_offset: as for :func:`fastpack.ops.norm.rms_norm`.
+        compute_in_float32: as for :func:`apply_rope`.
+        positions: as for :func:`apply_rope`.
+        implementation: as for :func:`apply_rope`. If ``auto`` doesn't run the fused kernel, the norm and the rotation
+            each choose for themselves.
 
     Returns:
-        ``[T, H, D]`` and ``[T, K, D]``, of the dtypes that ``rms_norm`` returns.
+        q and k, ``[T, H, D]`` and ``[T, K, D]``, in the dtypes that ``rms_norm`` returns.
 
     Raises:
-        ValueError: shapes do not fit each other; ``implementation="triton"`` for what the kernel does not serve.
+        ValueError: the shapes don't fit each other, or ``implementation="triton"`` and the kernel doesn't support the
+            inputs.
     """
     _check_shapes(q, k, cos, sin, positions)
     if not q_weight.shape == k_weight.shape == q.shape[-1:]:
         raise ValueError(
             f"norm_rope takes one weight of [{q.shape[-1]}] for all heads of q and one for those of k; got "
-            f"{[*q_weight.shape]} and {[*k_weight.shape]}. Other norms: normalise, then apply_rope."
+            f"{[*q_weight.shape]} and {[*k_weight.shape]}. For other weights, call rms_norm, then apply_rope."
         )
     if _kernel_serves(implementation, (q, k, cos, sin, q_weight, k_weight), positions):
         return _NormRope.apply(
@@ -136,7 +157,7 @@ def norm_rope(
 
 
 class _Rope(torch.autograd.Function):
-    """The kernel of :func:`apply_rope`, one launch for q ``[T, H, D]`` and k ``[T, K, D]``; one may be None."""
+    """The autograd Function of :func:`apply_rope`: one launch for q ``[T, H, D]`` and k ``[T, K, D]`` or one."""
 
     @staticmethod
     def forward(
@@ -165,7 +186,7 @@ class _Rope(torch.autograd.Function):
 
 
 class _NormRope(torch.autograd.Function):
-    """The kernel of :func:`norm_rope`."""
+    """The autograd Function of :func:`norm_rope`, which calls its kernel."""
 
     @staticmethod
     def forward(
@@ -202,26 +223,26 @@ class _NormRope(torch.autograd.Function):
         needs = ctx.needs_input_grad
         grad_q, grad_k = _unit(grad_q), _unit(grad_k)
         dq, dk = (x.new_empty(x.shape) if needed else None for x, needed in zip((q, k), needs, strict=False))
-        of_weights = kernels.norm_rotate_backward(
+        weight_grads = kernels.norm_rotate_backward(
             q, k, grad_q, grad_k, dq, dk, q_weight, k_weight, cos, sin, positions, ctx.settings, needs[2] or needs[3]
         )
-        dq_weight, dk_weight = (g if needed else None for g, needed in zip(of_weights, needs[2:4], strict=True))
+        dq_weight, dk_weight = (g if needed else None for g, needed in zip(weight_grads, needs[2:4], strict=True))
         return dq, dk, dq_weight, dk_weight, *(None,) * 7
 
 
 def _unit(grad: Tensor) -> Tensor:
-    """With a last dimension of stride 1, as the kernels take it; that of a sum is expanded."""
+    """Return ``grad`` with stride 1 in the last dimension, as the kernels need it; a sum's gradient is expanded."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """The definition, for tables ``[T, 1, R]``."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    """Rotate ``x`` as defined, by tables ``[T, 1, R]``."""
     rotary = cos.shape[-1]
     first, second = _pairs(x[..., :rotary], layout)
     (cos, _), (sin, _) = _pairs(cos, layout), _pairs(sin, layout)
     parts = first * cos - second * sin, second * cos + first * sin
-    turned = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
-    return torch.cat((turned.to(x.dtype), x[..., rotary:]), -1)
+    rotated = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
+    return torch.cat((rotated.to(x.dtype), x[..., rotary:]), -1)
 
 
 def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
@@ -237,28 +258,32 @@ def _check_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Ten
         or (cos.shape[0] if positions is None else positions.numel()) != tokens
         or (positions is not None and positions.ndim != 1)
     ):
-        got = ", ".join(f"{name} {[*x.shape]}" for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)))
+        shapes = ", ".join(f"{name} {[*x.shape]}" for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)))
         raise ValueError(
             "RoPE takes q [T, H, D], k [T, K, D], cos and sin [T, R] with R even and at most D, or tables [P, R] with "
-            f"positions [T]; got {got}{'' if positions is None else f', positions {[*positions.shape]}'}."
+            f"positions [T]; got {shapes}{'' if positions is None else f', positions {[*positions.shape]}'}."
         )
 
 
 def _kernel_serves(implementation: Implementation, tensors: tuple[Tensor, ...], positions: Tensor | None) -> bool:
-    """Whether the kernel runs; raises where it was asked for by name and can't."""
+    """Return whether the kernel should run.
+
+    Raises:
+        ValueError: ``implementation="triton"``, and the kernel doesn't support the inputs.
+    """
     if not use_triton(implementation, tensors[0]):
         return False
     reason = None
     if any(x.stride(-1) != 1 or x.dtype not in KERNEL_DTYPES for x in tensors):
-        given = [(x.dtype, x.stride()) for x in tensors]
-        reason = f"{given}, and serves float dtypes of 16 to 64 bits, with a last dimension of stride 1"
+        layouts = [(x.dtype, x.stride()) for x in tensors]
+        reason = f"{layouts}, but supports float dtypes of 16 to 64 bits with stride 1 in the last dimension"
     elif positions is not None and (positions.stride(0) != 1 or positions.dtype not in (torch.int64, torch.int32)):
-        reason = f"positions of {positions.dtype} and stride {positions.stride(0)}, and serves integers of stride 1"
+        reason = f"positions of {positions.dtype} and stride {positions.stride(0)}, but supports integers of stride 1"
     return kernel_serves(implementation, "RoPE", reason)
 
 
 def _pairs(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Views of the two elements of each pair."""
+    """Return views of the first and of the second elements of all pairs."""
     if layout == "half":
         half = x.shape[-1] // 2
         return x[..., :half], x[..., half:]

@@ -1,6 +1,6 @@
-"""How many rows of a tensor count, where the device alone knows, and the sums of products that read it.
+"""A number of real rows that only the device knows, and the sums of matmuls that read it.
 
-Shape suffixes: T rows, K summed over, N columns.
+Shape suffixes: T rows, K inner dimension, N columns.
 """
 
 from __future__ import annotations
@@ -12,30 +12,32 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from fastpack.ops.tile_plan import BLOCK_BELOW, plan
+from fastpack.ops.tile_plan import BLOCK_BELOW, schedule
 
 TERMS = 4
-"""At most: three projections and LoRA's update."""
+"""The most terms of a sum: three projections and LoRA's update."""
 MOST_PROGRAMS = 1024
-"""As many as no device has processors."""
+"""The most programs of a launch; no device has as many processors."""
 MOST_KINDS = 256
-"""Places for plans. The first holds zeros, so that 255 kinds of launches have some of their own; a model whose layers
-all differ may have more."""
+"""Entries of the table of schedules. The first holds zeros, which leaves 255 for kinds of launches. A model whose
+layers all differ may have more kinds."""
 
 
 @dataclass(eq=False)
 class RowCount:
-    """How many of the first rows count, where the device alone knows.
+    """The number of a batch's first rows that are real (not bucket padding), held on the device.
 
     Attributes:
-        rows: int32 ``[1]``, which may change from replay to replay of whatever was recorded with it.
-        tokens: T, the most that may count.
-        products: how many launches have read it.
-        work: floating-point operations that they left out for each row that does not count.
-        flags: int32 ``[MOST_PROGRAMS]``, zeros between two sums of products, of which one runs at a time.
-        plans: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, for each kind of launch and number of rows a
-            :func:`fastpack.ops.tile_plan.plan`; in the first place zeros, for all others: no tall tiles, no teams.
-        kinds: those of which there are plans, and where.
+        rows: int32 ``[1]``, the number. It may change between replays of a CUDA graph that was recorded with it.
+        tokens: T, the largest possible number.
+        products: the number of launches that have read ``rows``.
+        work: the floating-point operations that those launches leave out for each row of bucket padding.
+        flags: int32 ``[MOST_PROGRAMS]``, with which the programs of a launch wait for each other. They are zeros
+            between launches, of which one runs at a time.
+        schedules: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, a :func:`fastpack.ops.tile_plan.schedule` for
+            each kind of launch and number of rows. The first entry is zeros (no tall tiles, no teams), for kinds that
+            have no entry of their own.
+        kinds: each kind of launch that has an entry, and its index.
     """
 
     rows: Tensor
@@ -43,44 +45,56 @@ class RowCount:
     products: int = 0
     work: int = 0
     flags: Tensor = field(init=False)
-    plans: Tensor = field(init=False)
+    schedules: Tensor = field(init=False)
     kinds: dict[tuple[int, ...], int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Allocate the flags and the table of schedules."""
         self.flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.rows.device)
-        self.plans = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / BLOCK_BELOW) + 1, 3)
+        self.schedules = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / BLOCK_BELOW) + 1, 3)
 
     def plans_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
-        """int32 ``[ceil(T / BLOCK_BELOW) + 1, 3]``, of launches of this kind; see :func:`fastpack.ops.tile_plan.plan`.
+        """Return the schedules of this kind of launch, int32 ``[ceil(T / BLOCK_BELOW) + 1, 3]``.
 
-        They are made when a kind is first met, without waiting for the device. A recording makes none: it reads what is
-        there, which for a kind that it is the first to meet is zeros, as it is where all places are taken.
+        They are computed at the first launch of a kind, without waiting for the device. A kind whose first launch is
+        inside a recording gets zeros, as does every new kind once the table is full.
+
+        Args:
+            across: as for :func:`fastpack.ops.tile_plan.schedule`.
+            steps: as for :func:`fastpack.ops.tile_plan.schedule`.
+            programs: as for :func:`fastpack.ops.tile_plan.schedule`.
+            flattened: as for :func:`fastpack.ops.tile_plan.schedule`.
         """
         kind = (across, steps, programs, flattened)
         if kind not in self.kinds:
             recording = self.rows.is_cuda and torch.cuda.is_current_stream_capturing()
             if recording or len(self.kinds) == MOST_KINDS - 1:
-                return self.plans[0]
-            units = range(self.plans.shape[1])
-            made = torch.tensor([plan(min(n * BLOCK_BELOW, self.tokens), *kind) for n in units], dtype=torch.int32)
+                return self.schedules[0]
+            row_counts = [min(n * BLOCK_BELOW, self.tokens) for n in range(self.schedules.shape[1])]
+            rows = torch.tensor([schedule(count, *kind) for count in row_counts], dtype=torch.int32)
             self.kinds[kind] = len(self.kinds) + 1
-            self.plans[self.kinds[kind]].copy_(made.pin_memory() if self.rows.is_cuda else made, non_blocking=True)
-        return self.plans[self.kinds[kind]]
+            self.schedules[self.kinds[kind]].copy_(rows.pin_memory() if self.rows.is_cuda else rows, non_blocking=True)
+        return self.schedules[self.kinds[kind]]
 
 
 @dataclass(frozen=True, eq=False)
 class Sum:
-    """Terms x_i ``[T, K_i]`` and m_i ``[K_i, N]``, of which m_i may be a transposed view, and a bias ``[N]``."""
+    """A sum of matmuls ``x_i [T, K_i] @ m_i [K_i, N]`` and a bias ``[N]``.
+
+    Attributes:
+        terms: each term's x_i and m_i; m_i may be a transposed view.
+        bias: the bias, or None.
+    """
 
     terms: Sequence[tuple[Tensor, Tensor]]
     bias: Tensor | None = None
 
     def new_output(self) -> Tensor:
-        """Memory for it."""
+        """Allocate memory for the result, ``[T, N]``."""
         x, m = self.terms[0]
         return x.new_empty(len(x), m.shape[1])
 
 
 def rows_of(count: RowCount | None) -> Tensor | None:
-    """What kernels take."""
+    """Return the tensor that kernels read the number of real rows from, or None if all rows are real."""
     return None if count is None else count.rows

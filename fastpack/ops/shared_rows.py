@@ -1,15 +1,15 @@
-"""Rows of which there are copies: from each row once to all of its copies, and back.
+"""Gathers between unique rows and their copies, such as the tokens of a prefix that several rows share.
 
-Definition, for x ``[U, ...]`` and the row ``source[t]`` of which t is a copy::
+Definition, for x ``[U, ...]``, y ``[T, ...]``, and t a copy of row ``source[t]``::
 
-    spread(x)[t] = x[source[t]]          its gradient: that of a row is the sum over its copies
-    first_copies(y)[u] = y[first[u]]     its gradient: zero for all other copies
+    spread(x)[t] = x[source[t]]          gradient of a row: the sum over its copies
+    first_copies(y)[u] = y[first[u]]     gradient of all other copies: zero
 
-The sum is made copy by copy in float32, rounded once, and without atomic additions, so that it is the same each time.
-``index_select`` has it made by ``index_add_``, whose order on a GPU is another each time, and which in half precision
-rounds once a copy.
+The sum over copies is computed in float32 and rounded once, without atomic additions, so that it is the same on every
+run. The backward of ``index_select`` uses ``index_add_`` instead: its order on a GPU differs from run to run, and in
+half precision it rounds once for each copy.
 
-Shape suffixes: T rows with copies, U different rows, R rows of which there are c copies.
+Shape suffixes: T rows with copies, U unique rows, R rows that have c copies each.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from fastpack.ops.autograd import differentiable_once
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Which of T rows are copies of which of U.
+    """A map between T rows and the U unique rows that they are copies of.
 
     Attributes:
-        source: int64 ``[T]``: the row of U that each is a copy of.
-        first: int64 ``[U]``: one of the copies of each.
-        several: for each number c > 1 of copies that occurs: int64 ``[R]``, the rows of U of which there are so many,
-            and int64 ``[R, c]``, their copies.
+        source: int64 ``[T]``: for each of the T rows, the index of its unique row.
+        first: int64 ``[U]``: for each unique row, the index of one of its copies.
+        several: one pair for each number of copies c > 1 that occurs: int64 ``[R]``, the unique rows with c copies, and
+            int64 ``[R, c]``, the indices of their copies.
     """
 
     source: Tensor
@@ -40,31 +40,36 @@ class Copies:
 
 
 def spread(x: Tensor, copies: Copies, *, only_first: bool = False) -> Tensor:
-    """``[U, ...]`` to ``[T, ...]``, in the same dtype.
+    """Copy each unique row to all of its copies.
 
     Args:
-        only_first: the gradient of all but the first copies is known to be zero, and is left out of the sum.
+        x: ``[U, ...]``, the unique rows.
+        copies: the map of copies.
+        only_first: leave all but the first copies out of the gradient's sum, since theirs is known to be zero.
+
+    Returns:
+        ``[T, ...]``, in the dtype of ``x``.
     """
     return _Spread.apply(x, copies, only_first)
 
 
 def first_copies(y: Tensor, copies: Copies) -> Tensor:
-    """``[T, ...]`` to ``[U, ...]``, in the same dtype."""
+    """Return the first copy of each unique row: ``[T, ...]`` to ``[U, ...]``, in the same dtype."""
     return _FirstCopies.apply(y, copies)
 
 
 def sum_copies(grad_T: Tensor, copies: Copies) -> Tensor:
-    """``[T, ...]`` to ``[U, ...]``: the sum over the copies of each row, in float32 or wider."""
+    """Sum over the copies of each unique row, ``[T, ...]`` to ``[U, ...]``, in float32 or wider."""
     total = grad_T.index_select(0, copies.first)
-    wide = torch.promote_types(grad_T.dtype, torch.float32)
+    sum_dtype = torch.promote_types(grad_T.dtype, torch.float32)
     for rows, members in copies.several:
         each = grad_T.index_select(0, members.flatten()).unflatten(0, members.shape)
-        total.index_copy_(0, rows, each.sum(1, dtype=wide).to(total.dtype))
+        total.index_copy_(0, rows, each.sum(1, dtype=sum_dtype).to(total.dtype))
     return total
 
 
 class _Spread(torch.autograd.Function):
-    # Indices are kept beside what autograd saves: nobody is to offload or to compute them again.
+    # The indices are attributes, not saved tensors: hooks should neither offload nor recompute them.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: Copies, only_first: bool) -> Tensor:

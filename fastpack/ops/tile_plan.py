@@ -1,8 +1,8 @@
-"""Which tiles the processors of a device make of sums of products, and who shares the last ones.
+"""Tile schedules: which tiles a launch of sums of matmuls computes, and which programs share the last ones.
 
-Low tiles have :data:`BLOCK_T` rows, tall ones :data:`BLOCK_BELOW` more. Tall ones lie on top and are made first; each
-program makes one tile after the other, round after round; what is left for a last round, all of it low, is shared by
-teams. Of all such plans :func:`plan` takes the one whose last program ends first.
+Low tiles have :data:`BLOCK_T` rows, tall tiles :data:`BLOCK_BELOW` more. The tall tiles cover the top rows and are
+computed first. Each program computes one tile a round. Teams of programs share the tiles that are left for an
+incomplete last round, all of them low. :func:`schedule` chooses the schedule whose last program ends first.
 """
 
 from __future__ import annotations
@@ -11,49 +11,51 @@ import functools
 from math import ceil
 
 BLOCK_T, BLOCK_BELOW = 128, 64
-"""Rows of a low tile, and those that a tall one has below them. A tall one reads the second factors less often than two
-low ones for three, and with both heights fewer rows are made that don't count."""
+"""Rows of a low tile, and the rows that a tall tile has below those. Two tall tiles read the second factors twice, and
+the three low tiles that cover as many rows three times. With two heights, fewer rows of padding are computed."""
 LEAST_SAVED, MORE_SAVED, MOST_MEMBERS = 20, 6, 8
-"""Steps of a sum, of which a program has to be spared so many for its part to be written, read and added up, and so
-many for each part more; and the programs that share a tile, at most."""
+"""Limits on sharing, in steps of a sum. A team must spare each program LEAST_SAVED steps, which pay for writing,
+reading and adding up the parts; each further program on one tile must spare it MORE_SAVED more. MOST_MEMBERS programs
+at most share a tile."""
 TALL_STEP, TALL_END, LOW_END, FLATTENED_END, SHARED_END = 1.46, 10, 6, 4, 8
-"""What a step of a tall tile takes, and the ends of tiles: tall ones, low ones, low ones whose end overlaps with the
-begin of the next, and on top of that those of which others have made a part. In steps of a low one, some 0.65 us.
+"""Costs, in steps of a low tile (some 0.65 us): a step of a tall tile; the end of a tall tile, of a low tile, and of a
+low tile whose end overlaps with the start of the next; and what the end of a shared tile costs on top of that.
 
-Fitted to 953 plans for the products of an 8B model's layer on an H200 at its limit of power, 2,320 to 3,114 rows: they
-explain its times but for 1.4 % on average, as much as two measurements of one plan differ."""
+Fitted to 953 schedules for the matmuls of an 8B model's layer on an H200 at its power limit, with 2,320 to 3,114 rows.
+The model is off by 1.4 % on average, which is also how much two measurements of one schedule differ."""
 
 
 @functools.lru_cache(maxsize=2**14)
-def plan(rows: int, across: int, steps: int, programs: int, flattened: bool) -> tuple[int, int, int]:
-    """How many rows of tiles are tall, and how many tiles and programs a team has.
+def schedule(rows: int, across: int, steps: int, programs: int, flattened: bool) -> tuple[int, int, int]:
+    """Return the number of tall rows of tiles, and how many tiles and programs a team has.
 
     Args:
-        rows: that count.
-        across: tiles beside each other.
-        steps: of each tile's sums.
-        programs: one for each processor.
-        flattened: whether the end of a low tile overlaps with the begin of the next.
+        rows: the number of real rows.
+        across: the number of tiles in a row of tiles.
+        steps: the number of steps of each tile's sum.
+        programs: the number of programs, one for each processor.
+        flattened: whether the end of a low tile overlaps with the start of the next.
     """
     best = (float("inf"), 0, 1, 1)
     for above in range(ceil(rows / BLOCK_BELOW) // 3 + 1):
         down = ceil(max(rows - above * (BLOCK_T + BLOCK_BELOW), 0) / BLOCK_T)
         tall, low = above * across, down * across
         if low < (tall + low) % programs:
-            continue  # a tall one would be left
+            continue  # a tall tile would be left for the last round
         tiles, members = team((tall + low) % programs, steps, programs)
-        best = min(best, (_end(tall, low, steps, programs, tiles, members, flattened), -above, tiles, members))
+        best = min(best, (_duration(tall, low, steps, programs, tiles, members, flattened), -above, tiles, members))
     return -best[1], *best[2:]
 
 
 def team(left: int, steps: int, programs: int) -> tuple[int, int]:
-    """Tiles and programs of a team, where ``left`` tiles of so many steps are shared.
+    """Return how many tiles and programs a team has, if ``left`` tiles of ``steps`` steps are to be shared.
 
-    The fewest tiles with which a program more for each team leaves them programs enough; a team of one tile takes as
-    many programs as are there and worth their part. Where five programs for four tiles are too many, or are spared too
-    few steps, each tile has a program of its own.
+    A team has one program more than it has tiles, and the fewest tiles (up to four) for which there are enough
+    programs. A team of one tile takes further programs as long as there are some and each spares enough steps. If four
+    tiles for each team still take too many programs, or sharing spares too few steps, every tile has one program:
+    ``(1, 1)``.
     """
-    tiles = next((few for few in (1, 2, 3, 4) if ceil(left / few) * (few + 1) <= programs), 0)
+    tiles = next((size for size in (1, 2, 3, 4) if ceil(left / size) * (size + 1) <= programs), 0)
     if not tiles or steps // (tiles + 1) < LEAST_SAVED:
         return 1, 1
     members = tiles + 1
@@ -63,16 +65,16 @@ def team(left: int, steps: int, programs: int) -> tuple[int, int]:
     return tiles, members
 
 
-def _end(tall: int, low: int, steps: int, programs: int, tiles: int, members: int, flattened: bool) -> float:
-    """When the last program ends, in steps of a low tile."""
+def _duration(tall: int, low: int, steps: int, programs: int, tiles: int, members: int, flattened: bool) -> float:
+    """Return the time until the last program ends, in steps of a low tile."""
     rounds, left = divmod(tall + low, programs)
-    rounds_of_tall, more_of_tall = divmod(tall, programs)
-    of_low = steps + (FLATTENED_END if flattened else LOW_END)
-    longer = TALL_STEP * steps + TALL_END - of_low
+    tall_rounds, tall_left = divmod(tall, programs)
+    low_time = steps + (FLATTENED_END if flattened else LOW_END)
+    tall_extra = TALL_STEP * steps + TALL_END - low_time
     shared = steps * tiles / members + LOW_END + (SHARED_END if members > 1 else 0) if left else 0.0
-    # who has one tall tile more is the last to share what is left
-    if more_of_tall and more_of_tall + ceil(left / tiles) * members > programs:
-        last = longer + shared
+    # programs with one tall tile more than the others are the last to join a team
+    if tall_left and tall_left + ceil(left / tiles) * members > programs:
+        last = tall_extra + shared
     else:
-        last = max(longer if more_of_tall else 0.0, shared)
-    return rounds * of_low + rounds_of_tall * longer + last
+        last = max(tall_extra if tall_left else 0.0, shared)
+    return rounds * low_time + tall_rounds * tall_extra + last

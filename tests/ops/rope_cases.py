@@ -1,4 +1,4 @@
-"""Shared by the tests of RoPE's kernels: inputs, and proof of what was launched."""
+"""Helpers for the tests of RoPE's kernels: inputs, and records of launches."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ SHAPES = [
 
 
 def tables(positions: int, rotary: int, layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """cos and sin ``[positions, R]`` on the device."""
+    """Return cos and sin ``[positions, R]`` on the device."""
     theta = torch.arange(positions)[:, None].double() * 100.0 ** (-torch.arange(0, rotary, 2).double() / rotary)
     theta = torch.cat((theta, theta), -1) if layout == "half" else theta.repeat_interleave(2, -1)
     return theta.cos().to(DEVICE, dtype), theta.sin().to(DEVICE, dtype)
 
 
-def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
 
 
-def error_of(found: Any, expected: Any) -> float:
-    """The largest of the tensors' errors; of zeros, other than zeros, infinite."""
+def error_of(actual: Any, expected: Any) -> float:
+    """Return the largest error of all tensors; it is infinite if zeros are expected and the values are not zero."""
     return max(
-        relative(x.detach(), y.detach()) if x.any() or y.any() else 0.0 for x, y in zip(found, expected, strict=True)
+        relative(x.detach(), y.detach()) if x.any() or y.any() else 0.0 for x, y in zip(actual, expected, strict=True)
     )
 
 
 def on_gpu(step: Callable[[], Any]) -> list[str]:
-    """Names of what ran on the GPU."""
+    """Return the names of the kernels that ran on the GPU."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         step()
@@ -60,7 +60,7 @@ def on_gpu(step: Callable[[], Any]) -> list[str]:
 
 
 class Launches:
-    """Stands where a kernel stood: counts its launches and the elements of its q and k, and runs it."""
+    """A stand-in for a kernel that runs it, and counts its launches and the elements of its q and k."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.count, self.elements, self.running = kernel, 0, 0, False
@@ -68,8 +68,8 @@ class Launches:
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> None:
             self.count += 1
-            given = {x.data_ptr(): x.numel() for x in args[:2]}
-            self.elements += sum(given.values())
+            sizes = {x.data_ptr(): x.numel() for x in args[:2]}
+            self.elements += sum(sizes.values())
             self.running = True
             self.kernel[grid](*args, **kwargs)
             self.running = False
@@ -78,7 +78,7 @@ class Launches:
 
 
 class Work(TorchDispatchMode):
-    """Counts torch operations that touch memory, outside the kernels."""
+    """A mode that counts torch operations that touch memory, outside the kernels."""
 
     FREE = ("empty", "new_empty", "detach", "view", "alias", "slice", "select", "unsqueeze", "promote_types")
 
@@ -94,7 +94,7 @@ class Work(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Iterator[tuple[Launches, list[str]]]:
+def count_launches(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Iterator[tuple[Launches, list[str]]]:
     """Launches of one kernel, and the names of torch's operations beside them.
 
     Those of a backward on a GPU are not seen: autograd runs it in a thread of its own.

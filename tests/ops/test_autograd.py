@@ -1,4 +1,4 @@
-"""Gradients of gradients: refused, not silently left out."""
+"""Gradients of gradients raise an error; they are not silently left out."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def last_mlp_of_a_reward_model(patched: bool) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("case", [head_of_a_language_model, last_mlp_of_a_reward_model])
 def test_a_penalty_on_gradients_behind_the_last_attention(case: Any) -> None:
-    """There torch's own mark says nothing, since the incoming gradients are constants."""
+    """torch's ``once_differentiable`` doesn't raise there, since the incoming gradients are constants."""
     (stock, weight), (ours, our_weight) = case(False), case(True)
-    (want,) = torch.autograd.grad(stock, weight, create_graph=True)
-    want.square().sum().backward()  # the check can fail: it is there to be had
-    (found,) = torch.autograd.grad(ours, our_weight, create_graph=True)
-    assert relative(found.detach(), want.detach()) <= FLOAT32_BOUND
+    (expected,) = torch.autograd.grad(stock, weight, create_graph=True)
+    expected.square().sum().backward()  # the check can fail: the stock model has this gradient
+    (actual,) = torch.autograd.grad(ours, our_weight, create_graph=True)
+    assert relative(actual.detach(), expected.detach()) <= FLOAT32_BOUND
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        found.square().sum().backward()
+        actual.square().sum().backward()

@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit weights made dense: the kernel against the definition and bitsandbytes, bit for bit."""
+"""Dequantised 4-bit weights: the kernel against the definition and bitsandbytes, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATES = [("nf4", False), ("nf4", True), ("fp4", False), ("fp4", True)]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
-def made(
+def make_weight(
     shape: tuple[int, ...],
     quant_type: str = "nf4",
     nested: bool = False,
@@ -32,7 +32,7 @@ def made(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[Tensor, Any]:
-    """Random bytes and scales, as bitsandbytes would keep them; of any block size."""
+    """Return random bytes and scales in bitsandbytes' format, with any block size."""
     generator = torch.Generator().manual_seed(blocksize + len(shape))
     shape = torch.Size(shape)
     blocks = -(-shape.numel() // blocksize)
@@ -65,7 +65,7 @@ def swapped(packed: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Zeros with another sign are others."""
+    """Return whether the bits are equal, those of the signs of zeros included."""
     assert a.dtype == b.dtype
     assert a.shape == b.shape
     as_integers = INTEGERS[a.element_size()]
@@ -80,69 +80,69 @@ def test_kernel_is_the_definition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     calls = count_calls(monkeypatch, kernels, "dequantize")
-    packed, state = made(shape, quant_type, nested, dtype=dtype, device=device)
-    found = dequantize(packed, state, dtype, "triton")
+    packed, state = make_weight(shape, quant_type, nested, dtype=dtype, device=device)
+    actual = dequantize(packed, state, dtype, "triton")
     assert len(calls) == 1
-    assert found.is_contiguous()
-    assert same_bits(found, definition(packed, state))
-    if found.numel() > 1:
-        assert not torch.equal(found, definition(swapped(packed), state)), "the check can fail"
+    assert actual.is_contiguous()
+    assert same_bits(actual, definition(packed, state))
+    if actual.numel() > 1:
+        assert not torch.equal(actual, definition(swapped(packed), state)), "the check can fail"
     if nested:
         state.offset = state.offset * 1.01
-        assert not torch.equal(found, definition(packed, state))
+        assert not torch.equal(actual, definition(packed, state))
 
 
 @pytest.mark.parametrize("blocksize", [32, 128, 4096, 8192, 32768])
 @pytest.mark.parametrize("shape", [(130, 256), (187, 179)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_block_size(device: str, shape: tuple[int, ...], blocksize: int) -> None:
-    """Many blocks a program, one, and many programs a block; in words and in bytes."""
+    """A program has many blocks, one, or part of one, and reads words or bytes."""
     for nested in (False, True):
-        packed, state = made(shape, nested=nested, blocksize=blocksize, device=device)
-        found = dequantize(packed, state, torch.float32, "triton")
-        assert same_bits(found, definition(packed, state))
+        packed, state = make_weight(shape, nested=nested, blocksize=blocksize, device=device)
+        actual = dequantize(packed, state, torch.float32, "triton")
+        assert same_bits(actual, definition(packed, state))
         state.blocksize = 2 * blocksize
-        assert not torch.equal(found, definition(packed, state))
+        assert not torch.equal(actual, definition(packed, state))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_scales_are_not_computed_with_a_fused_multiply_add(device: str) -> None:
-    """Enough blocks that one rounding instead of two is seen."""
-    packed, state = made((512, 64), nested=True, device=device)
+    """There are enough blocks to show one rounding instead of two."""
+    packed, state = make_weight((512, 64), nested=True, device=device)
     state.code = torch.ones_like(state.code)
-    found = dequantize(packed, state, torch.float32, "triton")
-    assert same_bits(found, definition(packed, state))
+    actual = dequantize(packed, state, torch.float32, "triton")
+    assert same_bits(actual, definition(packed, state))
     product = state.state2.code[state.absmax.int()].double() * state.state2.absmax.double().repeat_interleave(256)[:512]
     fused = (product + state.offset.double()).float()
-    assert not torch.equal(found.flatten()[::64], fused), "the check can fail"
+    assert not torch.equal(actual.flatten()[::64], fused), "the check can fail"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_sign_of_zero_in_fp4(device: str) -> None:
     """A small negative weight is -0 on a GPU; bitsandbytes' table says 0."""
-    packed, state = made((4, 16), "fp4", device=device)
+    packed, state = make_weight((4, 16), "fp4", device=device)
     packed.fill_(0x80)
-    found = dequantize(packed, state, torch.float32, "triton").flatten()
-    assert not found.any()
-    assert found.signbit().tolist() == [True, False] * 32
+    actual = dequantize(packed, state, torch.float32, "triton").flatten()
+    assert not actual.any()
+    assert actual.signbit().tolist() == [True, False] * 32
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_it_is_rounded_to_the_state_s_dtype_first(device: str) -> None:
-    packed, state = made((16, 24), dtype=torch.float16, device=device)
-    found = dequantize(packed, state, torch.float32, "triton")
-    assert found.dtype == torch.float32
-    assert same_bits(found, definition(packed, state).float())
+    packed, state = make_weight((16, 24), dtype=torch.float16, device=device)
+    actual = dequantize(packed, state, torch.float32, "triton")
+    assert actual.dtype == torch.float32
+    assert same_bits(actual, definition(packed, state).float())
     state.dtype = torch.float32
     wide = definition(packed, state)
-    assert not torch.equal(found, wide), "the check can fail"
+    assert not torch.equal(actual, wide), "the check can fail"
     assert same_bits(dequantize(packed, state, torch.float16, "triton"), wide.half())
 
 
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_storage(device: str, storage: torch.dtype) -> None:
-    packed, state = made((16, 24), "nf4", True, device=device)
+    packed, state = make_weight((16, 24), "nf4", True, device=device)
     stored = packed.flatten().view(storage)[:, None]
     assert same_bits(dequantize(stored, state, torch.float32, "triton"), definition(packed, state))
     assert same_bits(definition(stored, state), definition(packed, state))
@@ -151,7 +151,7 @@ def test_any_storage(device: str, storage: torch.dtype) -> None:
 @pytest.mark.parametrize("skipped", [1, 2, 4])
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_weight_that_begins_anywhere(device: str, skipped: int) -> None:
-    packed, state = made((33, 136), device=device)
+    packed, state = make_weight((33, 136), device=device)
     shifted = torch.cat([packed.new_zeros(skipped, 1), packed])[skipped:]
     assert same_bits(dequantize(shifted, state, torch.float32, "triton"), definition(packed, state))
 
@@ -170,8 +170,8 @@ def quantised(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("quant_type", "nested"), STATES)
-def test_what_bitsandbytes_quantised(quant_type: str, nested: bool, dtype: torch.dtype) -> None:
-    """On a CPU its own results are a rounding away at most, or this check fails."""
+def test_weights_that_bitsandbytes_quantised(quant_type: str, nested: bool, dtype: torch.dtype) -> None:
+    """On a CPU bitsandbytes' own results are within one rounding."""
     packed, state = quantised(quant_type, nested, (40, 66), dtype)
     theirs = dequantize(packed, state, dtype, "torch")
     rounding = torch.finfo(dtype).eps
@@ -186,13 +186,13 @@ def test_on_a_cpu_bitsandbytes_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     calls = count_calls(monkeypatch, kernels, "dequantize")
     theirs = count_calls(monkeypatch, pytest.importorskip("bitsandbytes").functional, "dequantize_4bit")
     for implementation in ("auto", "torch"):
-        found = dequantize(packed, state, torch.float16, implementation)  # type: ignore[arg-type]
-        assert found.dtype == torch.float16
+        actual = dequantize(packed, state, torch.float16, implementation)  # type: ignore[arg-type]
+        assert actual.dtype == torch.float16
     assert (len(calls), len(theirs)) == (0, 2)
 
 
-def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
-    packed, state = made((8, 64), nested=True)
+def test_unsupported_weights_raise_if_the_kernel_is_named() -> None:
+    packed, state = make_weight((8, 64), nested=True)
 
     def but(**changed: Any) -> Any:
         return SimpleNamespace(**{**vars(state), **changed})
@@ -214,19 +214,19 @@ def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
         ("scales quantised to torch.float16", packed, outer(dtype=torch.float16), dtype),
         ("scales quantised .* in blocks of 100", packed, outer(blocksize=100), dtype),
         ("scales quantised", packed, outer(nested=True), dtype),
-        ("table of 128 torch.float32 .* where 256", packed, outer(code=state.state2.code[::2]), dtype),
+        ("table of 128 torch.float32 .* but reads 256", packed, outer(code=state.state2.code[::2]), dtype),
         ("tensors are not contiguous", packed, but(code=torch.rand(32)[::2]), dtype),
-        ("table of 8 torch.float32 .* where 8 torch.uint8", packed, but(absmax=torch.rand(8)), dtype),
+        ("table of 8 torch.float32 .* but reads 8 torch.uint8", packed, but(absmax=torch.rand(8)), dtype),
         ("table of 7", packed, but(absmax=state.absmax[:7]), dtype),
         ("quant_state on meta", packed, but(offset=state.offset.to("meta")), dtype),
     ]
-    for reason, weight, given, to in cases:
+    for reason, weight, quant_state, to in cases:
         with pytest.raises(ValueError, match=f"{reason}.*Pass implementation='auto' or 'torch'"):
-            dequantize(weight, given, to, "triton")
+            dequantize(weight, quant_state, to, "triton")
 
 
 def test_projections_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once each way; the gradient of the input is the dense weight's."""
+    """The kernel runs once in the forward and once in the backward; the input's gradient is the dense weight's."""
     packed, state = quantised("nf4", True, (24, 64), torch.float32)
     calls = count_calls(monkeypatch, kernels, "dequantize")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -270,7 +270,7 @@ def test_the_same_bits_as_bitsandbytes(
 
 
 @pytest.mark.gpu
-def test_where_it_can_t_serve_auto_calls_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_calls_bitsandbytes_for_unsupported_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, state = quantised("nf4", True, (8, 64), torch.float32, "cuda")
     calls = count_calls(monkeypatch, kernels, "dequantize")
     wide = dequantize(packed, state, torch.float64)
@@ -281,18 +281,18 @@ def test_where_it_can_t_serve_auto_calls_bitsandbytes(monkeypatch: pytest.Monkey
 
 @pytest.mark.gpu
 def test_in_a_cuda_graph() -> None:
-    """Nothing is read on the host: the same launch makes other weights of other bytes and scales."""
+    """The host reads nothing: a replayed launch dequantises new bytes and scales."""
     packed, state = quantised("nf4", True, (64, 256), torch.bfloat16, "cuda")
     dequantize(packed, state, torch.bfloat16)  # compile
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = dequantize(packed, state, torch.bfloat16, "triton")
+        actual = dequantize(packed, state, torch.bfloat16, "triton")
     for _ in range(2):
         graph.replay()
-        assert same_bits(found, dequantize(packed, state, torch.bfloat16, "torch"))
+        assert same_bits(actual, dequantize(packed, state, torch.bfloat16, "torch"))
         packed.bitwise_xor_(0x5A)
         state.offset.mul_(1.5)
-    assert not torch.equal(found, dequantize(packed, state, torch.bfloat16, "torch"))
+    assert not torch.equal(actual, dequantize(packed, state, torch.bfloat16, "torch"))
 
 
 @pytest.mark.gpu
@@ -300,14 +300,14 @@ def test_more_elements_than_int32_counts() -> None:
     width, tail = 4096, 4096 + 8
     for odd in (0, 1):  # in words, in bytes
         count = 2**31 + tail + odd
-        packed, state = made((1, tail + odd), dtype=torch.bfloat16, device="cuda")
+        packed, state = make_weight((1, tail + odd), dtype=torch.bfloat16, device="cuda")
         expected = definition(packed, state)[0]
         whole = torch.zeros(2**30 + len(packed), 1, dtype=torch.uint8, device="cuda")
         whole[-len(packed) :] = packed
         state.absmax = torch.cat([torch.ones(2**31 // 64, device="cuda"), state.absmax])
         state.shape = torch.Size((1, count))
-        found = dequantize(whole, state, torch.bfloat16, "triton")[0]
-        assert same_bits(found[-len(expected) :], expected)
+        actual = dequantize(whole, state, torch.bfloat16, "triton")[0]
+        assert same_bits(actual[-len(expected) :], expected)
         first = state.code[0].bfloat16()
-        assert all(part.eq(first).all() for part in found[: -len(expected)].split(width * 2**14))
-        del found, whole
+        assert all(part.eq(first).all() for part in actual[: -len(expected)].split(width * 2**14))
+        del actual, whole

@@ -1,4 +1,4 @@
-"""Gated units against their written definition: in torch, and by the kernel."""
+"""Gated linear units against their written definition: in torch, and by the kernel."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_gated(activation: Callable[[Tensor], Tensor], formula: Callable[[Tensor
 
 @pytest.mark.parametrize("name", sorted({*ACT2FN} - {"xielu"}))
 def test_activation_kind_of_every_upstream_class(name: str) -> None:
-    """Whatever is given a kind is that function; whatever is not is another."""
+    """Every activation with a kind is that function; every other one is a different function."""
     activation = ACT2FN[name].double()
     x = torch.linspace(-20, 20, 401, dtype=torch.float64)
     same = {kind for kind, known in ACTIVATIONS.items() if relative(activation(x).detach(), known(x)) < 1e-9}
@@ -62,8 +62,8 @@ def test_activation_kind_of_every_upstream_class(name: str) -> None:
 
 
 def test_activation_kind_of_functions_and_modules() -> None:
-    found = [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), *ACTIVATIONS.values(), functools.partial(nn.functional.gelu)]
-    assert [activation_kind(x) for x in found] == ["silu", "gelu", "gelu_tanh", *KINDS, "gelu"]
+    actual = [nn.SiLU(), nn.GELU(), nn.GELU("tanh"), *ACTIVATIONS.values(), functools.partial(nn.functional.gelu)]
+    assert [activation_kind(x) for x in actual] == ["silu", "gelu", "gelu_tanh", *KINDS, "gelu"]
     for other in (torch.relu, lambda x: nn.functional.silu(x), nn.ReLU(), type("SiLU", (nn.SiLU,), {})()):
         assert activation_kind(other) is None
 
@@ -79,7 +79,7 @@ def test_a_module_with_hooks_of_its_own_is_called() -> None:
     assert activation_kind(module) is None
 
 
-def test_what_no_kernel_serves_is_refused_by_name() -> None:
+def test_unsupported_inputs_raise_if_the_kernel_is_named() -> None:
     gate, up = torch.randn(2, 3, 8)
     for call in (
         lambda: gated(gate, up, torch.relu, "triton"),
@@ -94,14 +94,14 @@ def test_what_no_kernel_serves_is_refused_by_name() -> None:
 # --- the kernel -------------------------------------------------------------------------------------------------------
 
 
-def drawn(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
-    """Up to where sigmoids are 0 and 1."""
+def random_tensor(*shape: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Return random values large enough for sigmoids of 0 and 1."""
     generator = torch.Generator().manual_seed(len(shape))
     return (torch.randn(*shape, generator=generator) * 4).to(device, dtype)
 
 
 def definition(gate: Tensor, up: Tensor, kind: ActivationKind, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Result, gradients of gate and up, as torch's own autograd computes them in the tensors' dtype."""
+    """Return the result and the gradients of gate and up from torch's autograd, in the tensors' dtype."""
     gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
     out = ACTIVATIONS[kind](gate) * up
     return out.detach(), *torch.autograd.grad(out, (gate, up), grad)
@@ -110,7 +110,7 @@ def definition(gate: Tensor, up: Tensor, kind: ActivationKind, grad: Tensor) -> 
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, implementation: Any = "triton"
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up, in memory of their own."""
+    """Return the gradients of gate and up, in new memory."""
     out = tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     gated_backward(grad, gate, up, kind, out=out, implementation=implementation)
     return out
@@ -123,14 +123,14 @@ def test_kernel_is_the_definition(
     kind: ActivationKind, device: str, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, backward = (count_calls(monkeypatch, kernels, name) for name in ("forward", "backward"))
-    gate, up, grad = drawn(3, *shape, device=device, dtype=dtype).unbind()
+    gate, up, grad = random_tensor(3, *shape, device=device, dtype=dtype).unbind()
     gate.requires_grad_(), up.requires_grad_()
     out = gated(gate, up, ACTIVATIONS[kind], "triton")
-    found = (out.detach(), *torch.autograd.grad(out, (gate, up), grad))
+    actual = (out.detach(), *torch.autograd.grad(out, (gate, up), grad))
     assert (len(forward), len(backward)) == (1, 1)
     plain = definition(gate, up, kind, grad)
     truth = definition(gate.double(), up.double(), kind, grad.double())
-    for mine, theirs, right in zip(found, plain, truth, strict=True):
+    for mine, theirs, right in zip(actual, plain, truth, strict=True):
         assert mine.is_contiguous()
         if right.numel():
             assert_no_worse(mine, theirs, right)
@@ -155,15 +155,15 @@ def test_the_two_gelus_are_told_apart(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_extreme_gates(device: str, dtype: torch.dtype) -> None:
-    """Where exp overflows nothing becomes NaN, and tiny results stay."""
+    """Nothing becomes NaN if exp overflows, and tiny results are not lost."""
     gate = torch.tensor([-60000.0, -300.0, -90.0, -12.0, -0.0, 0.0, 12.0, 90.0, 60000.0], device=device, dtype=dtype)
     one = torch.ones_like(gate)
     for kind in KINDS:
-        found = (
+        actual = (
             gated_forward(gate, one, kind, implementation="triton"),
             *backward(one, gate, one, kind),
         )
-        for mine, right in zip(found, definition(gate.double(), one.double(), kind, one.double()), strict=True):
+        for mine, right in zip(actual, definition(gate.double(), one.double(), kind, one.double()), strict=True):
             assert (mine.double() - right).abs().max() <= 60000 * torch.finfo(dtype).eps
             assert mine.isfinite().all()
 
@@ -174,14 +174,14 @@ def test_halves_of_one_tensor_are_not_copied(
     device: str, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward = count_calls(monkeypatch, kernels, "forward")
-    gate_up = drawn(2, 3, 2 * width, device=device, dtype=dtype).requires_grad_()
+    gate_up = random_tensor(2, 3, 2 * width, device=device, dtype=dtype).requires_grad_()
     gate, up = gate_up.detach().chunk(2, -1)
-    grad = drawn(3, 2, width, device=device, dtype=dtype).transpose(0, 1)
-    found = gated(*gate_up.chunk(2, -1), nn.functional.silu, "triton")
-    (dgate_up,) = torch.autograd.grad(found, gate_up, grad)
+    grad = random_tensor(3, 2, width, device=device, dtype=dtype).transpose(0, 1)
+    actual = gated(*gate_up.chunk(2, -1), nn.functional.silu, "triton")
+    (dgate_up,) = torch.autograd.grad(actual, gate_up, grad)
     assert [tensor.data_ptr() for tensor in forward[0][:2]] == [gate.data_ptr(), up.data_ptr()]
     apart = backward(grad, gate.contiguous(), up.contiguous(), "silu")
-    assert torch.equal(found, gated_forward(gate.contiguous(), up.contiguous(), "silu", implementation="triton"))
+    assert torch.equal(actual, gated_forward(gate.contiguous(), up.contiguous(), "silu", implementation="triton"))
     assert torch.equal(dgate_up, torch.cat(apart, -1))
     over = torch.empty_like(dgate_up)
     gated_backward(grad, gate, up, "silu", out=over.chunk(2, -1), implementation="triton")
@@ -190,26 +190,26 @@ def test_halves_of_one_tensor_are_not_copied(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_any_strides(device: str) -> None:
-    """Rows at odd distances, transposed, expanded gradients: as if contiguous."""
-    base = drawn(7, 5, 40, device=device, dtype=torch.float32)
+    """Odd row strides, transposed tensors and expanded gradients give the contiguous results."""
+    base = random_tensor(7, 5, 40, device=device, dtype=torch.float32)
     for gate, up, grad in (
         (base[:, :, 1:18], base[:, :, 20:37], base[:, :, 3:20]),
         (base[:, :, :17], base.flatten()[: 7 * 5 * 30].view(7, 5, 30)[:, :, :17], base[:, :, :17].contiguous()),
         (base.transpose(0, 2), base.transpose(0, 2) + 1, base.transpose(0, 2)),
         (base[::2], base[1::2][:3].new_ones(4, 5, 40), base.new_ones(()).expand(4, 5, 40)),
     ):
-        found = (*backward(grad, gate, up, "gelu"), gated_forward(gate, up, "gelu", implementation="triton"))
+        actual = (*backward(grad, gate, up, "gelu"), gated_forward(gate, up, "gelu", implementation="triton"))
         grad, gate, up = (tensor.contiguous() for tensor in (grad, gate, up))
         expected = (*backward(grad, gate, up, "gelu"), gated_forward(gate, up, "gelu", implementation="triton"))
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_recomputed_in_the_backward(device: str, implementation: Any) -> None:
-    """The same bits as in the forward, over the gradient's own memory; gradients unchanged."""
+    """The result equals the forward's bit for bit, in the gradient's memory, and the gradients are unchanged."""
     for width in (64, 70):
-        buffer, gate, up, grad = drawn(4, 5, width, device=device, dtype=torch.float16).unbind()
+        buffer, gate, up, grad = random_tensor(4, 5, width, device=device, dtype=torch.float16).unbind()
         h = gated_forward(gate, up, "silu", implementation=implementation)
         plain = backward(grad, gate, up, "silu", implementation)
         assert not torch.equal(grad, h)
@@ -231,16 +231,16 @@ def test_results_of_uneven_rows_are_refused(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_autograd(device: str) -> None:
-    """Twice through one graph, both kinds of checkpointing, one input frozen, mixed dtypes, autocast."""
-    gate, up, grad = drawn(3, 6, 50, device=device, dtype=torch.float32).unbind()
+    """Two backwards, both kinds of checkpointing, a frozen input, mixed dtypes and autocast all work."""
+    gate, up, grad = random_tensor(3, 6, 50, device=device, dtype=torch.float32).unbind()
     gate.requires_grad_(), up.requires_grad_()
     run = functools.partial(gated, activation=nn.functional.silu, implementation="triton")
     expected = torch.autograd.grad(run(gate, up), (gate, up), grad)
 
     out = run(gate, up)
     for _ in range(2):
-        found = torch.autograd.grad(out, (gate, up), grad, retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = torch.autograd.grad(out, (gate, up), grad, retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     for reentrant in (False, True):
         leaves = gate.detach().clone().requires_grad_(), up.detach().clone().requires_grad_()
         checkpoint(run, *leaves, use_reentrant=reentrant).backward(grad)

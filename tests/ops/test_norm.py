@@ -1,4 +1,4 @@
-"""Normalisation against its written definition, and the stock modules."""
+"""Norms against their written definitions and the stock modules."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WIDTHS = (1, 7, 64, 257, 1024)
 
 
 def stretched(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Rows of very different size: eps decides the first, fp16 squares of the last overflow."""
+    """Return rows of very different size: eps dominates the first, and the squares of the last overflow in fp16."""
     x = torch.randn(6, 3, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
     return ((x + 0.3) * torch.tensor([0.0, 1e-4, 1e-2, 1.0, 30.0, 1000.0]).double()[:, None, None]).to(dtype)
 
 
-def drawn_weight(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def random_weight(width: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return (1 + 0.5 * torch.randn(width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).to(dtype)
 
 
@@ -41,9 +41,9 @@ NORMS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool, float]] = {
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", NORMS)
 def test_norm_is_the_definition(name: str, width: int) -> None:
-    """In float32; rows are compared one by one, since they differ by seven orders of magnitude."""
+    """Rows are compared one by one, since they differ by seven orders of magnitude."""
     op, centred, offset = NORMS[name]
-    x, weight = stretched(width, torch.float32), drawn_weight(width, torch.float32)
+    x, weight = stretched(width, torch.float32), random_weight(width, torch.float32)
     out, truth = op(x, weight), defined(x, weight + offset, centred=centred)
     if centred and width == 1:
         assert torch.equal(out, torch.zeros_like(out))
@@ -58,7 +58,7 @@ def test_norm_is_the_definition(name: str, width: int) -> None:
 def test_norm_of_half_precision_is_computed_in_float32(name: str, dtype: torch.dtype) -> None:
     """One rounding for rounding "after", two for "before": no overflow of squares, no loss in the mean."""
     op, centred, offset = NORMS[name]
-    x, weight = stretched(257, dtype), drawn_weight(257, dtype)
+    x, weight = stretched(257, dtype), random_weight(257, dtype)
     out = op(x, weight)
     assert out.dtype == dtype
     assert out.isfinite().all()
@@ -83,7 +83,7 @@ def test_norm_gradient_is_the_definition(name: str) -> None:
     cotangent = torch.randn(6, 3, 65)
     for dtype in (torch.float32, torch.float64):
         x = stretched(65).float().to(dtype).requires_grad_()
-        weight = drawn_weight(65).float().to(dtype).requires_grad_()
+        weight = random_weight(65).float().to(dtype).requires_grad_()
         out = op(x, weight) if dtype == torch.float32 else defined(x, weight + offset, centred=centred)
         grads.append(torch.autograd.grad(out, (x, weight), cotangent.to(dtype)))
     (x32, w32), (x64, w64) = grads
@@ -93,7 +93,7 @@ def test_norm_gradient_is_the_definition(name: str) -> None:
 
 
 class Stock:
-    """A stock module with a drawn weight, and the op with the arguments that its family gives it."""
+    """A stock module with a random weight, and the op with the arguments of the module's family."""
 
     def __init__(self, name: str, width: int, dtype: torch.dtype) -> None:
         cls, self.op = {
@@ -104,7 +104,7 @@ class Stock:
         }[name]
         self.module = cls(width, eps=EPS).to(dtype)
         with torch.no_grad():
-            self.module.weight.copy_(drawn_weight(width))
+            self.module.weight.copy_(random_weight(width))
 
     def mine(self, x: Tensor) -> Tensor:
         return self.op(x, self.module.weight, EPS)
@@ -131,7 +131,7 @@ def test_rms_norm_is_the_stock_module_to_the_bit(name: str, dtype: torch.dtype, 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("name", [*RMS, "cohere"])
 def test_float32_weight_of_a_half_precision_model(name: str, dtype: torch.dtype) -> None:
-    """What ``prepare_model_for_kbit_training`` leaves: the result has the dtype that the stock module gives it."""
+    """``prepare_model_for_kbit_training`` leaves such weights: the result has the stock module's dtype."""
     stock = Stock(name, 64, torch.float32)
     x = stretched(64, dtype)
     theirs, mine = stock.module(x), stock.mine(x)
@@ -161,21 +161,21 @@ def test_layer_norm_is_the_stock_module_but_for_rounding(dtype: torch.dtype, wid
 def test_norm_gradients_are_the_stock_module_s(name: str) -> None:
     stock = Stock(name, 64, torch.float32)
     cotangent = torch.randn(4, 3, 64)
-    found: list[tuple[Tensor, ...]] = []
+    actual: list[tuple[Tensor, ...]] = []
     for run in (stock.module, stock.mine):
         x = stretched(64, torch.float32)[2:].requires_grad_()
-        found.append(torch.autograd.grad(run(x), (x, stock.module.weight), cotangent))
-    for theirs, mine in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(run(x), (x, stock.module.weight), cotangent))
+    for theirs, mine in zip(*actual, strict=True):
         assert relative(mine, theirs) < 1e-5
         if theirs.ndim == 3:
             assert all(relative(mine[row], theirs[row]) < 1e-5 for row in range(len(theirs)))
 
 
 def test_weight_gradient_is_float32_s_under_autocast() -> None:
-    """Also where the backward runs inside the autocast region."""
+    """So it is if the backward runs inside the autocast region."""
     x, weight = torch.randn(300, 16).requires_grad_(), torch.randn(16).requires_grad_()
-    found = []
+    actual = []
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            found.append(torch.autograd.grad(rms_norm(x, weight, EPS).square().sum(), weight)[0])
-    assert torch.equal(*found)
+            actual.append(torch.autograd.grad(rms_norm(x, weight, EPS).square().sum(), weight)[0])
+    assert torch.equal(*actual)

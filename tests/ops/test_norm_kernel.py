@@ -34,7 +34,7 @@ NORMS: dict[str, tuple[Op, bool, float]] = {
 SHAPES = [(1, 2), (5, 7), (3, 4, 130), (11, 1025)]
 
 
-def drawn(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 0.3).to(device, dtype)
 
 
@@ -49,20 +49,20 @@ def gradients(outputs: tuple[Tensor, ...], inputs: list[Tensor], cotangents: tup
 def test_kernel_is_the_definition(
     name: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Result, and gradients of x, which goes on past the norm, and of the weight."""
+    """The result and the gradients are compared; x is used outside the norm, too."""
     forward, backward = (count_calls(monkeypatch, kernels, call) for call in ("forward", "backward"))
     op, centred, offset = NORMS[name]
-    inputs = [drawn(*size, device=device, dtype=dtype, seed=len(size)) for size in (shape, shape[-1:])]
+    inputs = [random_tensor(*size, device=device, dtype=dtype, seed=len(size)) for size in (shape, shape[-1:])]
     wide = [tensor.double().requires_grad_() for tensor in inputs]
     x, weight = (tensor.requires_grad_() for tensor in inputs)
-    cotangents = tuple(drawn(*shape, device=device, dtype=dtype, seed=seed) for seed in (3, 4))
-    found = gradients((op(x, weight, implementation="triton"), x * 1), inputs, cotangents)
+    cotangents = tuple(random_tensor(*shape, device=device, dtype=dtype, seed=seed) for seed in (3, 4))
+    actual = gradients((op(x, weight, implementation="triton"), x * 1), inputs, cotangents)
     assert (len(forward), len(backward)) == (1, 1)
     plain = gradients((op(x, weight, implementation="torch"), x * 1), inputs, cotangents)
     assert (len(forward), len(backward)) == (1, 1)
     true = defined(wide[0], wide[1] + offset, centred=centred)
     truth = gradients((true, wide[0] * 1), wide, cotangents)
-    for mine, theirs, right in zip(found, plain, truth, strict=True):
+    for mine, theirs, right in zip(actual, plain, truth, strict=True):
         assert_no_worse(mine, theirs, right)
     # without the gradient of the norm, with another weight, with the wrong mean: each fails
     alone = cotangents[1]
@@ -77,44 +77,47 @@ def test_kernel_is_the_definition(
 
 @pytest.mark.parametrize(("device", "dtype"), [case for case in KERNEL_DTYPES if case.values[1] != torch.float32])
 def test_kernel_rounds_where_the_family_does(device: str, dtype: torch.dtype) -> None:
-    x, weight = drawn(9, 257, device=device, dtype=dtype), drawn(257, device=device, dtype=dtype, seed=1)
-    found = {
+    x, weight = (
+        random_tensor(9, 257, device=device, dtype=dtype),
+        random_tensor(257, device=device, dtype=dtype, seed=1),
+    )
+    actual = {
         (rounding, implementation): rms_norm(x, weight, EPS, rounding=rounding, implementation=implementation)
         for rounding in ("before", "after")
         for implementation in ("torch", "triton")
     }
     for rounding in ("before", "after"):
-        differ = found[rounding, "triton"] != found[rounding, "torch"]
+        differ = actual[rounding, "triton"] != actual[rounding, "torch"]
         assert differ.double().mean() < 5e-3, "but where float32 fell on an edge"
-    assert (found["before", "triton"] != found["after", "triton"]).double().mean() > 0.1
+    assert (actual["before", "triton"] != actual["after", "triton"]).double().mean() > 0.1
 
 
 @pytest.mark.parametrize(("device", "dtype"), KERNEL_DTYPES)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["rms, rounded before", "rms, rounded after", "layer"])
 def test_mixed_dtypes(name: str, weight_dtype: torch.dtype, device: str, dtype: torch.dtype) -> None:
-    """Results and gradients have the dtypes that torch gives them, also under autocast, where the stream is float32."""
+    """Results and gradients have torch's dtypes, also under autocast, where the residual stream is float32."""
     op, centred, offset = NORMS[name]
     inputs = [
-        drawn(3, 70, device=device, dtype=dtype).requires_grad_(),
-        drawn(70, device=device, dtype=weight_dtype, seed=2).requires_grad_(),
+        random_tensor(3, 70, device=device, dtype=dtype).requires_grad_(),
+        random_tensor(70, device=device, dtype=weight_dtype, seed=2).requires_grad_(),
     ]
     wide = [x.detach().double().requires_grad_() for x in inputs]
-    cotangent = (drawn(3, 70, device=device, dtype=torch.float32, seed=3),)
+    cotangent = (random_tensor(3, 70, device=device, dtype=torch.float32, seed=3),)
     with torch.autocast(device, torch.bfloat16):
         plain = gradients((op(*inputs, implementation="torch"),), inputs, cotangent)
-        found = gradients((op(*inputs, implementation="triton"),), inputs, cotangent)
+        actual = gradients((op(*inputs, implementation="triton"),), inputs, cotangent)
     truth = gradients((defined(wide[0], wide[1] + offset, centred=centred),), wide, cotangent)
-    for mine, theirs, right in zip(found, plain, truth, strict=True):
+    for mine, theirs, right in zip(actual, plain, truth, strict=True):
         assert mine.dtype == theirs.dtype
         assert relative(mine, right) <= 1.5 * relative(theirs, right) + 1e-6
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernel_of_any_strides(device: str) -> None:
-    """Slices of a fused projection, transposed, a weight with a step, expanded gradients: as if contiguous."""
-    base = drawn(6, 5, 3 * 40, device=device, dtype=torch.float32)
-    weight = drawn(80, device=device, dtype=torch.float32)[::2]
+    """Slices of a fused projection, transposed tensors, a strided weight and expanded gradients are supported."""
+    base = random_tensor(6, 5, 3 * 40, device=device, dtype=torch.float32)
+    weight = random_tensor(80, device=device, dtype=torch.float32)[::2]
     for x, grad in (
         (base[..., 40:80], base[..., :40]),
         (base[:, :, 1:41], base[..., 79:119]),
@@ -135,9 +138,9 @@ def test_kernel_of_any_strides(device: str) -> None:
 @pytest.mark.parametrize("rounding", ["before", "after"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], implementation: Any) -> None:
-    """What the autograd Function returns, piece by piece, and the normalised tensor again to the bit."""
-    x, grad, direct = drawn(3, *shape, device=device, dtype=torch.float16).unbind()
-    weight = drawn(shape[-1], device=device, dtype=torch.float16).requires_grad_()
+    """The functions for other Functions give the op's results, and recompute the normalised tensor bit for bit."""
+    x, grad, direct = random_tensor(3, *shape, device=device, dtype=torch.float16).unbind()
+    weight = random_tensor(shape[-1], device=device, dtype=torch.float16).requires_grad_()
     how: dict[str, Any] = {"rounding": rounding, "unit_offset": True, "implementation": implementation}
     with torch.no_grad():
         normed, rstd = rms_norm_forward(x, weight, EPS, **how)
@@ -150,12 +153,12 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
         assert none is None
         for need_weight in (True, False):  # the normalised tensor again on the way, over the gradient
             over = grad.clone()
-            found = rms_norm_backward(
+            actual = rms_norm_backward(
                 over, x, weight, rstd, grad_summed=direct, need_weight=need_weight, normed=over, **how
             )
             assert torch.equal(over, normed)
-            assert torch.equal(found[0], dx if need_weight else frozen)
-            assert found[1] is None if not need_weight else torch.equal(found[1], dweight)
+            assert torch.equal(actual[0], dx if need_weight else frozen)
+            assert actual[1] is None if not need_weight else torch.equal(actual[1], dweight)
         without, _ = rms_norm_backward(grad, x, weight, rstd, **how)
         assert relative(without + direct, dx) <= 1.5 * torch.finfo(dx.dtype).eps, "each of three is rounded"
         assert relative(without, dx) > 0.1
@@ -171,19 +174,17 @@ def test_building_blocks(device: str, rounding: Any, shape: tuple[int, ...], imp
 
 @pytest.mark.parametrize("shape", [(700, 40), (33, 1100)], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_normalised_again_over_the_gradient(
-    device: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where programs walk over rows and have read the next ones before they write over these."""
+def test_recomputed_over_the_gradient(device: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs walk over rows and read the next rows before they overwrite these."""
     monkeypatch.setattr(kernels, "processors", lambda _: 1)
-    x, grad, direct = drawn(3, *shape, device=device, dtype=torch.float16).unbind()
-    weight = drawn(shape[1], device=device, dtype=torch.float16)
+    x, grad, direct = random_tensor(3, *shape, device=device, dtype=torch.float16).unbind()
+    weight = random_tensor(shape[1], device=device, dtype=torch.float16)
     normed, rstd = rms_norm_forward(x, weight, EPS, implementation="triton")
-    want = rms_norm_backward(grad, x, weight, rstd, grad_summed=direct, implementation="triton")
+    reference = rms_norm_backward(grad, x, weight, rstd, grad_summed=direct, implementation="triton")
     over = grad.clone()
-    found = rms_norm_backward(over, x, weight, rstd, grad_summed=direct, normed=over, implementation="triton")
+    actual = rms_norm_backward(over, x, weight, rstd, grad_summed=direct, normed=over, implementation="triton")
     assert torch.equal(over, normed)
-    for ours, right in zip(found, want, strict=True):
+    for ours, right in zip(actual, reference, strict=True):
         assert ours is not None
         assert right is not None
         assert relative(ours, right) <= torch.finfo(torch.float16).eps
@@ -192,10 +193,10 @@ def test_the_normalised_again_over_the_gradient(
 @pytest.mark.parametrize("counted", [0, 1, 5, 9])
 @pytest.mark.parametrize(("width", "eps"), [(40, EPS), (40, 0.0), (1100, EPS)])
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_do_not_count(device: str, width: int, eps: float, counted: int) -> None:
-    """They are not read, zeros are written there, and the others are what they are alone, to the bit."""
-    x, grad, direct = drawn(3, 9, width, device=device, dtype=torch.float32).unbind()
-    weight = drawn(width, device=device, dtype=torch.float32)
+def test_rows_of_padding(device: str, width: int, eps: float, counted: int) -> None:
+    """They are not read, their results are zeros, and the other rows' results equal those without them bit for bit."""
+    x, grad, direct = random_tensor(3, 9, width, device=device, dtype=torch.float32).unbind()
+    weight = random_tensor(width, device=device, dtype=torch.float32)
     short = [tensor[:counted].clone() for tensor in (x, grad, direct)]
     for tensor in (x, grad, direct):
         tensor[counted:] = float("nan")
@@ -215,16 +216,16 @@ def test_rows_that_do_not_count(device: str, width: int, eps: float, counted: in
     if not counted:
         assert not of_weight.any()
     else:
-        of_weight_alone, *want = run(*short, None)
+        of_weight_alone, *reference = run(*short, None)
         assert relative(of_weight, of_weight_alone) <= 1e-6
-        assert all(torch.equal(a[:counted], b) for a, b in zip(ours, want, strict=True))
+        assert all(torch.equal(a[:counted], b) for a, b in zip(ours, reference, strict=True))
     assert not any(tensor[counted:].any() for tensor in ours)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_that_nobody_needs_are_not_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_gradients_are_not_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch, kernels, "backward")
-    tensors = [drawn(*size, device=device, dtype=torch.float32, seed=len(size)) for size in ((3, 8), (8,))]
+    tensors = [random_tensor(*size, device=device, dtype=torch.float32, seed=len(size)) for size in ((3, 8), (8,))]
     full: list[Tensor] = []
     for mask in ((True, True), (True, False), (False, True)):
         leaves = [tensor.clone().requires_grad_(needed) for tensor, needed in zip(tensors, mask, strict=True)]
@@ -239,18 +240,18 @@ def test_gradients_that_nobody_needs_are_not_computed(device: str, monkeypatch: 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_layer_norm_kernel_with_a_weight_for_each_head(device: str) -> None:
-    """Cohere's q and k norms, ``[heads, D]``; gradients too."""
+    """Cohere's q and k norms have weights ``[heads, D]``."""
     for shape, own in (((5, 3, 10), (3, 10)), ((2, 4, 3, 130), (3, 130)), ((5, 3, 10), (10,)), ((1, 1), (1,))):
-        x, grad = (drawn(*shape, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
-        weight = drawn(*own, device=device, dtype=torch.float32, seed=2)
+        x, grad = (random_tensor(*shape, device=device, dtype=torch.float32, seed=seed) for seed in range(2))
+        weight = random_tensor(*own, device=device, dtype=torch.float32, seed=2)
         inputs = [tensor.requires_grad_() for tensor in (x, weight)]
         wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-        found, theirs = (
+        actual, theirs = (
             gradients((layer_norm(x, weight, EPS, implementation=which),), inputs, (grad,))
             for which in ("triton", "torch")
         )
         truth = gradients((defined(wide[0], wide[1], centred=True),), wide, (grad,))
-        for value, torch_s, right in zip(found, theirs, truth, strict=True):
+        for value, torch_s, right in zip(actual, theirs, truth, strict=True):
             if right.any():
                 assert_no_worse(value, torch_s, right)
             else:
@@ -261,16 +262,16 @@ def test_layer_norm_kernel_with_a_weight_for_each_head(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_no_tokens_and_rows_of_any_size(device: str) -> None:
     for rows, width in ((0, 8), (1, 1), (2, 3000), (40, 3)):
-        x = drawn(rows, width, device=device, dtype=torch.float32).requires_grad_()
-        weight = drawn(width, device=device, dtype=torch.float32, seed=1).requires_grad_()
-        found, expected = (
+        x = random_tensor(rows, width, device=device, dtype=torch.float32).requires_grad_()
+        weight = random_tensor(width, device=device, dtype=torch.float32, seed=1).requires_grad_()
+        actual, expected = (
             gradients((rms_norm(x, weight, EPS, implementation=which),), [x, weight], (x.detach() + 1,))
             for which in ("triton", "torch")
         )
         rstd = (x.detach().square().mean(-1, keepdim=True) + EPS).rsqrt()
         # the gradient of a row of one is what is left of terms that cancel: it is measured by those
-        terms = (x.detach() + 1) * weight.detach() * rstd if width == 1 else found[1]
-        for mine, theirs, size in zip(found, expected, (found[0], terms, found[2]), strict=True):
+        terms = (x.detach() + 1) * weight.detach() * rstd if width == 1 else actual[1]
+        for mine, theirs, size in zip(actual, expected, (actual[0], terms, actual[2]), strict=True):
             assert mine.shape == theirs.shape
             assert rows == 0 or (mine - theirs).abs().max() <= 1e-5 * size.abs().max()
 
@@ -278,8 +279,8 @@ def test_no_tokens_and_rows_of_any_size(device: str) -> None:
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_in_autograd(device: str, implementation: Any) -> None:
-    """Twice through one graph, the same bits each time, and both kinds of checkpointing."""
-    x, weight = (drawn(*size, device=device, dtype=torch.float32, seed=len(size)) for size in ((37, 50), (50,)))
+    """Two backwards give the same bits, and both kinds of checkpointing work."""
+    x, weight = (random_tensor(*size, device=device, dtype=torch.float32, seed=len(size)) for size in ((37, 50), (50,)))
     leaves: list[Tensor] = []
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -298,7 +299,7 @@ def test_in_autograd(device: str, implementation: Any) -> None:
         assert all(torch.equal(leaf.grad, b) for leaf, b in zip(inputs, leaves, strict=True))
 
 
-def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
+def test_unsupported_inputs_raise_if_the_kernel_is_named() -> None:
     x, weight = torch.randn(2, 8), torch.randn(8)
     wide = torch.randn(1, MAX_WIDTH + 1)
     for call in (
@@ -313,7 +314,7 @@ def test_what_the_kernel_does_not_serve_is_refused_by_name() -> None:
 
 
 def test_compiled_whole() -> None:
-    """The definition is what the compiler sees, gradients too."""
+    """The compiler traces the definition, and its gradients."""
     x, weight = torch.randn(4, 16).requires_grad_(), torch.randn(16).requires_grad_()
 
     def run(x: Tensor, weight: Tensor) -> Tensor:
@@ -321,11 +322,11 @@ def test_compiled_whole() -> None:
             x, weight, EPS, rounding="after", unit_offset=True
         )
 
-    found = [
+    actual = [
         gradients((function(x, weight),), [x, weight], (torch.ones(4, 16),))
         for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager"))
     ]
-    for mine, theirs in zip(*found, strict=True):
+    for mine, theirs in zip(*actual, strict=True):
         assert relative(mine, theirs) < 1e-5
 
 
@@ -333,17 +334,17 @@ def test_compiled_whole() -> None:
 @pytest.mark.parametrize("width", [64, 896, 2304, 4096, 5120, 8192, 16384, 18432])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_widths_of_real_models(dtype: torch.dtype, width: int) -> None:
-    """Each size of block compiles, and none asks for more shared memory or registers than there are."""
-    x, weight = (drawn(*size, device="cuda", dtype=dtype, seed=len(size)) for size in ((301, width), (width,)))
+    """Each block size compiles, and none needs more shared memory or registers than there are."""
+    x, weight = (random_tensor(*size, device="cuda", dtype=dtype, seed=len(size)) for size in ((301, width), (width,)))
     inputs = [x.requires_grad_(), weight.requires_grad_()]
     wide = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    cotangent = (drawn(301, width, device="cuda", dtype=dtype, seed=3),)
-    found, again, plain = (
+    cotangent = (random_tensor(301, width, device="cuda", dtype=dtype, seed=3),)
+    actual, again, plain = (
         gradients((rms_norm(x, weight, EPS, implementation=which),), inputs, cotangent)
         for which in ("triton", "triton", "torch")
     )
     truth = gradients((defined(wide[0], wide[1], centred=False),), wide, cotangent)
-    for mine, same, theirs, right in zip(found, again, plain, truth, strict=True):
+    for mine, same, theirs, right in zip(actual, again, plain, truth, strict=True):
         assert torch.equal(mine, same)
         assert_no_worse(mine, theirs, right)
 

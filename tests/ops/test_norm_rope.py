@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from op_checks import KERNEL_DTYPES, assert_no_worse, relative
-from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, SHAPES, counted, drawn, error_of, on_gpu, tables
+from rope_cases import DEVICE, IMPLEMENTATIONS, LAYOUTS, SHAPES, count_launches, error_of, on_gpu, random_tensor, tables
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.models.gemma3 import modeling_gemma3
@@ -22,15 +22,15 @@ KINDS: tuple[tuple[Rounding, bool], ...] = (("before", False), ("after", True))
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], list[Tensor]]:
-    """q, k and their weights; and cotangents."""
+    """Return q, k and their weights, and cotangents."""
     tokens, h, k_heads, d, _ = shape
-    leaves = [drawn(tokens, h, d, dtype=dtype), drawn(tokens, k_heads, d, dtype=dtype)]
-    leaves += [drawn(d, dtype=dtype, seed=seed) for seed in (2, 3)]
-    return [x.requires_grad_() for x in leaves], [drawn(*x.shape, dtype=dtype, seed=1) for x in leaves[:2]]
+    leaves = [random_tensor(tokens, h, d, dtype=dtype), random_tensor(tokens, k_heads, d, dtype=dtype)]
+    leaves += [random_tensor(d, dtype=dtype, seed=seed) for seed in (2, 3)]
+    return [x.requires_grad_() for x in leaves], [random_tensor(*x.shape, dtype=dtype, seed=1) for x in leaves[:2]]
 
 
 def by_hand(x: Tensor, weight: Tensor) -> Tensor:
-    """The definition in float64."""
+    """Compute the definition in float64."""
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
@@ -44,10 +44,10 @@ def test_norm_rope_is_its_two_definitions(
     (q, k, q_weight, k_weight), _ = inputs((6, 4, 2, 12, 8))
     cos, sin = tables(6, 8, layout)
     options: dict[str, Any] = {"layout": layout, "rounding": rounding, "implementation": implementation}
-    found = norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unit_offset=unit_offset, **options)
+    actual = norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unit_offset=unit_offset, **options)
     normalised = [by_hand(x, w + 1.0 if unit_offset else w) for x, w in ((q, q_weight), (k, k_weight))]
     expected = apply_rope(*normalised, cos.double(), sin.double(), layout=layout, implementation="torch")
-    assert error_of(found, expected) < 1e-6
+    assert error_of(actual, expected) < 1e-6
     for wrong in (
         norm_rope(q, k, k_weight, q_weight, EPS, cos, sin, unit_offset=unit_offset, **options),
         norm_rope(q, k, q_weight, k_weight, EPS, cos, sin, unit_offset=not unit_offset, **options),
@@ -69,10 +69,10 @@ def test_kernel_is_the_two_ops(
     indexed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Forward and backward one launch each; besides, the partial sums of the weights' gradients are added."""
+    """Forward and backward take one launch each, and one sum of the partial gradients of the weights."""
     tokens, rotary = shape[0], shape[-1]
     cos, sin = tables(tokens + 3 if indexed else tokens, rotary, layout)
-    positions = drawn(tokens).argsort() + 2 if indexed else None
+    positions = random_tensor(tokens).argsort() + 2 if indexed else None
     leaves, cotangents = inputs(shape)
     options: dict[str, Any] = {"layout": layout, "rounding": rounding, "unit_offset": unit_offset}
 
@@ -80,23 +80,21 @@ def test_kernel_is_the_two_ops(
         out = norm_rope(*leaves, EPS, cos, sin, positions=positions, implementation=implementation, **options)
         first = torch.autograd.grad(out, leaves, cotangents, retain_graph=True)
         second = torch.autograd.grad(out, leaves, cotangents)
-        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), (
-            "nothing that was kept is overwritten"
-        )
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), "no saved tensor is overwritten"
         return *out, *first
 
     expected = run("torch")
     with (
-        counted(monkeypatch, "norm_rope", "turn_kernel") as (forward, _),
-        counted(monkeypatch, "norm_rope", "_norm_turn_backward_kernel") as (backward, _),
+        count_launches(monkeypatch, "norm_rope", "turn_kernel") as (forward, _),
+        count_launches(monkeypatch, "norm_rope", "_norm_turn_backward_kernel") as (backward, _),
     ):
-        found = run("triton")
+        actual = run("triton")
     assert (forward.count, backward.count) == (1, 2)
-    assert [x.dtype for x in found] == [x.dtype for x in expected]
+    assert [x.dtype for x in actual] == [x.dtype for x in expected]
     if tokens:
-        assert error_of(found, expected) < 2e-6
+        assert error_of(actual, expected) < 2e-6
         return
-    assert all(not x.any() for x in found)
+    assert all(not x.any() for x in actual)
 
 
 @pytest.mark.sample(20)
@@ -118,19 +116,19 @@ def test_strided_heads_are_as_near_to_float64_as_the_two_ops(
     indexed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Heads of a wider tensor, heads before tokens; gradients likewise, and expanded; slices of tables."""
+    """The cases are heads of a wider tensor, heads before tokens, such or expanded gradients, and slices of tables."""
     from fastpack.ops.kernels import norm_rope as kernels
 
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 4)  # so that each takes several blocks
     tokens, h, k_heads, d, rotary = shape
-    q = drawn(tokens, h + 1, d + 4, dtype=dtype)[:, 1:, :d]
-    k = drawn(k_heads, tokens, d, dtype=dtype).transpose(0, 1)
-    weights = [drawn(d, dtype=dtype, seed=seed) for seed in (2, 3)]
+    q = random_tensor(tokens, h + 1, d + 4, dtype=dtype)[:, 1:, :d]
+    k = random_tensor(k_heads, tokens, d, dtype=dtype).transpose(0, 1)
+    weights = [random_tensor(d, dtype=dtype, seed=seed) for seed in (2, 3)]
     leaves = [x.to(device).requires_grad_() for x in (q, k, *weights)]
     wide = [x.detach().double().requires_grad_() for x in leaves]
     cotangents = [
-        drawn(h, tokens, d, dtype=dtype, seed=1).transpose(0, 1),
-        drawn(tokens, 1, d, dtype=dtype, seed=1).expand(tokens, k_heads, d),
+        random_tensor(h, tokens, d, dtype=dtype, seed=1).transpose(0, 1),
+        random_tensor(tokens, 1, d, dtype=dtype, seed=1).expand(tokens, k_heads, d),
     ]
     cos, sin = (x[3:, :rotary] for x in tables(tokens + 6, rotary + 4, layout, dtype))
     positions = torch.arange(tokens, device=device).flip(0) + 2 if indexed else None
@@ -140,18 +138,18 @@ def test_strided_heads_are_as_near_to_float64_as_the_two_ops(
     def gradients(out: tuple[Tensor, ...], of: list[Tensor]) -> list[Tensor]:
         return [*out, *torch.autograd.grad(out, of, [c.to(y.dtype) for c, y in zip(cotangents, out, strict=True)])]
 
-    def run(*given: Tensor, implementation: Implementation = "torch", **changes: Any) -> list[Tensor]:
+    def run(*args: Tensor, implementation: Implementation = "torch", **changes: Any) -> list[Tensor]:
         options: dict[str, Any] = {"layout": layout, "rounding": rounding, "unit_offset": unit_offset, **changes}
         out = norm_rope(
-            *given, EPS, cos, sin, positions=positions, implementation=implementation, **options  # type: ignore[misc]
+            *args, EPS, cos, sin, positions=positions, implementation=implementation, **options  # type: ignore[misc]
         )  # fmt: skip
         return gradients(out, leaves)
 
     normalised = [by_hand(x, w + 1.0 if unit_offset else w) for x, w in zip(wide[:2], wide[2:], strict=True)]
     angles = [x.double() if positions is None else x[positions].double() for x in (cos, sin)]
     truth = gradients(apply_rope(*normalised, *angles, layout=layout, implementation="torch"), wide)
-    found, plain = run(*leaves, implementation="triton"), run(*leaves)
-    for mine, theirs, right in zip(found, plain, truth, strict=True):
+    actual, plain = run(*leaves, implementation="triton"), run(*leaves)
+    for mine, theirs, right in zip(actual, plain, truth, strict=True):
         assert_no_worse(mine, theirs, right)
     q, k, q_weight, k_weight = leaves
     other: Layout = "half" if layout == "interleaved" else "interleaved"
@@ -169,22 +167,22 @@ def test_forward_and_frozen_backward_are_one_launch_and_nothing_else(monkeypatch
     (q, k, *weights), cotangents = inputs((5, 4, 2, 8, 8))
     cos, sin = tables(5, 8, "half")
     frozen = [w.detach() for w in weights]
-    with counted(monkeypatch, "norm_rope", "turn_kernel") as (launches, others):
+    with count_launches(monkeypatch, "norm_rope", "turn_kernel") as (launches, others):
         out = norm_rope(q, k, *frozen, EPS, cos, sin, implementation="triton")
     assert (launches.count, others) == (1, [])
-    with counted(monkeypatch, "norm_rope", "_norm_turn_backward_kernel") as (launches, others):
+    with count_launches(monkeypatch, "norm_rope", "_norm_turn_backward_kernel") as (launches, others):
         torch.autograd.grad(out, (q, k), cotangents)
     assert (launches.count, others) == (1, [])
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,), (0, 3), (2, 3)])
-def test_only_what_is_asked_for_gets_a_gradient(wanted: tuple[int, ...]) -> None:
+def test_only_needed_gradients_are_computed(wanted: tuple[int, ...]) -> None:
     leaves, cotangents = inputs((5, 4, 2, 8, 6))
     cos, sin = tables(5, 6, "half")
     some = [x if i in wanted else x.detach() for i, x in enumerate(leaves)]
     grads = []
-    for implementation, given in (("torch", leaves), ("triton", some)):
-        out = norm_rope(*given, EPS, cos, sin, implementation=implementation)  # type: ignore[arg-type]
+    for implementation, args in (("torch", leaves), ("triton", some)):
+        out = norm_rope(*args, EPS, cos, sin, implementation=implementation)  # type: ignore[arg-type]
         needy = [(y, c) for y, c in zip(out, cotangents, strict=True) if y.requires_grad]
         grads.append(torch.autograd.grad([y for y, _ in needy], [leaves[i] for i in wanted], [c for _, c in needy]))
     assert error_of(*grads) < 2e-6
@@ -198,15 +196,15 @@ def test_kernel_s_gradients_by_finite_differences(layout: Layout, monkeypatch: p
     monkeypatch.setattr(kernels, "BACKWARD_PROGRAMS", 4)  # so that each takes several blocks, the last of them short
     leaves, _ = inputs((70, 40, 33, 6, 4), torch.float64)
     cos, sin = tables(70, 4, layout, torch.float64)
-    probes = [drawn(*x.shape, dtype=torch.float64, seed=4) for x in leaves[:2]]
+    probes = [random_tensor(*x.shape, dtype=torch.float64, seed=4) for x in leaves[:2]]
 
-    def total(*given: Tensor) -> Tensor:
-        out = norm_rope(*given, EPS, cos, sin, layout=layout, implementation="triton")  # type: ignore[misc]
+    def total(*args: Tensor) -> Tensor:
+        out = norm_rope(*args, EPS, cos, sin, layout=layout, implementation="triton")  # type: ignore[misc]
         return sum((y * p).sum() for y, p in zip(out, probes, strict=True))
 
     grads = torch.autograd.grad(total(*leaves), leaves)
     for i, grad in enumerate(grads):
-        direction = drawn(*grad.shape, dtype=torch.float64, seed=5)
+        direction = random_tensor(*grad.shape, dtype=torch.float64, seed=5)
         ends = [
             total(*(x.detach() + (step * direction if i == j else 0.0) for j, x in enumerate(leaves)))
             for step in (1e-6, -1e-6)
@@ -219,8 +217,8 @@ def test_kernel_s_gradients_by_finite_differences(layout: Layout, monkeypatch: p
 def test_slices_of_a_fused_projection_under_checkpointing(implementation: Implementation) -> None:
     weights = inputs((5, 4, 2, 8, 8))[0][2:]
     cos, sin = tables(5, 8, "half")
-    qkv = drawn(5, 8, 8).requires_grad_()
-    given = qkv.detach().clone()
+    qkv = random_tensor(5, 8, 8).requires_grad_()
+    before = qkv.detach().clone()
 
     def loss(qkv: Tensor) -> Tensor:
         q, k, v = qkv.split((4, 2, 2), 1)
@@ -232,31 +230,31 @@ def test_slices_of_a_fused_projection_under_checkpointing(implementation: Implem
         qkv.grad = None
         checkpoint(loss, qkv, use_reentrant=reentrant).backward()
         assert torch.equal(qkv.grad, expected)
-    assert torch.equal(qkv, given)
+    assert torch.equal(qkv, before)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("rounding", "unit_offset"), KINDS)
 def test_float32_weights_of_half_precision_heads(rounding: Rounding, unit_offset: bool, autocast: bool) -> None:
-    """As in a quantised model, or under autocast: dtypes as the ops give them, error no more than theirs."""
+    """As in a quantised model or under autocast: the dtypes are the two ops', and the error is no larger."""
     leaves, cotangents = inputs((6, 4, 2, 16, 12))
     half = [x.detach().to(torch.float16 if i < 2 else torch.float32).requires_grad_() for i, x in enumerate(leaves)]
     wide = [x.detach().double().requires_grad_() for x in half]
     cos, sin = tables(6, 12, "half")
     results = []
-    for implementation, given in (("torch", wide), ("torch", half), ("triton", half)):
+    for implementation, args in (("torch", wide), ("torch", half), ("triton", half)):
         # in float64 the definition is one of float32 but for rounding="before"
-        how: Rounding = "before" if given is wide and not unit_offset else rounding
-        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and given is half):
+        how: Rounding = "before" if args is wide and not unit_offset else rounding
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast and args is half):
             out = norm_rope(
-                *given,
+                *args,
                 EPS,
-                *((cos.double(), sin.double()) if given is wide else (cos, sin)),
+                *((cos.double(), sin.double()) if args is wide else (cos, sin)),
                 rounding=how,
                 unit_offset=unit_offset,
                 implementation=implementation,  # type: ignore[arg-type]
             )
-        grads = torch.autograd.grad(out, given, [c.to(y.dtype) for c, y in zip(cotangents, out, strict=True)])
+        grads = torch.autograd.grad(out, args, [c.to(y.dtype) for c, y in zip(cotangents, out, strict=True)])
         results.append((*out, *grads))
     truth, plain, mine = results
     for x, y, z in zip(mine, plain, truth, strict=True):
@@ -278,7 +276,7 @@ def test_weights_of_other_norms_are_refused(shape: tuple[int, ...]) -> None:
 def by_stock(
     family: Any, norm: Any, leaves: list[Tensor], angles: tuple[Tensor, ...], cotangents: list[Tensor]
 ) -> list[Tensor]:
-    """The stock modules' results and gradients."""
+    """Return the stock modules' results and gradients."""
     q, k, *weights = (x.detach().requires_grad_() for x in leaves)
     modules = [norm(q.shape[-1], eps=EPS).to(q.device, q.dtype) for _ in weights]
     for module, weight in zip(modules, weights, strict=True):

@@ -1,4 +1,4 @@
-"""Rotary embedding against its written definition, and the stock functions."""
+"""RoPE against its written definition and the stock functions."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def angles(rotary: int) -> Tensor:
 
 
 def tables(rotary: int, layout: Layout, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """cos and sin as transformers' modules write them: both halves, beside (Llama) or among each other (Cohere)."""
+    """Return cos and sin in the layouts of transformers: two halves (Llama) or interleaved (Cohere)."""
     theta = angles(rotary)
     theta = torch.cat((theta, theta), -1) if layout == "half" else theta.repeat_interleave(2, -1)
     return theta.cos().to(dtype), theta.sin().to(dtype)
 
 
 def rotated(x: Tensor, rotary: int, layout: Layout) -> Tensor:
-    """The definition: each pair of the first R elements is a complex number, turned by its angle."""
+    """Rotate as defined: each pair of the first R elements is a complex number, rotated by its angle."""
     turn = torch.polar(torch.ones(()).double(), angles(rotary))[:, None]
     half = rotary // 2
     out = x.double().clone()
@@ -75,7 +75,7 @@ def test_the_layouts_differ() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rope_depends_on_distance_alone(layout: Layout) -> None:
-    """Query at m against key at n is a function of m - n."""
+    """The product of a query at m and a key at n is a function of m - n."""
     x = torch.randn(1, 1, D, dtype=torch.float64).expand(len(POSITIONS), 1, D)
     q, k = apply_rope(x, x.flip(-1), *tables(D, layout), layout=layout)
     scores = q[:, 0] @ k[:, 0].T
@@ -115,14 +115,14 @@ def test_rope_of_views(layout: Layout) -> None:
     x = torch.randn(len(POSITIONS), 4, 3 * D)
     cos, sin = tables(12, layout, torch.float32)
     q, k = x[..., D : 2 * D], x[..., :D].transpose(0, 1).contiguous().transpose(0, 1)
-    found = apply_rope(q, k, cos, sin, layout=layout)
+    actual = apply_rope(q, k, cos, sin, layout=layout)
     expected = apply_rope(q.contiguous(), k.contiguous(), cos, sin, layout=layout)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
-def test_float32_tables_serve_half_precision_heads(dtype: torch.dtype) -> None:
-    """As under autocast: used as they are, and the heads keep their dtype."""
+def test_float32_tables_with_half_precision_heads(dtype: torch.dtype) -> None:
+    """They are not cast, as under autocast, and the heads keep their dtype."""
     q, k = heads(dtype)
     cos, sin = tables(12, "half", torch.float32)
     for x, turned in zip((q, k), apply_rope(q, k, cos, sin), strict=True):
@@ -146,7 +146,7 @@ def as_stock(x: Tensor) -> Tensor:
 def test_rope_is_the_stock_function_but_for_rounding(
     stock: Any, layout: Layout, rotary: int, wide: bool, dtype: torch.dtype
 ) -> None:
-    """A product and a sum are rounded together here: not farther from the same function in float64 than the stock."""
+    """The op rounds a product and a sum together: its error against float64 is no larger than the stock function's."""
     q, k = heads(dtype)
     cos, sin = tables(rotary, layout, dtype)
     mine = apply_rope(q, k, cos, sin, layout=layout, compute_in_float32=wide)
@@ -169,8 +169,8 @@ def test_positions_choose_rows_of_a_table(layout: Layout) -> None:
     first = torch.stack([(position == POSITIONS).nonzero()[0, 0] for position in table])
     expected = apply_rope(q, k, cos, sin, layout=layout)
     for dtype in (torch.int64, torch.int32):
-        found = apply_rope(q, k, cos[first], sin[first], layout=layout, positions=rows.to(dtype))
-        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        actual = apply_rope(q, k, cos[first], sin[first], layout=layout, positions=rows.to(dtype))
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
     shifted = apply_rope(q, k, cos[first], sin[first], layout=layout, positions=(rows + 1) % len(table))
     assert relative(shifted[0], expected[0]) > 0.1
 
@@ -199,8 +199,8 @@ def test_a_traced_region_takes_the_definition() -> None:
     q, k = (x.requires_grad_() for x in heads(torch.float32))
     rope = functools.partial(apply_rope, layout="interleaved", compute_in_float32=True)
     traced = torch.compile(lambda q, k: rope(q * 1, k * 1, cos, sin), fullgraph=True, backend="eager")
-    found, expected = traced(q, k), rope(q, k, cos, sin)
+    actual, expected = traced(q, k), rope(q, k, cos, sin)
     cotangents = [torch.randn_like(x) for x in expected]
-    found += torch.autograd.grad(found, (q, k), cotangents)
+    actual += torch.autograd.grad(actual, (q, k), cotangents)
     expected += torch.autograd.grad(expected, (q, k), cotangents)
-    assert all(relative(x, y) < 1e-6 for x, y in zip(found, expected, strict=True))
+    assert all(relative(x, y) < 1e-6 for x, y in zip(actual, expected, strict=True))

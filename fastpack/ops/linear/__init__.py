@@ -1,1 +1,1 @@
-"""Projections: products with weights of any kind, LoRA over them, and whole MLPs of them."""
+"""Linear projections with dense or 4-bit weights, LoRA, and whole gated MLPs."""

@@ -1,13 +1,13 @@
-"""LoRA's low-rank updates of a group of projections: the thin products, forward and backward.
+"""LoRA's low-rank updates of a group of projections: their matmuls, forward and backward.
 
 Definition, for each projection i: ``scale_i dropout_i(n) A_i^T B_i^T`` (Hu et al., "LoRA", arXiv:2106.09685, eq. 3).
-A and B are brought to the activations' dtype, all of a group at once; where every update has the same scale and
-no dropout, one product serves all A. The scale is part of that product. Where kernels gain by it, one launch expands
-all updates of a group (and adds a residual), shrinks all its gradients, or makes the gradients of all its B
-(:mod:`fastpack.ops.kernels.lora`); torch's products do the rest.
+All A and B of a group are cast to the activations' dtype at once. If every update has the same scale and no dropout,
+one matmul computes ``scale n A_i^T`` for all of them. Where it is faster, one kernel launch expands all updates of a
+group (and adds a residual), shrinks all its gradients, or computes the gradients of all its B
+(:mod:`fastpack.ops.kernels.lora`); torch's matmuls compute the rest.
 
-``flat`` is what :func:`fastpack.ops.linear.parts.tensors_of` makes, ``keep`` and ``kept`` hold what the backward
-needs under names of their own.
+In all functions ``flat`` is the list that :func:`fastpack.ops.linear.parts.tensors_of` returns, and ``saved`` holds the
+tensors that the backward needs, by name. ``prefix`` is put before those names.
 
 Shape suffixes: T tokens, H size of the input, O of an output, R rank.
 """
@@ -21,97 +21,111 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
-from fastpack.ops.linear.parts import Settings
+from fastpack.ops.linear.parts import ProjectionSettings
 from fastpack.ops.row_count import rows_of
 
 
-def thin_kernels_allowed(implementation: Implementation, large: Sequence[Tensor], thins: Sequence[Tensor]) -> bool:
-    """True where kernels may run over ``large [T, ...]`` and thin factors ``[T, R]``."""
-    dtype = thins[0].dtype
-    if dtype not in KERNEL_DTYPES or not use_triton(implementation, thins[0]):
+def thin_kernels_allowed(implementation: Implementation, large: Sequence[Tensor], lows: Sequence[Tensor]) -> bool:
+    """Return whether LoRA kernels may run on ``large [T, ...]`` and low-rank factors ``lows [T, R]``."""
+    dtype = lows[0].dtype
+    if dtype not in KERNEL_DTYPES or not use_triton(implementation, lows[0]):
         return False
     return all(x.dtype == dtype and x.stride(-1) == 1 for x in large)
 
 
-def _kernels(which: str, settings: Settings, large: Sequence[Tensor], thins: Sequence[Tensor]) -> Any | None:
-    """The module of thin kernels where the one of this name serves, else None."""
-    if not thins or not thin_kernels_allowed(settings.implementation, large, thins):
+def _kernels(name: str, settings: ProjectionSettings, large: Sequence[Tensor], lows: Sequence[Tensor]) -> Any | None:
+    """Return the module of LoRA kernels if its kernel ``name`` supports these tensors, else None."""
+    if not lows or not thin_kernels_allowed(settings.implementation, large, lows):
         return None
     from fastpack.ops.kernels import lora as kernels
 
-    return kernels if kernels.serves(which, large, thins) else None
+    return kernels if kernels.serves(name, large, lows) else None
 
 
 def expand_forward(
-    n: Tensor, settings: Settings, flat: Sequence[Tensor | None], keep: dict[str, Tensor], *, prefix: str = ""
+    n: Tensor,
+    settings: ProjectionSettings,
+    flat: Sequence[Tensor | None],
+    saved: dict[str, Tensor],
+    *,
+    prefix: str = "",
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """The two factors of each projection's update: ``scale_i dropout_i(n) A_i^T [T, R_i]`` and ``B_i^T [R_i, O_i]``."""
+    """Return the two factors of each update, by projection.
+
+    They are ``scale_i dropout_i(n) A_i^T [T, R_i]`` and ``B_i^T [R_i, O_i]``.
+    """
     owners = settings.owners
     if not owners:
         return {}
     all_a, all_b = ([_present(flat[4 * i + place]) for i in owners] for place in (2, 3))
-    stacked, wide = _brought_together(all_a, all_b, settings.dtype)
-    ranks = [b.shape[1] for b in wide]
-    together = torch.empty(len(n), sum(ranks), dtype=n.dtype, device=n.device)
+    stacked_a, all_b = _stack_and_cast(all_a, all_b, settings.dtype)
+    ranks = [b.shape[1] for b in all_b]
+    lows = torch.empty(len(n), sum(ranks), dtype=n.dtype, device=n.device)
     if settings.uniform:
-        scaled_mm(n, stacked.t(), settings.scale(owners[0]), together)
+        scaled_mm(n, stacked_a.t(), settings.scale(owners[0]), lows)
     else:
-        for i, a, t in zip(owners, stacked.split(ranks), together.split(ranks, 1), strict=True):
+        for i, a, low in zip(owners, stacked_a.split(ranks), lows.split(ranks, 1), strict=True):
             dropped, dropout = n, settings.dropout(i)
             if dropout:
-                dropped, keep[f"{prefix}mask{i}"] = torch.native_dropout(n, dropout, True)
-            scaled_mm(dropped, a.t(), settings.scale(i), t)
-    keep[f"{prefix}a"], keep[f"{prefix}t"] = stacked, together
-    keep.update((f"{prefix}b{i}", b) for i, b in zip(owners, wide, strict=True))
-    return factors(settings, keep, prefix=prefix)
+                dropped, saved[f"{prefix}mask{i}"] = torch.native_dropout(n, dropout, True)
+            scaled_mm(dropped, a.t(), settings.scale(i), low)
+    saved[f"{prefix}a"], saved[f"{prefix}t"] = stacked_a, lows
+    saved.update((f"{prefix}b{i}", b) for i, b in zip(owners, all_b, strict=True))
+    return factors(settings, saved, prefix=prefix)
 
 
-def factors(settings: Settings, kept: dict[str, Tensor], *, prefix: str = "") -> dict[int, tuple[Tensor, Tensor]]:
-    """What :func:`expand_forward` returned, from what it kept."""
+def factors(
+    settings: ProjectionSettings, saved: dict[str, Tensor], *, prefix: str = ""
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return the factors that :func:`expand_forward` returned, from the tensors that it saved."""
     if not settings.owners:
         return {}
-    wide = [kept[f"{prefix}b{i}"] for i in settings.owners]
-    thin = kept[f"{prefix}t"].split([b.shape[1] for b in wide], 1)
-    return {i: (t, b.t()) for i, t, b in zip(settings.owners, thin, wide, strict=True)}
+    all_b = [saved[f"{prefix}b{i}"] for i in settings.owners]
+    lows = saved[f"{prefix}t"].split([b.shape[1] for b in all_b], 1)
+    return {i: (low, b.t()) for i, low, b in zip(settings.owners, lows, all_b, strict=True)}
 
 
-def expanded(
-    updates: dict[int, tuple[Tensor, Tensor]], bases: Sequence[Tensor | None], settings: Settings
+def expand_updates(
+    updates: dict[int, tuple[Tensor, Tensor]], bases: Sequence[Tensor | None], settings: ProjectionSettings
 ) -> dict[int, Tensor]:
-    """Each update's product ``[T, O_i]``, added to its base where there is one, in memory of its own.
+    """Multiply the factors of each update and add its base, if there is one, in new memory.
 
     Args:
-        updates: as :func:`expand_forward` returns them, by projection.
-        bases: ``[T, O_i]`` or None, of every projection.
+        updates: the factors of each update, as :func:`expand_forward` returns them.
+        bases: ``[T, O_i]`` or None for every projection.
+        settings: those of the group.
+
+    Returns:
+        ``[T, O_i]`` for each projection that has an update, by projection.
     """
-    thins, wides = [thin for thin, _ in updates.values()], [wide for _, wide in updates.values()]
-    added = [bases[i] for i in updates]
-    kernels = _kernels("expand", settings, [base for base in added if base is not None], thins)
+    lows, transposed_b = [low for low, _ in updates.values()], [b for _, b in updates.values()]
+    addends = [bases[i] for i in updates]
+    kernels = _kernels("expand", settings, [base for base in addends if base is not None], lows)
     if kernels is None:
         return {
             i: torch.mm(*pair) if base is None else torch.addmm(base, *pair)
-            for (i, pair), base in zip(updates.items(), added, strict=True)
+            for (i, pair), base in zip(updates.items(), addends, strict=True)
         }
-    made = [thin.new_empty(len(thin), wide.shape[1]) for thin, wide in zip(thins, wides, strict=True)]
-    kernels.expand(thins, wides, made, added)
-    return dict(zip(updates, made, strict=True))
+    outputs = [low.new_empty(len(low), b.shape[1]) for low, b in zip(lows, transposed_b, strict=True)]
+    kernels.expand(lows, transposed_b, outputs, addends)
+    return dict(zip(updates, outputs, strict=True))
 
 
 def shrink_backward(
-    grads: Sequence[Tensor | None], settings: Settings, kept: dict[str, Tensor], *, prefix: str = ""
+    grads: Sequence[Tensor | None], settings: ProjectionSettings, saved: dict[str, Tensor], *, prefix: str = ""
 ) -> Tensor | None:
-    """``scale_i grad_i B_i`` side by side, ``[T, sum of R]``; None without LoRA."""
+    """Return ``scale_i grad_i B_i`` of all updates side by side, ``[T, sum of R]``, or None without LoRA."""
     owners = settings.owners
     if not owners:
         return None
-    low = torch.empty_like(kept[f"{prefix}t"])
+    low = torch.empty_like(saved[f"{prefix}t"])
     present: list[tuple[Tensor, Tensor, float, Tensor]] = []
-    for i, part in zip(owners, low.split(_ranks(settings, kept, prefix), 1), strict=True):
+    for i, part in zip(owners, low.split(_ranks(settings, saved, prefix), 1), strict=True):
         grad = grads[i]
         if grad is None:
             part.zero_()
         else:
-            present.append((grad, kept[f"{prefix}b{i}"], settings.scale(i), part))
+            present.append((grad, saved[f"{prefix}b{i}"], settings.scale(i), part))
     kernels = _kernels("shrink", settings, [entry[0] for entry in present], [entry[3] for entry in present])
     if kernels is None:
         for grad, b, scale, part in present:
@@ -121,15 +135,15 @@ def shrink_backward(
     return low
 
 
-def expand_backward(low: Tensor, settings: Settings, kept: dict[str, Tensor], *, prefix: str = "") -> Tensor:
-    """The updates' share of the input's gradient, ``[T, H]``, from what :func:`shrink_backward` returned."""
-    stacked = kept[f"{prefix}a"]
+def expand_backward(low: Tensor, settings: ProjectionSettings, saved: dict[str, Tensor], *, prefix: str = "") -> Tensor:
+    """Return the updates' share of the input's gradient, ``[T, H]``; ``low`` comes from :func:`shrink_backward`."""
+    stacked_a = saved[f"{prefix}a"]
     if settings.uniform:
-        return torch.mm(low, stacked)
-    ranks = _ranks(settings, kept, prefix)
+        return torch.mm(low, stacked_a)
+    ranks = _ranks(settings, saved, prefix)
     shares = [
-        _dropped(torch.mm(part, a), settings, i, kept, prefix)
-        for i, part, a in zip(settings.owners, low.split(ranks, 1), stacked.split(ranks), strict=True)
+        _drop_again(torch.mm(part, a), settings, i, saved, prefix)
+        for i, part, a in zip(settings.owners, low.split(ranks, 1), stacked_a.split(ranks), strict=True)
     ]
     for share in shares[1:]:
         shares[0].add_(share)
@@ -140,89 +154,90 @@ def update_gradients(
     grads: Sequence[Tensor | None],
     low: Tensor | None,
     n: Tensor | None,
-    settings: Settings,
-    kept: dict[str, Tensor],
+    settings: ProjectionSettings,
+    saved: dict[str, Tensor],
     needs: Sequence[bool],
-    made: list[Tensor | None],
+    gradients: list[Tensor | None],
     *,
     prefix: str = "",
 ) -> None:
-    """The gradients of every A and B that needs one into ``made``, flat as the tensors are.
+    """Write the gradient of every A and B that needs one into ``gradients``, at the tensor's place in ``flat``.
 
-    Sums are float32, rounded once to the dtype that all A and B have; where they differ, whoever takes them does it.
+    They are summed in float32 and rounded once, to the dtype of all A and B. If those have several dtypes, the
+    gradients stay in float32 and autograd rounds them.
     """
     owners = settings.owners
     if not owners:
         return
     assert low is not None
-    ranks = _ranks(settings, kept, prefix)
-    of_b = {
-        4 * i + 3: (grad, t)
-        for i, t in zip(owners, kept[f"{prefix}t"].split(ranks, 1), strict=True)
+    ranks = _ranks(settings, saved, prefix)
+    b_operands = {
+        4 * i + 3: (grad, low_n)
+        for i, low_n in zip(owners, saved[f"{prefix}t"].split(ranks, 1), strict=True)
         if needs[4 * i + 3] and (grad := grads[i]) is not None
     }
-    for place, gradient in zip(of_b, _products_over_tokens(list(of_b.values()), settings), strict=True):
-        made[place] = gradient
+    for place, gradient in zip(b_operands, _sum_all_over_tokens(list(b_operands.values()), settings), strict=True):
+        gradients[place] = gradient
     if not any(needs[4 * i + 2] for i in owners):
         return
     assert n is not None
     if settings.uniform:
-        found: Sequence[Tensor] = _over_tokens(low.t(), n, settings).split(ranks)
+        a_gradients: Sequence[Tensor] = _sum_over_tokens(low.t(), n, settings).split(ranks)
     else:
-        found = [
-            _over_tokens(part.t(), _dropped(n.clone(), settings, i, kept, prefix), settings)
+        a_gradients = [
+            _sum_over_tokens(part.t(), _drop_again(n.clone(), settings, i, saved, prefix), settings)
             for i, part in zip(owners, low.split(ranks, 1), strict=True)
         ]
-    for i, gradient in zip(owners, found, strict=True):
-        made[4 * i + 2] = gradient if needs[4 * i + 2] else None
+    for i, gradient in zip(owners, a_gradients, strict=True):
+        gradients[4 * i + 2] = gradient if needs[4 * i + 2] else None
 
 
 def scaled_mm(a: Tensor, b: Tensor, scale: float, out: Tensor) -> Tensor:
-    """``scale * a @ b`` into ``out``, in one product."""
+    """Write ``scale * a @ b`` into ``out`` in one matmul, and return it."""
     return torch.addmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
-def _brought_together(all_a: list[Tensor], all_b: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """Every A under each other, ``[sum of R, H]``, and every B, in ``dtype``; in two launches where it is another."""
+def _stack_and_cast(all_a: list[Tensor], all_b: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Return all A stacked, ``[sum of R, H]``, and every B, in ``dtype``. A cast takes two launches for all of them."""
     if all(t.dtype == dtype for t in (*all_a, *all_b)):
         return torch.cat(all_a) if len(all_a) > 1 else all_a[0], all_b
     flat = torch.cat([t.flatten() for t in (*all_a, *all_b)]).to(dtype)
-    stacked, *wide = flat.split([sum(a.numel() for a in all_a), *(b.numel() for b in all_b)])
-    return stacked.view(-1, all_a[0].shape[1]), [piece.view(b.shape) for piece, b in zip(wide, all_b, strict=True)]
+    stacked_a, *cast_b = flat.split([sum(a.numel() for a in all_a), *(b.numel() for b in all_b)])
+    return stacked_a.view(-1, all_a[0].shape[1]), [cast.view(b.shape) for cast, b in zip(cast_b, all_b, strict=True)]
 
 
-def _ranks(settings: Settings, kept: dict[str, Tensor], prefix: str) -> list[int]:
-    return [kept[f"{prefix}b{i}"].shape[1] for i in settings.owners]
+def _ranks(settings: ProjectionSettings, saved: dict[str, Tensor], prefix: str) -> list[int]:
+    return [saved[f"{prefix}b{i}"].shape[1] for i in settings.owners]
 
 
-def _dropped(x: Tensor, settings: Settings, i: int, kept: dict[str, Tensor], prefix: str) -> Tensor:
-    """``x`` with projection i's dropout applied again, in place."""
-    mask, dropout = kept.get(f"{prefix}mask{i}"), settings.dropout(i)
+def _drop_again(x: Tensor, settings: ProjectionSettings, i: int, saved: dict[str, Tensor], prefix: str) -> Tensor:
+    """Apply projection i's dropout to ``x`` again, in place, with the mask of the forward."""
+    mask, dropout = saved.get(f"{prefix}mask{i}"), settings.dropout(i)
     if mask is None:
         return x
     return x.mul_(mask).mul_(1 / (1 - dropout) if dropout < 1 else 0.0)
 
 
-def _products_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: Settings) -> list[Tensor]:
-    """``x [T, O]^T @ thin [T, R]`` of each, summed in float32."""
-    xs, thins = [x for x, _ in pairs], [thin for _, thin in pairs]
-    kernels = _kernels("reduce", settings, xs, thins) if len(pairs) > 1 else None
+def _sum_all_over_tokens(pairs: Sequence[tuple[Tensor, Tensor]], settings: ProjectionSettings) -> list[Tensor]:
+    """Return ``x [T, O]^T @ low [T, R]`` for each pair, summed in float32 and rounded to the dtype of all A and B."""
+    xs, lows = [x for x, _ in pairs], [low for _, low in pairs]
+    kernels = _kernels("reduce", settings, xs, lows) if len(pairs) > 1 else None
     if kernels is None:
-        return [_over_tokens(x.t(), thin, settings) for x, thin in pairs]
+        return [_sum_over_tokens(x.t(), low, settings) for x, low in pairs]
     dtype = settings.lora_dtype or torch.float32
-    found = [x.new_empty(x.shape[1], thin.shape[1], dtype=dtype) for x, thin in pairs]
-    kernels.reduce(xs, thins, found, rows_of(settings.row_count))
-    return found
+    gradients = [x.new_empty(x.shape[1], low.shape[1], dtype=dtype) for x, low in pairs]
+    kernels.reduce(xs, lows, gradients, rows_of(settings.row_count))
+    return gradients
 
 
-def _over_tokens(a: Tensor, b: Tensor, settings: Settings) -> Tensor:
-    """:func:`_mm_float32`, rounded once to the dtype that all A and B have."""
-    found = _mm_float32(a, b)
-    return found if settings.lora_dtype is None else found.to(settings.lora_dtype)
+def _sum_over_tokens(a: Tensor, b: Tensor, settings: ProjectionSettings) -> Tensor:
+    """Return ``a @ b``, summed in float32 and rounded once, to the dtype of all A and B."""
+    gradient = _mm_float32(a, b)
+    return gradient if settings.lora_dtype is None else gradient.to(settings.lora_dtype)
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in float32: a sum over tokens, whose rounding the optimizer would see."""
+    """Return ``a @ b`` in float32, since the optimizer would see the rounding of a sum over tokens."""
     if a.dtype == torch.float64:
         return torch.mm(a, b)
     if a.is_cuda and a.dtype != torch.float32:

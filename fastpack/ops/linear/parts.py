@@ -1,4 +1,4 @@
-"""What projections are made of, as the Functions that compute with them take it.
+"""The operands of projections: weights, LoRA updates, norms, and the settings that autograd Functions take with them.
 
 Shape suffixes: H size of the input, O of an output, R rank of LoRA.
 """
@@ -19,7 +19,14 @@ from fastpack.ops.row_count import RowCount
 
 @dataclass(frozen=True, eq=False)
 class Lora:
-    """A low-rank update: a ``[R, H]``, b ``[O, R]``, in any float dtype; dropout is a probability."""
+    """A LoRA update of a projection, ``scale dropout(n) a^T b^T``.
+
+    Attributes:
+        a: ``[R, H]`` of any float dtype.
+        b: ``[O, R]`` of any float dtype.
+        scale: the factor on the update.
+        dropout: the probability with which an element of the input is dropped.
+    """
 
     a: Tensor
     b: Tensor
@@ -29,12 +36,14 @@ class Lora:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """What a linear layer computes with.
+    """The operands of a linear layer.
 
     Attributes:
-        weight: ``[O, H]``, or bitsandbytes' packed 4-bit weight where there is a ``quant_state``.
+        weight: ``[O, H]``, or bitsandbytes' packed 4-bit weight if there is a ``quant_state``.
+        dtype: the dtype of the matmul.
         bias: ``[O]`` or None.
-        dtype: what the product is computed in.
+        lora: the low-rank update, or None.
+        quant_state: bitsandbytes' ``QuantState`` of a 4-bit weight, or None.
     """
 
     weight: Tensor
@@ -46,7 +55,7 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class Norm:
-    """A root-mean-square norm before a group; see :func:`fastpack.ops.norm.rms_norm`."""
+    """An RMSNorm before a group of projections; for the attributes see :func:`fastpack.ops.norm.rms_norm`."""
 
     weight: Tensor
     eps: float
@@ -54,16 +63,21 @@ class Norm:
     unit_offset: bool = False
 
     def result_dtype(self, x: Tensor) -> torch.dtype:
-        """That of norm(x): a wider weight promotes it, where it is applied after rounding."""
+        """Return the dtype of norm(x). A wider weight that is applied after rounding promotes it."""
         return torch.promote_types(x.dtype, self.weight.dtype) if self.rounding == "before" else x.dtype
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
-    """What a group of projections has beside tensors; one entry of each tuple for each projection.
+class ProjectionSettings:
+    """The settings of a group of projections: everything but its tensors. Tuples have one entry for each projection.
 
-    ``loras`` holds ``(scale, dropout)``, or None for a projection without an update; ``lora_dtype`` is that of every A
-    and B, None where they differ. ``row_count`` says how many of the first tokens count; all, where it is None.
+    Attributes:
+        dtype: the dtype of the group's matmuls.
+        loras: each projection's ``(scale, dropout)``, or None for a projection without an update.
+        quant_states: each projection's ``QuantState``, or None for a dense weight.
+        implementation: which implementation of the ops to run.
+        lora_dtype: the dtype of every A and B; None if they differ.
+        row_count: how many of the first tokens are real; None if all are.
     """
 
     dtype: torch.dtype
@@ -76,8 +90,8 @@ class Settings:
     @classmethod
     def of(
         cls, projections: Sequence[Projection], implementation: Implementation, row_count: RowCount | None = None
-    ) -> Settings:
-        """Those of a group, all of which compute in the same dtype."""
+    ) -> ProjectionSettings:
+        """Return the settings of a group, whose projections all have one dtype."""
         quant_states = tuple(p.quant_state for p in projections)
         return cls.of_updates(
             projections[0].dtype, [p.lora for p in projections], quant_states, implementation, row_count
@@ -91,35 +105,35 @@ class Settings:
         quant_states: tuple[Any, ...],
         implementation: Implementation = "auto",
         row_count: RowCount | None = None,
-    ) -> Settings:
-        """Those of a group with these updates."""
-        found = {tensor.dtype for lora in loras if lora is not None for tensor in (lora.a, lora.b)}
+    ) -> ProjectionSettings:
+        """Return the settings of a group with these updates."""
+        dtypes = {tensor.dtype for lora in loras if lora is not None for tensor in (lora.a, lora.b)}
         return cls(
             dtype,
             tuple(None if lora is None else (lora.scale, lora.dropout) for lora in loras),
             quant_states,
             implementation,
-            found.pop() if len(found) == 1 else None,
+            dtypes.pop() if len(dtypes) == 1 else None,
             row_count,
         )
 
     @property
     def uniform(self) -> bool:
-        """True where one product with all A at once serves every update: one scale, no dropout."""
-        found = {lora for lora in self.loras if lora is not None}
-        return len(found) <= 1 and not any(dropout for _, dropout in found)
+        """Return whether one matmul with all A at once is enough: there is one scale, and no dropout."""
+        distinct = {lora for lora in self.loras if lora is not None}
+        return len(distinct) <= 1 and not any(dropout for _, dropout in distinct)
 
     @property
     def owners(self) -> list[int]:
-        """Which projections have an update."""
+        """Return the indices of the projections that have an update."""
         return [i for i, lora in enumerate(self.loras) if lora is not None]
 
     def scale(self, i: int) -> float:
-        """Of projection i's update."""
+        """Return the scale of projection i's update."""
         return self._lora(i)[0]
 
     def dropout(self, i: int) -> float:
-        """The probability with which projection i's update drops an element of its input."""
+        """Return the probability with which projection i's update drops an element of its input."""
         return self._lora(i)[1]
 
     def _lora(self, i: int) -> tuple[float, float]:
@@ -129,13 +143,13 @@ class Settings:
 
 
 def product_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """What a product in ``dtype`` is computed in on x's device: autocast's where it is on, but for float64."""
+    """Return the dtype of a matmul in ``dtype`` on x's device: autocast's if it is on, except for float64."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and dtype != torch.float64 else dtype
 
 
 def tensors_of(projections: Sequence[Projection]) -> list[Tensor | None]:
-    """weight, bias, A and B of each projection, flat: what a Function is given and returns gradients for."""
+    """Return weight, bias, A and B of each projection as one flat list, in which a Function takes them."""
     flat: list[Tensor | None] = []
     for p in projections:
         flat += [p.weight, p.bias, None if p.lora is None else p.lora.a, None if p.lora is None else p.lora.b]

@@ -1,15 +1,15 @@
-"""Sums of products with weights, on as many rows as the device says.
+"""Sums of matmuls over the real rows only, whose number is read on the device.
 
-Definition, x_i ``[T, K_i]`` and m_i ``[K_i, N]`` of one dtype, the sum in float32 and rounded once:
+Definition, for x_i ``[T, K_i]`` and m_i ``[K_i, N]`` of one dtype, summed in float32 and rounded once:
 
     out = base + bias + x_1 m_1 + x_2 m_2 + ...
 
-Only the first rows count, as many as a number on the device says. Of the others nothing is asked but that they be
-finite, and zero where every x_i, base and bias is; the kernel may leave out their products. So a recording that was
-made for more rows takes little longer than the rows of a batch do, where a library's product takes as long as it was
-recorded with.
+A number on the device says how many of the first rows are real. The results of the other rows (bucket padding) need
+only be finite, and zero if every x_i, the base and the bias are zero, so the kernel may leave out their matmuls. A CUDA
+graph that was recorded for more rows than a batch has then takes little longer than the batch's rows need; with a
+library's matmul it would always take the time of all recorded rows.
 
-Shape suffixes: T rows, K summed over, N columns.
+Shape suffixes: T rows, K inner dimension, N columns.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_trito
 from fastpack.ops.row_count import RowCount, Sum
 
 NARROWEST = 3584
-"""Columns, of all outputs of a launch, and terms of a sum, from which on a chip works at its limit of power, where the
-kernel is as fast as a library's products. Below it, these are up to twice as fast: they have tiles of more shapes."""
+"""The smallest K, and number of columns of all outputs of a launch, at which the chip reaches its power limit and the
+kernel is as fast as a library's matmul. Below it the library is up to twice as fast, since it has more tile shapes."""
 FEWEST_TILES = 2
-"""Tiles for each processor, of an output as wide as the narrower of the two, below which the same is so."""
+"""The fewest tiles for each processor, of an output as wide as the smaller of the two, for the kernel to be as fast."""
 
 
 def serves(
@@ -38,13 +38,17 @@ def serves(
     columns: Sequence[int],
     operands: Sequence[Tensor | None],
 ) -> bool:
-    """True where :func:`sum_of_products` may be called for ``x [T, K]`` and so many columns, of one sum or of several.
+    """Return whether :func:`sum_of_matmuls` or :func:`sums_of_matmuls` may be called for these operands.
 
-    On a GPU: where its kernel is as fast as a library's on all rows, which is on Hopper, in half precision, for large
-    weights and many rows.
+    On a GPU this is so if the kernel is as fast as a library's matmul over all rows: on Hopper, in half precision, with
+    large weights and many rows.
 
     Args:
-        operands: all other factors and what they are added to, as they lie in memory.
+        implementation: as for :func:`fastpack.ops.linear.projections.project`.
+        count: the number of real rows; None if all rows are real, which returns False.
+        x: ``[T, K]``, the first factor.
+        columns: the number of columns of each sum.
+        operands: all other factors and addends, with the strides that they have in memory.
     """
     if count is None or not use_triton(implementation, x) or not _has_descriptors():
         return False
@@ -59,13 +63,13 @@ def serves(
             return False
     elif x.dtype not in KERNEL_DTYPES:
         return False
-    # a descriptor of the result, too, wants its rows apart by a multiple of 16 bytes
+    # the result's tensor descriptor, too, needs a row stride that is a multiple of 16 bytes
     if any(width * x.element_size() % 16 for width in columns):
         return False
     return all(t.dtype == x.dtype and kernels.is_aligned(t) for t in (x, *operands) if t is not None)
 
 
-def sum_of_products(
+def sum_of_matmuls(
     terms: Sequence[tuple[Tensor, Tensor]],
     count: RowCount,
     *,
@@ -73,30 +77,33 @@ def sum_of_products(
     bias: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The sum, ``[T, N]``; not differentiable.
+    """Compute one sum of matmuls; not differentiable.
 
     Args:
-        terms: x and m of each; m may be a transposed view.
-        count: of rows.
-        base: ``[T, N]`` of the terms' dtype.
-        bias: ``[N]``.
-        out: where it goes, also ``base`` itself; new memory by default.
+        terms: each term's x ``[T, K_i]`` and m ``[K_i, N]``; m may be a transposed view.
+        count: the number of real rows.
+        base: ``[T, N]`` in the terms' dtype, or None.
+        bias: ``[N]``, or None.
+        out: memory for the result, which may be ``base`` itself; allocated by default.
+
+    Returns:
+        The sum, ``[T, N]``.
     """
-    one = Sum(terms, bias)
-    out = one.new_output() if out is None else out
-    _run([one], count, base, [out])
+    matmuls = Sum(terms, bias)
+    out = matmuls.new_output() if out is None else out
+    _run([matmuls], count, base, [out])
     return out
 
 
-def sums_of_products(sums: Sequence[Sum], count: RowCount) -> list[Tensor]:
-    """Each sum, ``[T, N_i]``, in one launch, where :func:`go_together` says that there is one; not differentiable."""
-    outs = [one.new_output() for one in sums]
+def sums_of_matmuls(sums: Sequence[Sum], count: RowCount) -> list[Tensor]:
+    """Compute several sums, ``[T, N_i]`` each, in one launch; not differentiable. Requires :func:`go_together`."""
+    outs = [matmuls.new_output() for matmuls in sums]
     _run(sums, count, None, outs)
     return outs
 
 
 def go_together(sums: Sequence[Sum]) -> bool:
-    """Whether :func:`sums_of_products` may be called, of sums each of whose factors :func:`serves` has seen."""
+    """Return whether one launch can compute all ``sums``, each of which :func:`serves` accepts."""
     from fastpack.ops.kernels import row_limited_mm as kernels
 
     return kernels.go_together(sums)
@@ -106,7 +113,7 @@ def _run(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequen
     from fastpack.ops.kernels.row_limited_mm import sum_products
 
     count.products += 1
-    count.work += sum(2 * m.numel() for one in sums for _, m in one.terms)
+    count.work += sum(2 * m.numel() for matmuls in sums for _, m in matmuls.terms)
     sum_products(sums, count, base, outs)
 
 

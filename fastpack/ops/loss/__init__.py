@@ -1,4 +1,4 @@
-"""Losses over the logits of a language model, without holding the logits."""
+"""Losses of a language model that don't hold all logits in memory at once."""
 
 IGNORE_INDEX = -100
-"""The label of tokens that count for nothing, as in torch and transformers."""
+"""The label of tokens that the loss leaves out, as in torch and transformers."""

@@ -1,13 +1,15 @@
-"""Softmax cross-entropy over rows of logits, and its gradient written over them.
+"""Softmax cross-entropy over rows of logits, whose gradient overwrites the logits.
 
 Definition, with s the logit scale, c the softcap and f the factor on the gradient:
 
     y       = c tanh(s logits / c)
     losses  = F.cross_entropy(y.float(), labels, reduction="none")
-    logits <- f s (softmax(y) - onehot(labels)) (1 - (y / c)^2), zero where the label is ignored
+    logits <- f s (softmax(y) - onehot(labels)) (1 - (y / c)^2), zero for ignored labels
 
-and of each row's distribution p = softmax(y) the entropy, ``-sum(p log p)`` in nats, and whether the label is the
-likeliest token, ``argmax(p) == label`` (the first of several).
+For statistics, with the row's distribution p = softmax(y): its entropy ``-sum(p log p)`` in nats, and whether the label
+is the likeliest token, ``argmax(p) == label`` (the first one of equal tokens).
+
+Shape suffixes: C rows (tokens in a chunk), V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,23 +31,24 @@ def cross_entropy_(
     triton: bool,
     statistics: Tensor | None = None,
 ) -> None:
-    """Losses of rows of logits, written; where ``gradient``, that of the products over ``logits``, in place.
+    """Write each row's loss into ``losses`` and, if ``gradient``, the gradient of the logits over ``logits``.
 
     Args:
-        logits: ``[C, V]`` of rows that lie evenly; may be overwritten also where no gradient is asked for.
+        logits: ``[C, V]``, with any stride between rows; it may be overwritten even without ``gradient``.
         labels: integers ``[C]``, contiguous.
-        losses: ``[C]``, contiguous, in float32 or wider; 0 where the label is ignored.
+        losses: ``[C]``, contiguous, in float32 or wider. Ignored labels get 0.
         scale: the factor f, in the dtype of the losses: 0-d, ``[C]``, or None for 1.
-        ignore_index: a label that is left out.
-        logit_scale: factor on the logits, before the softcap.
-        softcap: logits are kept between plus and minus this; None for no cap.
-        gradient: whether to write it.
-        triton: the kernel, or else the definition step by step.
-        statistics: ``[C, 2]``, contiguous, in the dtype of the losses; each row's entropy, and 1 where the label is the
-            likeliest token, are written; 0 where the label is ignored. None for none.
+        ignore_index: the label of rows that are left out.
+        logit_scale: the factor on the logits, before the softcap.
+        softcap: the bound on the logits' absolute value, or None for no bound.
+        gradient: whether to write the gradient.
+        triton: True to run the kernel, False to compute the definition step by step.
+        statistics: ``[C, 2]``, contiguous, in the dtype of the losses, or None. Each row gets its entropy, and 1 if the
+            label is the likeliest token, else 0. Ignored labels get zeros.
 
     Raises:
-        RuntimeError: a label lies outside the vocabulary; the kernel's loss and gradient are NaN there.
+        RuntimeError: a label is outside the vocabulary. The kernel doesn't raise; it makes that row's loss and gradient
+            NaN.
     """
     if triton:
         from fastpack.ops.kernels import cross_entropy as kernels
@@ -62,7 +65,7 @@ def cross_entropy_(
             statistics=statistics,
         )
         return
-    # every step in place: a chunk of float32 logits is as large as all else together
+    # every step is in place: a chunk of float32 logits is as large as everything else together
     ignored = labels == ignore_index
     label = labels.masked_fill(ignored, 0).long()[:, None]
     x = logits if logits.dtype == losses.dtype else logits.to(losses.dtype)
@@ -75,12 +78,12 @@ def cross_entropy_(
             slope = 1 - x * x
         x.mul_(softcap)
     x.sub_(x.amax(1, keepdim=True))
-    wanted = x.gather(1, label)
+    label_logit = x.gather(1, label)
     if statistics is not None:
         statistics[:, 1] = x.argmax(1) == label[:, 0]
     x.exp_()
     sums = x.sum(1, keepdim=True)
-    losses.copy_((sums.log() - wanted)[:, 0].masked_fill(ignored, 0))
+    losses.copy_((sums.log() - label_logit)[:, 0].masked_fill(ignored, 0))
     if not gradient and statistics is None:
         return
     x.div_(sums)

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head over chunks of tokens: the logits of one chunk exist at a time.
+"""Cross-entropy of a linear head, computed chunk by chunk: only one chunk's logits exist at a time.
 
 Definition, with W the weight, s the logit scale, c the softcap (Gemma Team, "Gemma 2", arXiv:2408.00118, section 2)
 and, for a LoRA head (Hu et al., arXiv:2106.09685, eq. 3), B A its low-rank update:
@@ -6,17 +6,17 @@ and, for a LoRA head (Hu et al., arXiv:2106.09685, eq. 3), B A its low-rank upda
     logits = c tanh(s (hidden (W + scale B A)^T + bias) / c)
     loss   = F.cross_entropy(logits.float(), labels)
 
-The gradient of a chunk's logits is known as soon as they are, so it is written over them and multiplied on into the
-gradients of the head's inputs, in the forward; the backward scales those (the idea is that of Hsu et al., "Liger
-Kernel", arXiv:2410.10989). Where each token's loss is returned, each has a factor of its own, and the backward computes
-the logits anew.
+The forward can compute the gradient of a chunk's logits as soon as it has the logits. It writes the gradient over them
+and multiplies it into the gradients of the head's inputs; the backward only scales those (an idea of Hsu et al., "Liger
+Kernel", arXiv:2410.10989). With ``reduction="none"`` every token's loss has its own factor in the backward, which
+therefore computes the logits again.
 
-The gradients are rounded once, as the definition's are: ``1 / count`` of a mean goes into the gradient of the logits.
-In float16 it would be too small there: it is m 2^e, of which m goes there, and 2^e, which rounds nothing, into the
-backward's factor.
+The gradients are rounded once, as the definition's are: the factor ``1 / count`` of a mean is part of the gradient of
+the logits. In float16 it would be too small there. It is therefore split into m 2^e: m goes into the gradient of the
+logits, and 2^e, which causes no rounding, into the backward's factor.
 
-Shape suffixes: T tokens, K tokens whose label is not ignored, C tokens in a chunk, H hidden, V vocabulary, R rank of
-LoRA.
+Shape suffixes: T tokens, K tokens whose label is not ignored, C tokens in a chunk, H hidden size, V vocabulary, R rank
+of LoRA.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Reduction = Literal["sum", "mean", "none"]
 Weight = Tensor | Callable[[], Tensor]
 
 CHUNK = 768
-"""Rows of logits at a time: below a twentieth of 16,384 rows, enough for the products to be bound by arithmetic."""
+"""Rows in a chunk: less than a twentieth of 16,384 rows, but enough for the matmuls to be bound by arithmetic."""
 CHUNK_TRAINED = 1024
-"""The same where the weight is trained, since each chunk is another pass over its gradient."""
+"""Rows in a chunk if the weight is trained: more, since each chunk is another pass over the weight's gradient."""
 
 
 def linear_cross_entropy(
@@ -59,33 +59,47 @@ def linear_cross_entropy(
     chunk: int | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
-    """Cross-entropy of ``labels`` under a linear head on ``hidden``, without ``[T, V]`` logits.
+    """Compute the cross-entropy of ``labels`` under a linear head on ``hidden``, without ``[T, V]`` logits.
 
-    Products are computed in autocast's dtype where it is on, else in the weight's; softmax and loss in float32.
-    Ignored labels cost nothing where the number of the others is known on the host (on a CPU it is counted): their
-    rows are left out. Elsewhere they cost their products, and give zeros.
+    The matmuls are computed in autocast's dtype if it is on, else in the weight's; softmax and loss in float32. If the
+    host knows how many labels are not ignored (on a CPU they are counted), the rows of ignored labels are left out.
+    Otherwise their matmuls are computed, and their losses and gradients are zeros.
 
-    A trained weight below float32 that takes several chunks costs ``4 V H`` bytes for a float32 sum; adding 16 chunks
-    up in bfloat16 would triple the error of its gradient.
+    A trained weight in less than float32 needs ``4 V H`` bytes for a float32 sum if there are several chunks. Adding
+    up 16 chunks in bfloat16 would triple the error of its gradient.
 
     Args:
         hidden: ``[T, H]``.
-        weight: ``[V, H]``, or what returns it (dequantised), called once each way and not trained.
+        weight: ``[V, H]``, or a function that returns it (dequantised). The function is called once in the forward, and
+            once in the backward if that computes the logits again; such a weight gets no gradient.
         labels: integers ``[T]``.
-        bias: ``[V]``.
-        lora: A ``[R, H]``, B ``[V, R]`` and the factor on their product.
-        softcap: logits are kept between plus and minus this.
-        logit_scale: factor on the logits, before the softcap.
-        ignore_index: a label that is left out.
-        reduction: the float32 result is the sum of all losses, their mean, or each loss ``[T]``, 0 where ignored.
-        num_items: what the mean divides by; by default the number of labels that are not ignored.
-        num_kept: that number, or any that is not below it, where the host knows it.
-        statistics: ``[2]`` on the device of hidden, to which is added, in the forward, the sum of the entropies of the
-            predictions whose label is kept, in nats, and how many of those labels are the likeliest token.
-        chunk: rows of logits at a time.
+        bias: ``[V]``, or None.
+        lora: A ``[R, H]``, B ``[V, R]`` and the scale of the low-rank update, or None.
+        softcap: the bound on the logits' absolute value, or None for no bound.
+        logit_scale: the factor on the logits, before the softcap.
+        ignore_index: the label of tokens that are left out.
+        reduction: ``sum`` of all losses, ``mean``, or ``none`` for each loss ``[T]``, 0 for ignored labels.
+        num_items: the divisor of the mean; by default the number of labels that are not ignored.
+        num_kept: the number of labels that are not ignored, or an upper bound, if the host knows it.
+        statistics: ``[2]`` on the device of hidden, or None. The forward adds the sum of the entropies of all
+            predictions whose label is not ignored, in nats, and the number of those labels that are the likeliest
+            token.
+        chunk: the number of rows of logits in a chunk; by default :data:`CHUNK`, or :data:`CHUNK_TRAINED` for a trained
+            weight.
+        implementation: ``auto`` runs the kernel of softmax and loss if :func:`use_triton` allows it; in float64 the
+            definition is computed.
+
+    Returns:
+        The loss in float32 (float64 for float64 inputs): 0-d, or ``[T]`` with ``reduction="none"``.
 
     Raises:
-        ValueError: shapes don't fit, or an argument has a value that it doesn't take.
+        ValueError: the shapes don't fit each other, or an argument has a value that is not allowed.
+
+    Example:
+        >>> hidden, weight = torch.randn(6, 8, requires_grad=True), torch.randn(32, 8)
+        >>> labels = torch.tensor([3, 1, IGNORE_INDEX, 0, 31, 7])
+        >>> loss = linear_cross_entropy(hidden, weight, labels, reduction="mean")
+        >>> torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, labels))
     """
     _check(hidden, labels, reduction, num_items, chunk)
     labels = labels.to(hidden.device).contiguous()
@@ -97,18 +111,18 @@ def linear_cross_entropy(
         order = torch.argsort((labels == ignore_index).to(torch.uint8), stable=True)[:num_kept]
     factor: Tensor | None = None
     if reduction == "mean":
-        factor = _one_over(labels, ignore_index, num_items, torch.promote_types(hidden.dtype, torch.float32))
+        factor = _reciprocal(labels, ignore_index, num_items, torch.promote_types(hidden.dtype, torch.float32))
     dense = weight if isinstance(weight, Tensor) else None
     trained = dense is not None and dense.requires_grad and torch.is_grad_enabled()
-    kept = len(labels) if order is None else len(order)
+    kept_rows = len(labels) if order is None else len(order)
     settings = _Settings(
         make_weight=None if isinstance(weight, Tensor) else weight,
         lora_scale=1.0 if lora is None else lora[2],
         softcap=softcap,
         logit_scale=logit_scale,
         ignore_index=ignore_index,
-        each=reduction == "none",
-        rows=_chunk_rows(kept, chunk or (CHUNK_TRAINED if trained else CHUNK)),
+        per_token=reduction == "none",
+        rows=_chunk_rows(kept_rows, chunk or (CHUNK_TRAINED if trained else CHUNK)),
         triton=use_triton(implementation, hidden) and hidden.dtype != torch.float64,
         differentiate=torch.is_grad_enabled(),
         statistics=statistics,
@@ -128,13 +142,15 @@ def _check(hidden: Tensor, labels: Tensor, reduction: str, num_items: int | Tens
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction={reduction!r}; choose one of {', '.join(map(repr, get_args(Reduction)))}.")
     if num_items is not None and reduction != "mean":
-        raise ValueError(f"num_items is what a mean divides by, but reduction={reduction!r}.")
+        raise ValueError(
+            f"num_items is the divisor of a mean, but reduction={reduction!r}; leave it out, or pass reduction='mean'."
+        )
     if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk={chunk}; pass the number of rows of logits to hold at a time, 1 or more.")
+        raise ValueError(f"chunk={chunk}; pass the number of rows of logits in a chunk, 1 or more.")
 
 
-def _one_over(labels: Tensor, ignore_index: int, num_items: int | Tensor | None, dtype: torch.dtype) -> Tensor:
-    """0-d: one over what a mean divides by."""
+def _reciprocal(labels: Tensor, ignore_index: int, num_items: int | Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the reciprocal of a mean's divisor, 0-d."""
     if num_items is None:
         num_items = (labels != ignore_index).sum()
     if isinstance(num_items, Tensor):
@@ -143,7 +159,7 @@ def _one_over(labels: Tensor, ignore_index: int, num_items: int | Tensor | None,
 
 
 def _chunk_rows(tokens: int, most: int) -> int:
-    """Chunks of about the same size, in whole tiles of a matrix product."""
+    """Return the number of rows in a chunk, for chunks of about the same size in whole tiles of a matmul."""
     if tokens <= most:
         return max(tokens, 1)
     count = -(-tokens // most)
@@ -153,14 +169,14 @@ def _chunk_rows(tokens: int, most: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Settings:
-    """What the Function needs beside tensors."""
+    """The arguments of the Function that are not tensors (but for ``statistics``, which needs no gradient)."""
 
     make_weight: Callable[[], Tensor] | None
     lora_scale: float
     softcap: float | None
     logit_scale: float
     ignore_index: int
-    each: bool
+    per_token: bool
     rows: int
     triton: bool
     differentiate: bool
@@ -168,7 +184,7 @@ class _Settings:
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Inputs 1 to 5 are hidden, weight, bias, A and B."""
+    """The autograd Function of :func:`linear_cross_entropy`. Inputs 1 to 5 are hidden, weight, bias, A and B."""
 
     @staticmethod
     def forward(
@@ -189,13 +205,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         inputs = (hidden, weight, bias, a, b)
         needs = tuple(needed and settings.differentiate for needed in ctx.needs_input_grad[1:6])
         ctx.settings, ctx.autocast, ctx.dtypes = settings, autocast, [x if x is None else x.dtype for x in inputs]
-        if settings.each:
+        if settings.per_token:
             losses, *_ = _by_chunks(settings, autocast, inputs, labels, order, None, (False,) * 5)
             ctx.save_for_backward(*inputs, labels, order)
             if order is None:
                 return losses
             return losses.new_zeros(len(labels)).index_copy_(0, order, losses)
-        # without a label there is nothing to divide: the gradient is zero, the loss NaN, as the definition's are
+        # without labels the divisor is 0: the gradient must be zero and the loss NaN, as the definition's are
         scale = factor.masked_fill(factor.isinf(), 1.0) if factor is not None and any(needs) else None
         losses, grads, power = _by_chunks(settings, autocast, inputs, labels, order, scale, needs)
         ctx.save_for_backward(*grads, power)
@@ -207,22 +223,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
         grads: Sequence[Tensor | None]
-        if settings.each:
+        if settings.per_token:
             *inputs, labels, order = ctx.saved_tensors
             scale = grad if order is None else grad.index_select(0, order)
             needs = ctx.needs_input_grad[1:6]
-            settings = replace(settings, statistics=None)  # which the forward has seen to
+            settings = replace(settings, statistics=None)  # the forward has added them already
             _, grads, _ = _by_chunks(settings, ctx.autocast, inputs, labels, order, scale.contiguous(), needs)
-            made = [x if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
+            results = [x if x is None else x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
         else:
             *grads, power = ctx.saved_tensors
             scale = grad if power is None else grad * power
-            made = [x if x is None else _times(x, scale, dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
-        return None, *made, None, None, None
+            results = [x if x is None else _scale(x, scale, dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True)]
+        return None, *results, None, None, None
 
 
-def _times(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x * scale`` in float32, rounded once, in place of x where nobody can read it again."""
+def _scale(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``x * scale``, computed in float32 and rounded once, in x's memory if x can't be read again."""
     factor = scale.reshape((1,) * x.ndim)  # a 0-d factor would be rounded to x's dtype first
     if torch.compiler.is_compiling():
         return (x * factor).to(dtype)
@@ -238,11 +254,21 @@ def _by_chunks(
     scale: Tensor | None,
     needs: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
-    """The loss of each row ``[K]``, and the gradients of the inputs that need one, times ``scale`` (0-d or ``[K]``) but
-    for the third result, a factor that is left for later.
+    """Compute the losses, and the gradients of the inputs that need one, chunk by chunk.
 
-    The gradients of hidden and of a weight that takes one chunk are in the dtype of the products, the others in
-    float32.
+    Args:
+        settings: the arguments that are not tensors.
+        autocast: the dtype of the matmuls, or None for the weight's.
+        inputs: hidden, weight, bias, A and B.
+        labels: ``[T]``.
+        order: the indices ``[K]`` of the rows to compute, or None for all.
+        scale: the factor on the gradients, 0-d or ``[K]``, or None for 1.
+        needs: for each input, whether it needs a gradient.
+
+    Returns:
+        The losses ``[K]``; the gradients; and None or a 0-d factor by which the gradients still have to be multiplied.
+        The gradient of hidden is in hidden's dtype. That of a weight is in the matmuls' dtype if there is one chunk,
+        and otherwise in float32, as are the others.
     """
     hidden, weight, bias, a, b = inputs
     assert hidden is not None
@@ -250,7 +276,7 @@ def _by_chunks(
         dense = settings.make_weight() if settings.make_weight is not None else weight
         assert dense is not None
         dtype = autocast or dense.dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
         dense = dense.to(dtype)
         power: Tensor | None = None
         if scale is not None and scale.ndim == 0 and torch.float16 in (dtype, hidden.dtype):
@@ -263,13 +289,13 @@ def _by_chunks(
         if order is not None:
             labels = labels.index_select(0, order)
         total, vocab = len(labels), len(dense)
-        losses = torch.empty(total, dtype=wide, device=hidden.device)
-        of_rows = None if settings.statistics is None else losses.new_empty(total, 2)
+        losses = torch.empty(total, dtype=sum_dtype, device=hidden.device)
+        row_statistics = None if settings.statistics is None else losses.new_empty(total, 2)
         dhidden, dweight, dbias, da, db = (None,) * 5
         if needs[0]:
             make = torch.empty_like if order is None else torch.zeros_like
             dhidden = make(hidden, memory_format=torch.contiguous_format)
-        # rows of whole vectors, whatever the size of the vocabulary
+        # rows are padded to whole vectors, for any size of the vocabulary
         buffer = torch.empty(min(settings.rows, total), -(-vocab // 64) * 64, dtype=dtype, device=hidden.device)
         gradient = any(needs)
         for start in range(0, total, settings.rows):
@@ -277,7 +303,7 @@ def _by_chunks(
             here = None if order is None else order[start:stop]
             h = (hidden[start:stop] if here is None else hidden.index_select(0, here)).to(dtype)
             logits = buffer[: stop - start, :vocab]
-            _product(h, dense.t(), logits, bias)
+            _mm_into(logits, h, dense.t(), bias)
             if a is not None and b is not None:
                 low = torch.mm(h, a.t())
                 logits.addmm_(low, b.t())
@@ -292,7 +318,7 @@ def _by_chunks(
                 softcap=settings.softcap,
                 gradient=gradient,
                 triton=settings.triton,
-                statistics=None if of_rows is None else of_rows[start:stop],
+                statistics=None if row_statistics is None else row_statistics[start:stop],
             )
             if not gradient:
                 continue
@@ -302,26 +328,26 @@ def _by_chunks(
                 _write_input(dhidden, here, start, stop, logits, dense, dlow, a)
             if needs[1]:
                 single = total <= settings.rows and weight is not None and weight.dtype == dtype
-                dweight = torch.mm(logits.t(), h) if single else _add_product(dweight, logits.t(), h, wide)
+                dweight = torch.mm(logits.t(), h) if single else _add_mm(dweight, logits.t(), h, sum_dtype)
             if needs[2]:
-                share = logits.sum(0, dtype=wide)
+                share = logits.sum(0, dtype=sum_dtype)
                 dbias = share if dbias is None else dbias.add_(share)
             if needs[3]:
                 assert dlow is not None
-                da = _add_product(da, dlow.t(), h, wide)
+                da = _add_mm(da, dlow.t(), h, sum_dtype)
             if needs[4]:
-                db = _add_product(db, logits.t(), low, wide)
-        if settings.statistics is not None and of_rows is not None:
-            settings.statistics.add_(of_rows.sum(0))
+                db = _add_mm(db, logits.t(), low, sum_dtype)
+        if settings.statistics is not None and row_statistics is not None:
+            settings.statistics.add_(row_statistics.sum(0))
         if da is not None:
             da.mul_(settings.lora_scale)
-        found = [dhidden, dweight, dbias, da, db]
+        grads = [dhidden, dweight, dbias, da, db]
         if total == 0:
-            found = [
+            grads = [
                 torch.zeros_like(x) if needed and x is not None else None
                 for x, needed in zip(inputs, needs, strict=True)
             ]
-    return losses, found, power
+    return losses, grads, power
 
 
 def _write_input(
@@ -334,11 +360,11 @@ def _write_input(
     dlow: Tensor | None,
     a: Tensor | None,
 ) -> None:
-    """The gradient of a chunk of hidden rows, into its place."""
+    """Write the gradient of a chunk's rows of hidden into its place in ``dhidden``."""
     direct = here is None and dhidden.dtype == dlogits.dtype
     rows = dhidden[start:stop]
     if direct:
-        _product(dlogits, weight, rows)
+        _mm_into(rows, dlogits, weight)
     else:
         rows = torch.mm(dlogits, weight)
     if dlow is not None and a is not None:
@@ -349,9 +375,9 @@ def _write_input(
         dhidden[start:stop] = rows
 
 
-def _product(x: Tensor, y: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
-    """``x @ y + bias`` into ``out``, which may be a view."""
-    if torch.compiler.is_compiling():  # which traces no product into a view
+def _mm_into(out: Tensor, x: Tensor, y: Tensor, bias: Tensor | None = None) -> None:
+    """Write ``x @ y + bias`` into ``out``, which may be a view."""
+    if torch.compiler.is_compiling():  # the compiler can't trace a matmul into a view
         out.copy_(torch.mm(x, y) if bias is None else torch.addmm(bias, x, y))
     elif bias is None:
         torch.mm(x, y, out=out)
@@ -359,15 +385,15 @@ def _product(x: Tensor, y: Tensor, out: Tensor, bias: Tensor | None = None) -> N
         torch.addmm(bias, x, y, out=out)
 
 
-def _add_product(total: Tensor | None, x: Tensor, y: Tensor, wide: torch.dtype) -> Tensor:
-    """``total + x @ y``, in place, in ``wide``: a sum over all tokens."""
-    if x.dtype == wide:
+def _add_mm(total: Tensor | None, x: Tensor, y: Tensor, sum_dtype: torch.dtype) -> Tensor:
+    """Add ``x @ y``, a sum over tokens, to ``total`` in place and in the dtype ``sum_dtype``."""
+    if x.dtype == sum_dtype:
         return torch.mm(x, y) if total is None else total.addmm_(x, y)
     if not x.is_cuda:
-        return _add_product(total, x.to(wide), y.to(wide), wide)
-    if torch.compiler.is_compiling():  # which does not know the product that adds to its result
-        share = torch.mm(x, y, out_dtype=wide)
+        return _add_mm(total, x.to(sum_dtype), y.to(sum_dtype), sum_dtype)
+    if torch.compiler.is_compiling():  # the compiler doesn't support out_dtype with addmm
+        share = torch.mm(x, y, out_dtype=sum_dtype)
         return share if total is None else total.add_(share)
     if total is None:
-        return torch.mm(x, y, out_dtype=wide)
-    return torch.addmm(total, x, y, out_dtype=wide, out=total)
+        return torch.mm(x, y, out_dtype=sum_dtype)
+    return torch.addmm(total, x, y, out_dtype=sum_dtype, out=total)

@@ -1,4 +1,4 @@
-"""Groups of projections and the gated MLP as one Function each, against modules called one by one."""
+"""Groups of projections and the gated MLP, against modules called one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.lora import add_updates
-from fastpack.ops.linear.lora_matmul import _brought_together
+from fastpack.ops.linear.lora_matmul import _stack_and_cast
 from fastpack.ops.linear.parts import Lora, Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.norm import rms_norm
@@ -44,7 +44,7 @@ def projection(
 
 
 def defined(n: Tensor, p: Projection, dropped: Tensor | None = None) -> Tensor:
-    """The definition, with PEFT's casts: the update in A's dtype, the sum rounded to the product's."""
+    """Compute the definition with PEFT's casts: the update in A's dtype, the sum rounded to the matmul's dtype."""
     y = F.linear(n, p.weight, p.bias)
     if p.lora is None:
         return y
@@ -53,19 +53,19 @@ def defined(n: Tensor, p: Projection, dropped: Tensor | None = None) -> Tensor:
 
 
 def leaves(*owners: Any) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for owner in owners:
         if isinstance(owner, Tensor):
-            found.append(owner)
+            tensors.append(owner)
         elif isinstance(owner, Projection):
-            found += [owner.weight, *([owner.bias] if owner.bias is not None else [])]
-            found += [owner.lora.a, owner.lora.b] if owner.lora else []
-    return [tensor for tensor in found if tensor.requires_grad]
+            tensors += [owner.weight, *([owner.bias] if owner.bias is not None else [])]
+            tensors += [owner.lora.a, owner.lora.b] if owner.lora else []
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-def gradients(outputs: list[Tensor], wanted: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+def gradients(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
     total = sum((o * c).sum() for o, c in zip(outputs, cotangents, strict=True))
-    return list(torch.autograd.grad(total, wanted))
+    return list(torch.autograd.grad(total, inputs))
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
@@ -97,23 +97,23 @@ def test_group_is_its_definition(name: str, with_norm: bool) -> None:
     torch.manual_seed(0)
     group, x, weight = GROUPS[name](), leaf(T, H), leaf(H)
     residual = leaf(T, H) if name == "one" else None
-    wanted = leaves(x, *group) + ([weight] if with_norm else []) + ([residual] if residual is not None else [])
+    inputs = leaves(x, *group) + ([weight] if with_norm else []) + ([residual] if residual is not None else [])
     cotangents = [torch.randn(T, len(p.weight)) for p in group]
     along = torch.randn(T, H)
 
     n = rms_norm(x, weight, 1e-6) if with_norm else x
     theirs = [defined(n, p) + (0 if residual is None else residual) for p in group]
-    expected = gradients([*theirs, x * 1], wanted, [*cotangents, along])
+    expected = gradients([*theirs, x * 1], inputs, [*cotangents, along])
     norm = Norm(weight, 1e-6) if with_norm else None
     mine, passed = project(x, group, norm=norm, residual=residual)
     agree(list(mine), theirs)
     assert torch.equal(passed, x)
-    agree(gradients([*mine, passed], wanted, [*cotangents, along]), expected)
+    agree(gradients([*mine, passed], inputs, [*cotangents, along]), expected)
     wrong, _ = project(x + 1e-3, group, norm=norm, residual=residual)
     assert relative(wrong[0], theirs[0]) > BOUND, "the check can fail"
 
 
-def test_the_result_that_nobody_uses_needs_no_gradient() -> None:
+def test_an_unused_result_needs_no_gradient() -> None:
     group, x = GROUPS["q, k, v with LoRA"](), leaf(T, H)
     (q, _, _), _ = project(x, group)
     q.sum().backward()
@@ -159,23 +159,23 @@ def test_gated_mlp_is_its_definition(with_norm: bool, activation: Any, form: str
     inner = [projection(width, **settings) for width in widths]
     down = projection(H, INNER, trained=trained, bias=form == "bias")
     x, weight, cotangent = leaf(T, H), leaf(H), torch.randn(T, H)
-    wanted = leaves(x, *inner, down) + ([weight] if with_norm else [])
+    inputs = leaves(x, *inner, down) + ([weight] if with_norm else [])
 
     n = rms_norm(x, weight, 1e-6) if with_norm else x
-    made = [defined(n, p) for p in inner]
-    gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+    outputs = [defined(n, p) for p in inner]
+    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
     theirs = defined(ACTIVATIONS[activation](gate) * up, down) + (x if with_norm else 0)
-    expected = gradients([theirs], wanted, [cotangent])
+    expected = gradients([theirs], inputs, [cotangent])
     norm = Norm(weight, 1e-6) if with_norm else None
     mine = gated_mlp(x, inner, down, activation, norm=norm, residual=with_norm)
     agree([mine], [theirs])
-    agree(gradients([mine], wanted, [cotangent]), expected)
+    agree(gradients([mine], inputs, [cotangent]), expected)
     other = next(name for name in ACTIVATIONS if name != activation)
     assert relative(gated_mlp(x, inner, down, other, norm=norm), theirs) > BOUND  # type: ignore[arg-type]
 
 
 def test_mlp_whose_input_needs_no_gradient() -> None:
-    """The first layer over frozen embeddings, with LoRA on ``down`` alone."""
+    """So it is in the first layer over frozen embeddings, with LoRA on ``down`` only."""
     inner, down = [projection(INNER, lora=False), projection(INNER, lora=False)], projection(H, INNER)
     x = leaf(T, H, grad=False)
     theirs = defined(F.silu(defined(x, inner[0])) * defined(x, inner[1]), down)
@@ -184,25 +184,25 @@ def test_mlp_whose_input_needs_no_gradient() -> None:
 
 
 def test_updates_alone() -> None:
-    """Over bases that somebody else computed."""
+    """The base outputs come from other code."""
     group = [projection(32), projection(16, lora=False), projection(16)]
     x = leaf(T, H)
     cotangents = [torch.randn(T, len(p.weight)) for p in group]
-    wanted = [x, *(t for p in group if p.lora for t in (p.lora.a, p.lora.b))]
+    inputs = [x, *(t for p in group if p.lora for t in (p.lora.a, p.lora.b))]
     theirs = [defined(x, p) for p in group]
-    expected = gradients(theirs, wanted, cotangents)
+    expected = gradients(theirs, inputs, cotangents)
     mine = add_updates(x, [F.linear(x, p.weight) for p in group], [p.lora for p in group])
     agree(mine, theirs)
-    agree(gradients(mine, wanted, cotangents), expected)
+    agree(gradients(mine, inputs, cotangents), expected)
 
 
 def test_updates_of_wider_bases_under_autocast() -> None:
-    """In autocast's dtype, as PEFT's are, and added to what LLM.int8 has made of wider activations."""
+    """They are computed in autocast's dtype, as PEFT's, and added to LLM.int8's outputs for wider activations."""
     torch.manual_seed(3)
     group = [projection(64, 64), projection(64, 64)]
     x = leaf(256, 64)
     cotangents = [torch.randn(256, 64) for _ in group]
-    wanted = [x, *(t for p in group if p.lora for t in (p.lora.a, p.lora.b))]
+    inputs = [x, *(t for p in group if p.lora for t in (p.lora.a, p.lora.b))]
     bases = [torch.randn(256, 64) for _ in group]
 
     def updated() -> list[Tensor]:
@@ -213,11 +213,11 @@ def test_updates_of_wider_bases_under_autocast() -> None:
         ]
 
     truth = updated()
-    exact = gradients(truth, wanted, cotangents)
+    exact = gradients(truth, inputs, cotangents)
     with torch.autocast("cpu", torch.bfloat16):
         theirs, mine = updated(), add_updates(x, bases, [p.lora for p in group])
-    stock = [*theirs, *gradients(theirs, wanted, cotangents)]
-    for ours, other, right in zip([*mine, *gradients(mine, wanted, cotangents)], stock, [*truth, *exact], strict=True):
+    stock = [*theirs, *gradients(theirs, inputs, cotangents)]
+    for ours, other, right in zip([*mine, *gradients(mine, inputs, cotangents)], stock, [*truth, *exact], strict=True):
         assert ours.dtype == other.dtype == torch.float32
         allowed = 1.5 * relative(other, right) + 2 * torch.finfo(torch.bfloat16).eps
         assert 1e-4 < relative(ours, right) <= allowed, "in half precision, and no worse"
@@ -235,7 +235,7 @@ def test_updates_of_wider_bases_under_autocast() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lora_dtype", [torch.float32, "same"])
 def test_half_precision_is_as_good_as_the_modules(dtype: torch.dtype, lora_dtype: Any) -> None:
-    """Error against float64 at most 1.5 times that of PEFT's own way, forward and backward."""
+    """The error against float64 is at most 1.5 times PEFT's, forward and backward."""
     torch.manual_seed(2)
     lora_dtype = dtype if lora_dtype == "same" else lora_dtype
     group = [projection(64, 64, dtype=dtype, lora_dtype=lora_dtype) for _ in range(3)]
@@ -283,53 +283,53 @@ def test_float32_weights_under_autocast() -> None:
 def test_checkpointing_and_a_second_backward(reentrant: bool) -> None:
     inner, down = [projection(INNER), projection(INNER)], projection(H, INNER)
     x, weight = leaf(T, H), leaf(H)
-    wanted = leaves(x, *inner, down, weight)
+    inputs = leaves(x, *inner, down, weight)
 
     def block(x: Tensor) -> Tensor:
         return gated_mlp(x, inner, down, "silu", norm=Norm(weight, 1e-6), residual=True)
 
-    expected = gradients([block(x)], wanted, [torch.ones(T, H)])
+    expected = gradients([block(x)], inputs, [torch.ones(T, H)])
     plain = block(x)
     plain.sum().backward(retain_graph=True)
     plain.sum().backward()
-    agree([t.grad for t in wanted if t.grad is not None], [2 * g for g in expected])
-    for tensor in wanted:
+    agree([t.grad for t in inputs if t.grad is not None], [2 * g for g in expected])
+    for tensor in inputs:
         tensor.grad = None
     checkpoint(block, x, use_reentrant=reentrant).sum().backward()
-    agree([t.grad for t in wanted if t.grad is not None], expected)
+    agree([t.grad for t in inputs if t.grad is not None], expected)
 
 
-def test_what_is_kept_for_the_backward() -> None:
-    """x, gate and up, and nothing else of a token's size: neither the normalised input nor the product."""
-    kept: list[Tensor] = []
+def test_what_is_saved_for_the_backward() -> None:
+    """The MLP saves x, gate and up, but neither the normalised input nor the product of the GLU."""
+    saved: list[Tensor] = []
     inner, down = [projection(INNER), projection(INNER)], projection(H, INNER)
     x, weight = leaf(512, H), leaf(H)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         gated_mlp(x, inner, down, "silu", norm=Norm(weight, 1e-6), residual=True)
-    big = sorted(t.shape[1] for t in kept if t.ndim == 2 and len(t) == 512)
+    big = sorted(t.shape[1] for t in saved if t.ndim == 2 and len(t) == 512)
     assert big == sorted([H, INNER, INNER, 2 * R, R])
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_gradients_take_the_place_of_what_nobody_reads_again(retain: bool) -> None:
-    kept: list[Tensor] = []
+def test_gradients_overwrite_saved_tensors_that_are_not_read_again(retain: bool) -> None:
+    saved: list[Tensor] = []
     inner, down = [projection(INNER), projection(INNER)], projection(H, INNER)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         out = gated_mlp(leaf(T, H), inner, down, "silu")
-    made = [t for t in kept if t.shape == (T, INNER)]
-    before = [t.clone() for t in made]
+    gate_and_up = [t for t in saved if t.shape == (T, INNER)]
+    before = [t.clone() for t in gate_and_up]
     out.sum().backward(retain_graph=retain)
-    assert [torch.equal(*pair) for pair in zip(made, before, strict=True)] == [retain, retain]
+    assert [torch.equal(*pair) for pair in zip(gate_and_up, before, strict=True)] == [retain, retain]
 
 
 def test_no_copy_of_the_activations_in_float32() -> None:
-    seen: list[torch.Size] = []
+    copies: list[torch.Size] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = function(*args, **(kwargs or {}))
             if isinstance(out, Tensor) and out.dtype == torch.float32 and out.ndim == 2 and out.shape[0] == 512:
-                seen.append(out.shape)
+                copies.append(out.shape)
             return out
 
     group = [projection(32, dtype=torch.bfloat16) for _ in range(3)]
@@ -337,18 +337,18 @@ def test_no_copy_of_the_activations_in_float32() -> None:
     with Watch():
         outputs, _ = project(x, group)
         torch.autograd.grad(sum(y.sum() for y in outputs), leaves(x, *group))
-    assert not seen
+    assert not copies
     with Watch():
         defined(x, group[0])
-    assert seen, "PEFT's own way makes them: the check can fail"
+    assert copies, "PEFT's own way makes them: the check can fail"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_and_b_are_each_rounded_once(dtype: torch.dtype) -> None:
-    """Whatever dtypes a group's have, and in whatever order they lie in memory."""
+    """A and B may have any dtypes and strides."""
     all_a = [torch.randn(R, H), torch.randn(H, R).t(), torch.randn(R + 2, H, dtype=torch.bfloat16)]
     all_b = [torch.randn(32, R), torch.randn(R, 16).t().half(), torch.randn(7, R + 2, dtype=torch.float64)]
-    stacked, wide = _brought_together(all_a, all_b, dtype)
+    stacked, wide = _stack_and_cast(all_a, all_b, dtype)
     assert torch.equal(stacked, torch.cat([a.to(dtype) for a in all_a]))
     assert all(torch.equal(b, other.to(dtype)) for b, other in zip(wide, all_b, strict=True))
     assert not torch.equal(wide[0], all_b[0].flip(0).to(dtype))

@@ -1,4 +1,4 @@
-"""Groups of projections with 4-bit weights: dequantised in place of modules, one at a time."""
+"""Groups of projections with 4-bit weights: one weight is dequantised at a time."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def test_one_dense_copy_of_a_group_s_4bit_weights_at_a_time(
     most: list[int] = []
 
     def watched(*args: Any) -> Tensor:
-        made = stock(*args)
-        alive.add(made)
+        dense = stock(*args)
+        alive.add(dense)
         most.append(len(alive))
-        return made
+        return dense
 
     monkeypatch.setattr(projections, "dequantize", watched)
     group = [
@@ -57,7 +57,7 @@ def test_one_dense_copy_of_a_group_s_4bit_weights_at_a_time(
     sum(y.sum() for y in outputs).backward()
     assert most == [1] * 6
     assert not alive
-    assert count is None or count.products > 0, "the kernel that leaves rows out has run"
+    assert count is None or count.products > 0, "the kernel that skips bucket padding has run"
 
 
 def test_4bit_weights_are_dequantised_in_place_of_modules() -> None:

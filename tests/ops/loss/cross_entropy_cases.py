@@ -1,4 +1,4 @@
-"""Shared by the tests of linear cross-entropy: cases, its written definition, the op, and what ran."""
+"""Helpers for the tests of linear cross-entropy: cases, the written definition, the op, and records of operators."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ IMPLEMENTATIONS = [
     pytest.param("triton", marks=pytest.mark.gpu, id="triton natively"),
 ]
 ROUNDING = [IMPLEMENTATIONS[0], IMPLEMENTATIONS[2]]
-"""Those that round to bfloat16: Triton's interpreter truncates to it."""
+"""Cases that round to bfloat16 and so run on a GPU only: Triton's interpreter truncates instead."""
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "none")
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FLOAT32_BOUND = 1e-5
 HALF_BOUND = 1.5
 CHUNK = 16
 T, H, V, R = 37, 24, 201, 4
-"""Odd: no multiple of the chunk, of a vector or of a block."""
+"""Odd sizes: no multiples of the chunk, of a vector or of a block."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Options of the op, and which inputs there are."""
+    """The options of the op, and its inputs."""
 
     bias: bool = False
     lora: bool = False
@@ -63,7 +63,7 @@ NAMES = ("hidden", "weight", "bias", "a", "b")
 
 
 def device_of(implementation: Implementation) -> str:
-    """The kernel's is the GPU where there is one; the definition is tested on the CPU everywhere."""
+    """Return the GPU for the kernel if there is one; the definition is always tested on the CPU."""
     return "cuda" if implementation == "triton" and torch.cuda.is_available() else "cpu"
 
 
@@ -72,14 +72,14 @@ def interpreted(implementation: Implementation) -> bool:
 
 
 def cut(implementation: Implementation, dtype: torch.dtype) -> float:
-    """What is allowed beside every bound, since Triton's interpreter truncates to bfloat16."""
+    """Return what is allowed on top of every bound, since Triton's interpreter truncates to bfloat16."""
     return torch.finfo(dtype).eps if interpreted(implementation) and dtype == torch.bfloat16 else 0.0
 
 
 def draw(
     case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, *, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Inputs by name, and labels of which a third is ignored: the same on every device."""
+    """Return inputs by name, and labels of which a third is ignored; they are the same on every device."""
     tokens, size, vocab = case.shape
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (tokens, size), "weight": (vocab, size)}
@@ -107,7 +107,7 @@ def defined(
     reduction: Reduction = "sum",
     ignore_index: int = -100,
 ) -> Tensor:
-    """The definition, in the dtype of its inputs up to the logits."""
+    """Compute the definition, up to the logits in the dtype of the inputs."""
     logits = F.linear(inputs["hidden"], inputs["weight"], inputs.get("bias"))
     if "a" in inputs:
         logits = logits + F.linear(F.linear(inputs["hidden"], inputs["a"]), inputs["b"]) * 0.7
@@ -119,7 +119,7 @@ def defined(
 
 
 def computed(inputs: dict[str, Tensor], labels: Tensor, **options: Any) -> Tensor:
-    """The op, over several chunks."""
+    """Compute the op over several chunks."""
     lora = (inputs["a"], inputs["b"], 0.7) if "a" in inputs else None
     options = {"chunk": CHUNK, **options}
     return linear_cross_entropy(
@@ -137,24 +137,24 @@ def run(
     factor: float = 0.37,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """The result and every gradient, for a gradient that is not 1 and differs from token to token."""
+    """Return the result and every gradient, for a cotangent that is not 1 and differs from token to token."""
     leaves = {
         name: x.detach().to(dtype or x.dtype).clone().requires_grad_(name not in frozen) for name, x in inputs.items()
     }
     out = function(leaves, labels, **options)
     weights = torch.linspace(0.5, 1.7, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
     out.backward(weights * factor)
-    found = {"result": out.detach()}
+    actual = {"result": out.detach()}
     for name, leaf in leaves.items():
         assert (leaf.grad is None) == (name in frozen)
         if leaf.grad is not None:
             assert leaf.grad.dtype == leaf.dtype
-            found[name] = leaf.grad
-    return found
+            actual[name] = leaf.grad
+    return actual
 
 
 def luck(key: str, dtype: torch.dtype, reduction: Reduction) -> float:
-    """Errors of many tokens may cancel in plain torch's sum, and not in ours: no measure of either."""
+    """Return what is allowed for luck: errors of many tokens may cancel in plain torch's sum and not in ours."""
     return torch.finfo(dtype).eps / 4 if key == "result" and reduction != "none" else 0.0
 
 
@@ -163,7 +163,7 @@ def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts the operators that run, the rows that products read, and the largest tensor that is made."""
+    """A mode that counts operators and the rows that matmuls read, and records the largest new tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,14 +178,14 @@ class Recorder(TorchDispatchMode):
         if name in ("mm", "addmm", "addmm_"):
             x, y = [a for a in args if isinstance(a, Tensor)][-2:]
             self.product_shapes.append((x.shape[0], x.shape[1], y.shape[1]))
-        for made in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(made, Tensor):
-                self.largest = max(self.largest, made.numel())
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self.largest = max(self.largest, tensor.numel())
         return out
 
     @property
     def waits(self) -> list[str]:
-        """What would wait for a GPU."""
+        """Return the operators that would wait for a GPU."""
         return [n for n in self.names if n in ("_local_scalar_dense", "nonzero", "masked_select", "item", "equal")]
 
 

@@ -50,14 +50,14 @@ def test_is_the_definition(implementation: Implementation, name: str, reduction:
     inputs, labels = draw(case, device=device_of(implementation))
     options = {**case.options, "reduction": reduction}
     truth = run(defined, inputs, labels, frozen=case.frozen, dtype=torch.float64, **options)
-    found = run(computed, inputs, labels, frozen=case.frozen, implementation=implementation, **options)
-    assert found["result"].dtype == torch.float32
+    actual = run(computed, inputs, labels, frozen=case.frozen, implementation=implementation, **options)
+    assert actual["result"].dtype == torch.float32
     for key, value in truth.items():
-        assert relative(found[key], value) <= FLOAT32_BOUND, key
+        assert relative(actual[key], value) <= FLOAT32_BOUND, key
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_the_kernel_runs_where_it_is_asked_for(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_runs_if_it_is_named(implementation: Implementation, monkeypatch: pytest.MonkeyPatch) -> None:
     from fastpack.ops.kernels import cross_entropy as kernels
 
     calls: list[int] = []
@@ -77,7 +77,7 @@ def test_the_kernel_runs_where_it_is_asked_for(implementation: Implementation, m
 @pytest.mark.parametrize("what", ["softcap", "scale", "bias", "LoRA", "labels"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_negative_control(implementation: Implementation, what: str) -> None:
-    """The same comparison fails where one part of the definition is left out."""
+    """The same comparison fails if one part of the definition is left out."""
     case = CASES["everything"]
     inputs, labels = draw(case, device=device_of(implementation))
     truth = run(defined, inputs, labels, dtype=torch.float64, reduction="none", **case.options)
@@ -85,23 +85,23 @@ def test_negative_control(implementation: Implementation, what: str) -> None:
     options |= {"reduction": "none", "implementation": implementation}
     left_out = {"bias": ("bias",), "LoRA": ("a", "b")}.get(what, ())
     fewer = {name: x for name, x in inputs.items() if name not in left_out}
-    found = run(computed, fewer, labels.roll(1) if what == "labels" else labels, **options)
+    actual = run(computed, fewer, labels.roll(1) if what == "labels" else labels, **options)
     for key in ("result", "hidden", "weight"):
-        assert relative(found[key], truth[key]) > 1e-2, key
+        assert relative(actual[key], truth[key]) > 1e-2, key
 
 
 @pytest.mark.parametrize(("softcap", "scale"), [(30.0, 1.0), (30.0, 10.0), (3.0, 3.0), (3.0, 10.0)])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_softcap_is_as_exact_as_torchs(implementation: Implementation, softcap: float, scale: float) -> None:
-    """In float32 too, near zero as well as near the cap, where little is left of 1 - tanh^2."""
+    """So it is in float32, near zero and near the cap, where 1 - tanh^2 is small."""
     case = Case(shape=(8, 33, 257), options={"softcap": softcap, "logit_scale": scale})
     errors: dict[str, list[float]] = {"mine": [], "plain": []}
     for seed in range(20):
         inputs, labels = draw(case, seed=seed, device=device_of(implementation))
         truth = run(defined, inputs, labels, dtype=torch.float64, **case.options)
         for name, function, options in (("mine", computed, {"implementation": implementation}), ("plain", defined, {})):
-            found = run(function, inputs, labels, **options, **case.options)
-            errors[name].append(max(relative(found[key], value) for key, value in truth.items()))
+            actual = run(function, inputs, labels, **options, **case.options)
+            errors[name].append(max(relative(actual[key], value) for key, value in truth.items()))
     assert sum(errors["mine"]) <= 1.25 * sum(errors["plain"])
 
 
@@ -110,7 +110,7 @@ def test_a_softcap_is_as_exact_as_torchs(implementation: Implementation, softcap
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_half_precision(implementation: Implementation, dtype: torch.dtype, reduction: Reduction, chunk: int) -> None:
-    """Against float64, no farther than 1.5 times plain torch in the same dtype."""
+    """The error against float64 is at most 1.5 times plain torch's in the same dtype."""
     tokens, seeds = (50, 1) if interpreted(implementation) else (20 * CHUNK - 3, 3)  # the interpreter takes its time
     case = Case(shape=(tokens, 40, 130), options={"softcap": 10.0})
     mine: dict[str, float] = {}
@@ -120,9 +120,9 @@ def test_half_precision(implementation: Implementation, dtype: torch.dtype, redu
         options = {**case.options, "reduction": reduction}
         truth = run(defined, inputs, labels, dtype=torch.float64, **options)
         stock = run(defined, inputs, labels, **options)
-        found = run(computed, inputs, labels, implementation=implementation, chunk=chunk, **options)
+        actual = run(computed, inputs, labels, implementation=implementation, chunk=chunk, **options)
         for key, value in truth.items():
-            mine[key] = max(mine.get(key, 0.0), relative(found[key], value))
+            mine[key] = max(mine.get(key, 0.0), relative(actual[key], value))
             plain[key] = max(plain.get(key, 0.0), relative(stock[key], value))
     assert mine["hidden"] > 1e-4, "it was computed in half precision"
     for key in mine:
@@ -131,7 +131,7 @@ def test_half_precision(implementation: Implementation, dtype: torch.dtype, redu
 
 
 def test_a_sum_in_half_precision_would_be_seen() -> None:
-    """The negative control of the test above: chunks of the weight's gradient, added up in bfloat16."""
+    """The negative control of the test above adds up chunks of the weight's gradient in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(20 * CHUNK, size, generator=generator).bfloat16() for size in (130, 40))
     truth = x.double().t() @ y.double()
@@ -152,9 +152,9 @@ def test_a_mean_rounds_its_gradients_once(implementation: Implementation) -> Non
         inputs, labels = draw(Case(), torch.bfloat16, seed, device=device_of(implementation))
         truth = run(defined, inputs, labels, dtype=torch.float64, reduction="mean", factor=1.0)
         stock = run(defined, inputs, labels, reduction="mean", factor=1.0)
-        found = run(computed, inputs, labels, reduction="mean", factor=1.0, implementation=implementation)
+        actual = run(computed, inputs, labels, reduction="mean", factor=1.0, implementation=implementation)
         for key in keys:
-            of_each = zip(errors, (found[key], stock[key], found[key].double() * rounded), strict=True)
+            of_each = zip(errors, (actual[key], stock[key], actual[key].double() * rounded), strict=True)
             for name, gradient in of_each:
                 errors[name][key] += float((gradient.double() - truth[key]).square().sum() / truth[key].square().sum())
     for key in keys:
@@ -165,7 +165,7 @@ def test_a_mean_rounds_its_gradients_once(implementation: Implementation) -> Non
 @pytest.mark.parametrize("of_weight", [torch.float16, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_mean_over_many_tokens_in_float16(implementation: Implementation, of_weight: torch.dtype) -> None:
-    """A share of one in a million is nothing in float16, until the loss's scale comes in the backward."""
+    """A factor of one in a million is zero in float16, before the backward multiplies by the loss scale."""
     inputs, labels = draw(Case(), torch.float16, device=device_of(implementation))
     items, factor = 2**20 + 1, float(2**18)
     truth = run(defined, inputs, labels, dtype=torch.float64, factor=factor / items)
@@ -192,15 +192,15 @@ def test_gradcheck() -> None:
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_large_logits_and_a_large_vocabulary(implementation: Implementation) -> None:
-    """More columns than a block, in a number that is odd; logits whose exponentials overflow."""
+    """There are more columns than a block has, an odd number, and logits whose exponentials overflow."""
     case = Case(shape=(3, 4, 9001))
     inputs, labels = draw(case, device=device_of(implementation))
     inputs["hidden"] = inputs["hidden"] * 1000
     labels[:] = torch.tensor([0, 9000, 4096])
     truth = run(defined, inputs, labels, dtype=torch.float64)
-    found = run(computed, inputs, labels, implementation=implementation)
+    actual = run(computed, inputs, labels, implementation=implementation)
     for key, value in truth.items():
-        assert relative(found[key], value) <= FLOAT32_BOUND, key
+        assert relative(actual[key], value) <= FLOAT32_BOUND, key
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -209,19 +209,19 @@ def test_large_logits_and_a_large_vocabulary(implementation: Implementation) -> 
 @pytest.mark.parametrize("num_kept", [None, "a bound", "none known"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_ignored_labels(implementation: Implementation, num_kept: str | None) -> None:
-    """Left out where the host knows how many there are, else computed and multiplied by zero."""
+    """They are left out if the host knows their number; else they are computed and multiplied by zero."""
     inputs, labels = draw(Case(lora=True), device=device_of(implementation))
     kept = int((labels != -100).sum())
     bound = {None: None, "a bound": kept + 3, "none known": T}[num_kept]
     options = {"implementation": implementation, "num_kept": bound}
     for reduction in REDUCTIONS:
         truth = run(defined, inputs, labels, dtype=torch.float64, reduction=reduction)
-        found = run(computed, inputs, labels, reduction=reduction, **options)
+        actual = run(computed, inputs, labels, reduction=reduction, **options)
         for key, value in truth.items():
-            assert relative(found[key], value) <= FLOAT32_BOUND, key
-        assert not found["hidden"][labels == -100].any()
+            assert relative(actual[key], value) <= FLOAT32_BOUND, key
+        assert not actual["hidden"][labels == -100].any()
         if reduction == "none":
-            assert not found["result"][labels == -100].any()
+            assert not actual["result"][labels == -100].any()
     with recorded() as recorder:
         computed(inputs, labels, **options)
     counted = T if bound is None and labels.is_cuda else bound or kept  # labels are counted on a CPU alone
@@ -235,10 +235,10 @@ def test_no_label_at_all(implementation: Implementation, tokens: int, reduction:
     inputs, labels = draw(Case(bias=True, lora=True, shape=(tokens, H, V)), device=device_of(implementation))
     labels[:] = -100
     for num_kept in (None, tokens):
-        found = run(computed, inputs, labels, reduction=reduction, implementation=implementation, num_kept=num_kept)
-        result = found.pop("result")
+        actual = run(computed, inputs, labels, reduction=reduction, implementation=implementation, num_kept=num_kept)
+        result = actual.pop("result")
         assert result.isnan() if reduction == "mean" else not result.any(), "as torch's own"
-        assert all(not grad.any() for grad in found.values())
+        assert all(not grad.any() for grad in actual.values())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -252,27 +252,27 @@ def test_another_index_to_ignore(implementation: Implementation) -> None:
 
 @pytest.mark.parametrize("num_items", [50, torch.tensor(50), torch.tensor([50])])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_what_a_mean_divides_by(implementation: Implementation, num_items: int | Tensor) -> None:
+def test_the_divisor_of_a_mean(implementation: Implementation, num_items: int | Tensor) -> None:
     inputs, labels = draw(Case(), device=device_of(implementation))
     truth = run(lambda x, y: defined(x, y) / 50, inputs, labels, dtype=torch.float64)
-    found = run(computed, inputs, labels, reduction="mean", num_items=num_items, implementation=implementation)
+    actual = run(computed, inputs, labels, reduction="mean", num_items=num_items, implementation=implementation)
     for key, value in truth.items():
-        assert relative(found[key], value) <= FLOAT32_BOUND, key
+        assert relative(actual[key], value) <= FLOAT32_BOUND, key
 
 
 @pytest.mark.parametrize("wrong", [V, V + 100_000, -1])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_label_outside_the_vocabulary_is_seen(implementation: Implementation, wrong: int) -> None:
-    """Of the definition on a CPU: on a GPU torch's check would stop the device. The kernel reads nothing there."""
+    """The definition runs on a CPU, since torch's check would stop a GPU. The kernel reads no logit there."""
     inputs, labels = draw(Case(), device=device_of(implementation))
     labels[3] = wrong
     if implementation == "torch":
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             run(computed, inputs, labels, implementation=implementation)
         return
-    found = run(computed, inputs, labels, implementation=implementation)
-    assert found["result"].isnan()
-    of_row = found["hidden"].isnan()
+    actual = run(computed, inputs, labels, implementation=implementation)
+    assert actual["result"].isnan()
+    of_row = actual["hidden"].isnan()
     assert of_row[3].all()
     assert not of_row[torch.arange(T) != 3].any(), "other rows don't know of it"
 
@@ -307,7 +307,7 @@ def test_real_vocabularies_on_a_gpu(dtype: torch.dtype, reduction: Reduction, vo
     truth = run(defined, gpu, labels, dtype=torch.float64, **options)
     stock = run(defined, gpu, labels, **options)
     for num_kept in (None, int((labels != -100).sum())):
-        found = run(computed, gpu, labels, chunk=128, num_kept=num_kept, **options)
+        actual = run(computed, gpu, labels, chunk=128, num_kept=num_kept, **options)
         for key, value in truth.items():
             bound = max(HALF_BOUND * relative(stock[key], value), luck(key, dtype, reduction))
-            assert relative(found[key], value) <= bound, key
+            assert relative(actual[key], value) <= bound, key

@@ -1,4 +1,4 @@
-"""What linear cross-entropy costs (memory, products, waiting), and how it goes with autograd and the compiler."""
+"""The costs of linear cross-entropy (memory, matmuls, waiting), and its use with autograd and the compiler."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_chunk_is_below_a_twentieth() -> None:
         assert tokens - (chunks - 1) * rows > rows - 128 * chunks, "about even"
 
 
-def test_only_what_is_needed_is_computed() -> None:
+def test_only_needed_gradients_are_computed() -> None:
     inputs, labels = draw(Case(bias=True, lora=True))
     kept = int((labels != -100).sum())
     chunks = -(-kept // CHUNK)
@@ -95,17 +95,17 @@ def test_nothing_waits_for_the_device() -> None:
 
 def test_a_dequantised_weight_is_made_once_each_way() -> None:
     inputs, labels = draw(Case())
-    made: list[Tensor] = []
+    weights: list[Tensor] = []
 
     def weight() -> Tensor:
-        made.append(inputs["weight"])
+        weights.append(inputs["weight"])
         return inputs["weight"]
 
     for reduction, times in (("sum", 1), ("mean", 1), ("none", 2)):
-        made.clear()
+        weights.clear()
         hidden = inputs["hidden"].clone().requires_grad_()
         linear_cross_entropy(hidden, weight, labels, reduction=reduction, chunk=CHUNK).sum().backward()
-        assert len(made) == times
+        assert len(weights) == times
         reference = inputs["hidden"].clone().requires_grad_()
         defined({**inputs, "hidden": reference}, labels, reduction=reduction).sum().backward()
         assert hidden.grad is not None
@@ -134,22 +134,22 @@ def test_a_retained_graph(implementation: Implementation, reduction: Reduction) 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_gradients_stay_in_their_place(implementation: Implementation, reduction: Reduction) -> None:
-    """They are ready after the forward, with a mean's share in them: a loss that nothing follows changes no bit."""
+    """They are final after the forward, the mean's divisor included: a loss that is not scaled changes no bit."""
     inputs, labels = draw(Case(bias=True, shape=(50, 40, 130)), device=device_of(implementation))
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    kept: dict[int, Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> Tensor:
-        kept[x.data_ptr()] = x.clone()
+        copies[x.data_ptr()] = x.clone()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         out = computed(leaves, labels, reduction=reduction, implementation=implementation)
     elsewhere = torch.autograd.grad(out, list(leaves.values()), retain_graph=True)
-    found = torch.autograd.grad(out, list(leaves.values()))
-    for a, b in zip(elsewhere, found, strict=True):
-        assert a.data_ptr() not in kept, "a retained graph needs them again"
-        assert torch.equal(a, kept[b.data_ptr()])
+    actual = torch.autograd.grad(out, list(leaves.values()))
+    for a, b in zip(elsewhere, actual, strict=True):
+        assert a.data_ptr() not in copies, "a retained graph needs them again"
+        assert torch.equal(a, copies[b.data_ptr()])
         assert torch.equal(b, a)
 
 
@@ -163,16 +163,16 @@ def test_hooks_may_hand_back_other_strides(implementation: Implementation) -> No
         with padded:
             return computed(leaves, labels, implementation=implementation)
 
-    found = run(function, inputs, labels)
+    actual = run(function, inputs, labels)
     for key, value in truth.items():
-        assert relative(found[key], value) <= FLOAT32_BOUND, key
+        assert relative(actual[key], value) <= FLOAT32_BOUND, key
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_backward_that_failed_is_not_tried_again(
     implementation: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without memory for the last gradient the first is multiplied already: twice would be wrong."""
+    """If memory runs out at the last gradient, the first is scaled already; scaling it twice would be wrong."""
     device = device_of(implementation)
     inputs, labels = draw(Case(shape=(50, 40, 130)), torch.float16, device=device)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
@@ -203,15 +203,15 @@ def test_under_checkpointing(implementation: Implementation, use_reentrant: bool
         return checkpoint(inner, *leaves.values(), use_reentrant=use_reentrant)
 
     truth = run(computed, inputs, labels, **options)
-    found = run(function, inputs, labels)
-    assert all(torch.equal(found[key], value) for key, value in truth.items())
+    actual = run(function, inputs, labels)
+    assert all(torch.equal(actual[key], value) for key, value in truth.items())
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_under_autocast(implementation: Implementation, dtype: torch.dtype, reduction: Reduction) -> None:
-    """Float32 weights, and the loss scaled as for fp16; the backward runs outside, as a trainer's does."""
+    """Weights are float32, the loss is scaled as for fp16, and the backward runs outside autocast, as in a trainer."""
     case = Case(bias=True, lora=True, shape=(100, 40, 130))
     device = device_of(implementation)
     inputs, labels = draw(case, device=device)
@@ -226,9 +226,9 @@ def test_under_autocast(implementation: Implementation, dtype: torch.dtype, redu
     settings: dict[str, Any] = {"reduction": reduction, "factor": 1024.0}
     truth = run(defined, inputs, labels, dtype=torch.float64, **settings)
     stock = run(within(defined), inputs, labels, **settings)
-    found = run(within(computed), inputs, labels, implementation=implementation, **settings)
+    actual = run(within(computed), inputs, labels, implementation=implementation, **settings)
     for key in ("hidden", "weight", "a", "b", "bias"):
-        error = relative(found[key], truth[key])
+        error = relative(actual[key], truth[key])
         assert 1e-5 < error < 0.1, key
         assert error <= HALF_BOUND * relative(stock[key], truth[key]), key
 
@@ -255,9 +255,9 @@ def test_compiles_whole(reduction: Reduction) -> None:
 
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     truth = run(function, inputs, labels)
-    found = run(compiled, inputs, labels)
+    actual = run(compiled, inputs, labels)
     for key, value in truth.items():
-        assert relative(found[key], value) <= FLOAT32_BOUND, key
+        assert relative(actual[key], value) <= FLOAT32_BOUND, key
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sums of tokens' values over sequences, alone and behind the linear cross-entropy."""
+"""Sums of token values over sequences, alone and after the linear cross-entropy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastpack.ops.implementation import Implementation
 from fastpack.ops.loss.segment_sums import segment_sums
 
 LENGTHS = (0, 11, 1, 0, 9, 9, 0, 6)
-"""Of 37 tokens the last belongs to no sequence."""
+"""The last of 37 tokens belongs to no sequence."""
 
 
 def offsets_of(lengths: tuple[int, ...], device: str = "cpu") -> Tensor:
@@ -30,8 +30,8 @@ def test_sums_of_each_sequence() -> None:
     torch.testing.assert_close(sums, summed_alone(values))
     weights = torch.linspace(0.5, 1.5, len(LENGTHS), dtype=torch.float64)
     (gradient,) = torch.autograd.grad(sums, values, weights)
-    (wanted,) = torch.autograd.grad(summed_alone(values), values, weights)
-    torch.testing.assert_close(gradient, wanted)
+    (expected,) = torch.autograd.grad(summed_alone(values), values, weights)
+    torch.testing.assert_close(gradient, expected)
     assert not gradient[-1:].any()
     assert not torch.allclose(segment_sums(values, offsets_of((1, 10, *LENGTHS[2:]))), sums)  # a boundary elsewhere
 
@@ -39,13 +39,13 @@ def test_sums_of_each_sequence() -> None:
 def test_many_small_values_lose_nothing() -> None:
     """In float32 a running sum of 0.1 over 2^20 tokens is some per cent off."""
     values = torch.full((1 << 20,), 0.1)
-    wanted = values.double().sum()
-    assert abs(segment_sums(values, offsets_of((1 << 20,))) - wanted) <= 1e-9 * wanted
+    expected = values.double().sum()
+    assert abs(segment_sums(values, offsets_of((1 << 20,))) - expected) <= 1e-9 * expected
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_log_probs_of_each_sequence(implementation: Implementation) -> None:
-    """As the reference and the preference losses compute them, against the definition on each sequence alone."""
+    """They are computed as in the reference and the preference losses, and compared with each sequence alone."""
     case = CASES["everything"]
     device = device_of(implementation)
     inputs, labels = draw(case, device=device)
@@ -59,7 +59,7 @@ def test_log_probs_of_each_sequence(implementation: Implementation) -> None:
         return segment_sums(losses, offsets_of(LENGTHS, device))
 
     truth = run(alone, inputs, labels, dtype=torch.float64, **case.options)
-    found = run(packed, inputs, labels, **case.options)
+    actual = run(packed, inputs, labels, **case.options)
     for key, value in truth.items():
-        assert relative(found[key], value) <= FLOAT32_BOUND, key
-    assert not found["hidden"][12:21].any()
+        assert relative(actual[key], value) <= FLOAT32_BOUND, key
+    assert not actual["hidden"][12:21].any()

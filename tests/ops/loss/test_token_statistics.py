@@ -1,4 +1,4 @@
-"""What linear cross-entropy tells of its distributions in passing: entropies, and labels that are the likeliest."""
+"""The statistics of linear cross-entropy: entropies, and the number of labels that are the likeliest token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastpack.ops.loss.linear_cross_entropy import Reduction
 
 
 def defined_statistics(inputs: dict[str, Tensor], labels: Tensor, options: dict[str, Any]) -> Tensor:
-    """float64 ``[2]``: by the words of the docstring."""
+    """Return float64 ``[2]``, computed as the op's docstring defines it."""
     x = {name: tensor.detach().double() for name, tensor in inputs.items()}
     logits = F.linear(x["hidden"], x["weight"], x.get("bias"))
     if "a" in x:
@@ -29,10 +29,10 @@ def defined_statistics(inputs: dict[str, Tensor], labels: Tensor, options: dict[
 
 
 def likely(inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-    """Labels of which half are what the model would say: random ones hardly ever are."""
+    """Return labels of which half are the likeliest token, since random labels hardly ever are."""
     logits = F.linear(inputs["hidden"].float(), inputs["weight"].float())
-    said = torch.where(torch.arange(len(labels), device=labels.device) % 2 == 0, logits.argmax(1), labels)
-    return said.masked_fill(labels == -100, -100)
+    labels_or_top = torch.where(torch.arange(len(labels), device=labels.device) % 2 == 0, logits.argmax(1), labels)
+    return labels_or_top.masked_fill(labels == -100, -100)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -49,11 +49,11 @@ def test_are_those_of_the_definition(implementation: Implementation, name: str, 
     out = computed(leaves, labels, statistics=statistics, **options)
     truth = defined_statistics(inputs, labels, case.options)
     assert truth[1] > 0 or len(labels) < 3
-    found = statistics - before
-    assert abs(found[0] - truth[0]) <= FLOAT32_BOUND * truth[0] + 1e-5
-    assert found[1] == truth[1]
+    actual = statistics - before
+    assert abs(actual[0] - truth[0]) <= FLOAT32_BOUND * truth[0] + 1e-5
+    assert actual[1] == truth[1]
     out.sum().backward()
-    assert torch.equal(statistics - before, found), "the backward adds nothing"
+    assert torch.equal(statistics - before, actual), "the backward adds nothing"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -87,8 +87,8 @@ def test_without_a_gradient_and_without_a_label(implementation: Implementation) 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_of_several_likeliest_tokens_the_first_counts(implementation: Implementation) -> None:
     hidden, weight = torch.ones(2, 1), torch.tensor([[1.0], [2.0], [2.0], [0.5]])
-    given = [x.to(device_of(implementation)) for x in (hidden, weight, torch.tensor([1, 2]), torch.zeros(2))]
-    *inputs, labels, statistics = given
+    tensors = [x.to(device_of(implementation)) for x in (hidden, weight, torch.tensor([1, 2]), torch.zeros(2))]
+    *inputs, labels, statistics = tensors
     named = dict(zip(("hidden", "weight"), inputs, strict=True))
     computed(named, labels, statistics=statistics, implementation=implementation)
     assert statistics[1] == 1
