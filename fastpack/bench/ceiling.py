@@ -1,6 +1,6 @@
-"""What this machine can do at best, measured: matrix products and copies. The floor under every time.
+"""Measure the most that this machine can do: matmuls and copies. This is the floor under every time.
 
-Run as ``python -m fastpack.bench.ceiling`` in a process of its own, whose last line is JSON.
+Run ``python -m fastpack.bench.ceiling`` in a process of its own; its last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def measure() -> Ceiling:
 
 
 def device_name() -> str:
-    """The GPU's, or the processor's."""
+    """Return the name of the GPU, or of the processor."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return the machine and versions that results were measured with."""
     import fastpack
 
     threads = {} if torch.cuda.is_available() else {"threads": torch.get_num_threads()}

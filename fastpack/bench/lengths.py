@@ -26,13 +26,15 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length:
     """Return ``count`` lengths in tokens.
 
     Args:
-        kind: ``alpaca`` draws them like instruction data (log-normal, median 149, 5 % below about 40, 5 % above
-            about 450, at most 663: the Alpaca data set under a 16k vocabulary); a number makes all rows that long;
-            else the path of a JSON file with a list of lengths, taken in order and repeated.
-        max_length: longer rows are cut to it.
+        count: the number of rows.
+        kind: ``alpaca`` draws lengths of instruction data (log-normal, median 149, 5 % below about 40, 5 % above about
+            450, at most 663: the Alpaca data set under a 16k vocabulary); a number is the length of every row; anything
+            else is the path of a JSON file with a list of lengths, which are taken in order and repeated.
+        seed: the seed of the draws.
+        max_length: the length to which longer rows are cut, or None.
 
     Raises:
-        ValueError: there is no such file, it holds no list of whole numbers, or one is below 2.
+        ValueError: there is no such file, it has no list of whole numbers, or a length is below 2.
     """
     if kind == "alpaca":
         draw = random.Random(seed)
@@ -48,14 +50,17 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
     """Return the lengths of ``count`` pairs.
 
     Args:
-        kind: ``chat`` draws them like the answers of chat models to what people ask (log-normal, medians 193 and 338,
-            a pair's two completions correlated by a half: a preference data set of LLaMA-Factory's under a 16k
-            vocabulary); a number makes all rows that long, half of it the prompt; else the path of a JSON file with a
-            list of ``[prompt, chosen, rejected]``, taken in order and repeated.
-        max_length: completions of longer rows are cut, as TRL cuts them; pairs whose prompt is as long are left out.
+        count: the number of pairs.
+        kind: ``chat`` draws lengths of chat preferences (log-normal, medians 193 and 338, the two completions of a pair
+            correlated by a half: a preference data set of LLaMA-Factory's under a 16k vocabulary); a number is the
+            length of every row, half of it the prompt; anything else is the path of a JSON file with a list of
+            ``[prompt, chosen, rejected]``, which are taken in order and repeated.
+        seed: the seed of the draws.
+        max_length: the length to which rows are cut at the end of completions, as TRL does, or None; pairs with as long
+            a prompt are left out.
 
     Raises:
-        ValueError: there is no such file, it holds no such list, the number is below 2, or no prompt is shorter than
+        ValueError: there is no such file, it has no such list, the number is below 2, or no prompt is shorter than
             ``max_length``.
     """
     if kind == "chat":

@@ -33,6 +33,7 @@ class StepCallback(TrainerCallback):
     """Tells the clock when a trainer's steps end, and has the first of them logged."""
 
     def __init__(self, clock: Clock) -> None:
+        """Set up with the clock that it marks."""
         self.clock = clock
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

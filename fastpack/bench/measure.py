@@ -39,6 +39,7 @@ class Clock:
     """
 
     def __init__(self, warmup: int) -> None:
+        """Set up with the number of steps that are not timed."""
         self._warmup = warmup
         self._marks: list[Any] = []
 

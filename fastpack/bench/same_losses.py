@@ -45,6 +45,7 @@ class Verdict:
         return self.contestant is not None
 
     def __str__(self) -> str:
+        """Return the verdict as one sentence."""
         if not self.compared:
             return "nothing was compared: fewer than two variants ran"
         return (

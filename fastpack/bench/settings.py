@@ -18,7 +18,7 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run does; the flags of ``fastpack bench``. ``rows`` are those of a batch; of DPO, its pairs."""
+    """The settings of one run: the flags of ``fastpack bench``. ``rows`` counts a batch's rows, or DPO's pairs."""
 
     contestant: str
     trainer: str = "sft"

@@ -50,14 +50,25 @@ def varlen_forward(
     """Compute causal attention over packed sequences, with the signature that transformers calls.
 
     Args:
-        query: ``[1, H, T, D]``; key, value: ``[1, K, T, D]``.
-        cu_seq_lens_q, cu_seq_lens_k: int32 ``[N + 1]``.
+        module: the attention module.
+        query: ``[1, H, T, D]``.
+        key: ``[1, K, T, D]``.
+        value: ``[1, K, T, D]``.
+        attention_mask: None.
+        cu_seq_lens_q: int32 ``[N + 1]``.
+        cu_seq_lens_k: int32 ``[N + 1]``.
+        max_length_q: the longest sequence.
+        max_length_k: the same.
+        scaling: the factor on the scores, or None for ``D ** -0.5``.
+        sliding_window: the window, or None.
+        dropout: 0.
+        **kwargs: further keywords of transformers, which are ignored.
 
     Returns:
-        ``[1, T, H, D]``, and no weights.
+        ``[1, T, H, D]``, and None for weights.
 
     Raises:
-        ValueError: dropout, which the kernel has not, or the batch is padded.
+        ValueError: dropout was asked for, which the kernel lacks, or the batch is padded.
     """
     from torch.nn.attention import varlen
 

@@ -1,4 +1,4 @@
-"""Who takes part: how batches come, whose attention, and what else is changed on the stock model."""
+"""The variants of the training loop: how batches come, which attention runs, and what is changed on the stock model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Variant:
     trainers: tuple[str, ...] = ("sft",)
 
     def unavailable(self, on_gpu: bool, graphs: str | None = None) -> str | None:
-        """Why it can't take part here, or with these graphs, or None."""
+        """Return why the variant can't run here, or with graphs, or None if it can."""
         if self.shared and graphs is not None:
             return "shares prefixes, which --graphs excludes"
         if (self.varlen or self.liger) and not on_gpu:

@@ -33,7 +33,7 @@ def require(command: str, *packages: str) -> None:
 
 
 def loading_errors() -> tuple[type[Exception], ...]:
-    """What transformers, TRL and the hub raise of a model that they can't build or load."""
+    """Return the errors of transformers, TRL and the hub for a model that they can't build or load."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 
@@ -41,10 +41,10 @@ def loading_errors() -> tuple[type[Exception], ...]:
 
 
 def read_dtype(name: str) -> torch.dtype:
-    """The dtype that a ``--dtype`` other than ``auto`` names.
+    """Return the dtype that a ``--dtype`` other than ``auto`` names.
 
     Raises:
-        UsageError: there is none of this name.
+        UsageError: there is no such dtype.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -68,13 +68,15 @@ def require_there(name: str) -> None:
 
 
 def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:
-    """Raise unless a file of this name can be written, before the work whose result goes there; None asks for none.
+    """Raise unless a file of this name can be written, before the work whose result goes there.
 
     Args:
-        made: a folder that the work will have made by then.
+        flag: the flag, for the message.
+        name: the file's name; None needs no file.
+        made: a folder that the work will have made by then, or None.
 
     Raises:
-        UsageError: it names the flag, and what is in the way.
+        UsageError: the file can't be written; the message has the flag and the reason.
     """
     if name is None:
         return
@@ -106,10 +108,14 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def require_picture(flag: str, name: str | Path | None) -> None:
-    """The same for a picture, whose format its name says.
+    """Raise unless a picture of this name can be written, in the format of its suffix.
+
+    Args:
+        flag: the flag, for the message.
+        name: the file's name; None needs no file.
 
     Raises:
-        UsageError: also where the name ends in no format of :data:`PICTURES`.
+        UsageError: as :func:`require_file`, or the suffix is not one of :data:`PICTURES`.
     """
     if name is not None and Path(name).suffix.lower() not in PICTURES:
         raise UsageError(f"{flag} {name}: pass a name that ends in one of {', '.join(PICTURES)}.")
@@ -121,7 +127,7 @@ CPU_TRL = "1.16"
 
 
 def trl_trains_on_cpu() -> bool:
-    """True where the installed TRL can train without a GPU."""
+    """Return whether the installed TRL can train without a GPU."""
     from packaging.version import Version
 
     return Version(metadata.version("trl")) >= Version(CPU_TRL)

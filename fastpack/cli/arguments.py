@@ -30,7 +30,7 @@ BUDGET = ("max_tokens", "same_steps", "too_long")
 
 @dataclass
 class OwnArguments:
-    """What fastpack's commands add to TRL's arguments."""
+    """The flags that fastpack's commands add to TRL's."""
 
     tokenizer: str | None = field(
         default=None, metadata={"help": "Folder or hub id of the tokenizer. Default: that of the model."}
@@ -140,20 +140,23 @@ class ParsedArgs:
 
     @property
     def uncut(self) -> bool:
-        """True where the default of ``max_length`` is off."""
+        """Whether ``max_length`` is not set, and its default is switched off."""
         return self.max_length != self.training.max_length
 
 
 @dataclass(frozen=True)
 class Command:
-    """What one of the commands is, and what its trainer has of its own.
+    """One of the training commands, and what its trainer has of its own.
 
     Attributes:
-        name: of the subcommand; ``trainer`` and ``config`` name TRL's classes.
-        what, formats, flags: one sentence, the formats of data, and flags worth a mention, for people.
-        columns: from the trainer's config, the sets of columns of which a data set must have one.
-        models: from the policy (a model, or where to load it) and the arguments, keyword arguments that the trainer
-            is given beside or instead of the usual ones.
+        name: the subcommand.
+        trainer, config: the names of TRL's classes.
+        what: a sentence on what it does, for people.
+        formats: the formats of data that it takes, for people.
+        flags: flags worth a mention, for people.
+        columns: a function from the trainer's config to sets of columns, one of which a data set must have.
+        models: a function from the policy (a model, or where to load it) and the arguments to keyword arguments of the
+            trainer, beside or instead of the usual ones.
     """
 
     name: str
@@ -254,7 +257,7 @@ def _check(command: Command, args: ParsedArgs) -> None:
 
 
 def _checkpoint(training: Any) -> str | None:
-    """The folder to go on from; ``True``, which a flag can only spell, is the last one in ``--output_dir``."""
+    """Return the folder to resume from, or None; ``True`` stands for the last one in ``--output_dir``."""
     asked, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
     if asked.lower() in ("none", "false"):
         return None

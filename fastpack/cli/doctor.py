@@ -95,7 +95,7 @@ def _devices() -> dict[torch.device, str]:
 
 
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
-    """Why a backend can't serve a dtype, or None, by backend and dtype."""
+    """Return why a backend can't serve a dtype, or None, by backend and dtype."""
     shapes = {
         name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, Visibility())
         for name in DTYPES

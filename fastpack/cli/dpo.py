@@ -41,13 +41,13 @@ def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
 
 
 def _sharded(training: Any) -> bool:
-    """True where TRL shards the reference while its trainer is built, so that it has to be patched before."""
+    """Return whether TRL shards the reference while its trainer is built, so that it has to be patched before."""
     asked = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
     return bool(training.fsdp or training.deepspeed or "true" in asked)
 
 
 def _loaded(source: str, args: ParsedArgs) -> Any:
-    """The policy, as TRL loads it."""
+    """Load the policy as TRL does."""
     loading = dict(args.training.model_init_kwargs)
     quantization = get_quantization_config(args.model)
     if quantization is not None:

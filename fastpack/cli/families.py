@@ -147,8 +147,8 @@ def _lock(record: Record, lock_file: Path) -> None:
     release = transformers.__version__
     if record.versions.get("transformers") != release:
         raise UsageError(
-            f"the run was made with transformers {record.versions.get('transformers')}, but {release} is installed. Run "
-            "gists/smoke.sh --all --json RUN.json again"
+            f"the run was made with transformers {record.versions.get('transformers')}, but {release} is installed. "
+            "Run gists/smoke.sh --all --json RUN.json again"
         )
     sources: dict[str, str] = {}
     for family in exact_families(record):
@@ -207,8 +207,8 @@ def proved(record: Record) -> str:
 def sources_of(model_type: str) -> dict[str, str]:
     """Return the hashes of the classes of a family's tiny model, for the lock file.
 
-    These are the classes whose specs are proved or match now, and those that mix tokens in their stock forward. A packed
-    mixer's hash is only returned if it is in the lock file already.
+    These are the classes whose specs are proved or match now, and those that mix tokens in their stock forward. A
+    packed mixer's hash is only returned if it is in the lock file already.
 
     Warns:
         FastpackWarning: a class does not compute its spec; it is left out.

@@ -16,8 +16,9 @@ def make_parser(
 
     Args:
         command: its name.
-        what: what it does, for people; what stands behind an empty line is shown behind the flags.
-        flags: of the command; groups: further ones, by the title that they stand under.
+        what: what it does, for people; text after an empty line is shown after the flags.
+        flags: its flags.
+        groups: further flags, by the title of their group.
     """
     description, _, epilog = what.partition("\n\n")
     parser = argparse.ArgumentParser(prog=f"fastpack {command}", description=description, epilog=epilog)

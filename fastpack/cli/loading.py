@@ -16,7 +16,7 @@ from fastpack.utils.console import counted
 
 
 def load_tokenizer(args: ParsedArgs) -> Any:
-    """The tokenizer asked for, or the model's own."""
+    """Load the requested tokenizer, or the model's own."""
     model, trust = args.model, args.training.trust_remote_code
     source: Any = args.ours.tokenizer or model.model_name_or_path or args.ours.random_init
     revision = model.model_revision if source == model.model_name_or_path else None
@@ -31,7 +31,7 @@ def load_tokenizer(args: ParsedArgs) -> Any:
 
 
 def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
-    """The training split, and the evaluation split where the trainer is to evaluate (else None)."""
+    """Return the training split, and the evaluation split if the trainer evaluates, else None."""
     script = args.script
     name = script.dataset_name or "the mixture of datasets"
     try:
@@ -56,7 +56,7 @@ def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
 
 
 def _splits(script: Any) -> Any:
-    """The data set of ``--data``: its splits, or one alone."""
+    """Return the data set of ``--data``: its splits, or a single one."""
     name, path, stream = script.dataset_name, Path(script.dataset_name), script.dataset_streaming
     require_there(name)
     if path.is_file():
@@ -83,7 +83,7 @@ def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> 
 
 
 def random_model(source: str, args: ParsedArgs) -> Any:
-    """A causal LM of the config of ``--random_init``, with random weights."""
+    """Return a causal LM with the config of ``--random_init`` and random weights."""
     trust, asked = args.training.trust_remote_code, args.model
     require_there(source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)

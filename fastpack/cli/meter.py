@@ -1,4 +1,4 @@
-"""What a training run did: losses, real tokens and slots of its steps, speed, memory, as its metrics counted them."""
+"""Summarise a training run from its metrics: losses, real tokens and slots, speed and memory."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ NUMBERS = ("off by", "allowed", "losses off by", "x padded")
 
 
 def heading(record: Record) -> str:
-    """Counts of the verdicts, and what the run was made with."""
+    """Return the counts of the verdicts, and the machine and versions of the run."""
     rows = record.rows
     families = len({row.family for row in rows})
     of = "1 family" if families == 1 else f"{families} families"
@@ -164,10 +164,10 @@ def _check_backend(name: str, setting: Setting) -> None:
 
 
 def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> tuple[Sequence[str], Sequence[str]]:
-    """Return those named, or everyone in transformers' causal-LM mapping (of one tier), or those that people use most;
-    and those of them that this release of transformers does not have.
+    """Return the families to run, and those that this release of transformers does not have.
 
-    A name that nobody knows is run, and fails.
+    The families are the named ones, or everyone in transformers' causal-LM mapping (perhaps of one tier), or those that
+    people use most. An unknown name is run, and fails.
     """
     here = tiny.model_types()
     known = {*FAMILIES, *REFUSED, *MOST_USED, *NOT_BUILT, *TRAITS}

@@ -1,7 +1,7 @@
-"""What ``fastpack sft`` and ``fastpack dpo`` share: one of TRL's own trainers, built, patched, run and summed up.
+"""Build one of TRL's own trainers, patch it, run it, and print a summary, for ``fastpack sft`` and ``fastpack dpo``.
 
-Every flag of TRL's script of the same name works: the arguments are parsed by TRL's parser into its
-``ScriptArguments``, the trainer's config and ``ModelConfig``; ours are added beside them.
+Every flag of TRL's script of the same name works. TRL's parser reads the arguments into its ``ScriptArguments``, the
+trainer's config and ``ModelConfig``; our flags are added to them.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(command: Command, arguments: Sequence[str]) -> int:
 
 
 def make_trainer(command: Command, args: ParsedArgs) -> Any:
-    """The unmodified trainer that TRL's own script would build, on local files too."""
+    """Return the unmodified trainer that TRL's own script would build, also for local files."""
     training, model, ours = args.training, args.model, args.ours
     tokenizer = load_tokenizer(args)
     train_dataset, eval_dataset = load_dataset(command, args)

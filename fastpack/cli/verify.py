@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _device(given: argparse.Namespace) -> torch.device:
-    """Where the model is to be, which the kernels asked for can serve."""
+    """Return the device for the model, which the requested kernels can serve."""
     name = given.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         there = torch.empty(0, device=name)

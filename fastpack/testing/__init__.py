@@ -1,1 +1,1 @@
-"""Every causal-LM family of transformers, tiny: what a sweep over all of them is run on."""
+"""The sweep over every causal-LM family of transformers, with tiny models."""

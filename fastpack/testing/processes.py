@@ -28,8 +28,10 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
     """Yield the rows of each family, in order.
 
     Args:
-        jobs: processes at a time.
-        timeout: seconds for each family.
+        families: the families' names.
+        task: the work on each of them.
+        jobs: the number of processes at a time.
+        timeout: the seconds for each family.
     """
     context, stopped = _context(task), threading.Event()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
@@ -45,9 +47,9 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
 
 
 def _context(task: Task) -> Any:
-    """How processes start: forked from one that has imported everything, which saves each its nine seconds.
+    """Return the way to start processes: forked from one that has imported everything, which saves each nine seconds.
 
-    On a GPU they start anew, since libraries talk to the driver while they are imported, which no fork survives.
+    On a GPU they start anew, since libraries talk to the driver while they are imported, and a fork breaks that.
     """
     if task.setting.device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -83,7 +85,7 @@ def _in_a_process(
 
 
 def _last_word(words: Path, exitcode: int) -> str:
-    """The last line that it printed, and the signal that ended it, or that it ended as if nothing were wrong."""
+    """Return a process's last line of output, and the signal that ended it, or that it ended without an error."""
     printed = words.read_text(errors="replace") if words.exists() else ""
     lines = [line for line in printed.splitlines() if line.strip()] or ["no word"]
     if exitcode < 0:

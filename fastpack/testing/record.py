@@ -36,15 +36,19 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
-        """What is None is what the machine is best tried with."""
+        """Return the setting for this machine; None stands for what suits it best."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device != "cpu"
         return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
 
     def build(self, model_type: str, dtype: torch.dtype | None = None) -> Any:
-        """This family's model, in this precision or another, in training mode: some write states in place otherwise.
+        """Return a family's model in training mode: in evaluation mode some models write states in place.
 
-        Raises what :func:`fastpack.exactness.tiny.build_tiny` raises.
+        Args:
+            model_type: the family.
+            dtype: another dtype than the setting's, or None.
+
+        All errors of :func:`fastpack.exactness.tiny.build_tiny` may be raised.
         """
         dtype = dtype or getattr(torch, self.dtype)
         return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
@@ -57,18 +61,19 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """What one family did in one mode, with one attention backend.
+    """The result of one family in one mode, with one attention backend.
 
     Attributes:
-        tier, backend, dtype: of the patched model; empty where it was not patched, or nothing attends.
-        error: the worst relative error against each sequence alone of the kinds of input in mode ``exact``; in the
-            others that of what :func:`fastpack.verify` compares which comes nearest to its bound.
-        bound: what ``error`` may be.
+        family, mode: the family and the mode.
+        tier, backend, dtype: those of the patched model; empty if it was not patched, or nothing attends.
+        error: in mode ``exact`` the largest relative error of all inputs against each sequence alone; in other modes
+            the error of :func:`fastpack.verify` that is nearest to its bound.
+        bound: the largest allowed ``error``.
         kinds: in mode ``exact``, the error of each kind of input.
-        loss: the largest difference of three losses from those of the stock model on padded batches, relative.
-        speed: times the stock model's steps on padded batches, the first one left out.
-        refused: why the family, or this precision of it, is not taken; else None.
-        left_out: why the mode was not tried, since the stock model itself can't be trained so; else None.
+        loss: the largest relative difference of three losses from those of the stock model on padded batches.
+        speed: the stock model's step time on padded batches over the patched one's, without the first step.
+        refused: why the family, or this precision of it, is refused; else None.
+        left_out: why the mode was left out, since the stock model can't be trained so; else None.
         problem: why the row failed, or None.
     """
 
@@ -122,13 +127,13 @@ class Record:
 
     @classmethod
     def of_now(cls, setting: str, seconds: float, absent: Sequence[str], rows: Sequence[Row]) -> Record:
-        """With today's date and what is installed."""
+        """Return a record with today's date and the installed versions."""
         versions = {"fastpack": fastpack.__version__, **versions_of("transformers", "torch", "trl", "peft")}
         return cls(date.today().isoformat(), versions, setting, seconds, tuple(absent), tuple(rows))
 
     @classmethod
     def read(cls, path: Path) -> Record:
-        """What :meth:`to_dict` gave, from a file."""
+        """Read a record from a file of :meth:`to_dict`."""
         found = json.loads(path.read_text())
         rows = tuple(Row(**row) for row in found.pop("rows"))
         return cls(**{**found, "absent": tuple(found["absent"])}, rows=rows)

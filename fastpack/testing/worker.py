@@ -50,10 +50,12 @@ NOT_FOR_LORA = ("out_proj", "conv1d")
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of every family.
+    """The work on every family.
 
     Attributes:
-        modes: of :data:`MODES`; backends: ``each`` that can serve, or the name of one, or ``auto``.
+        modes: some of :data:`MODES`.
+        backends: ``each`` that can serve, ``auto``, or the name of one.
+        setting: the device, dtype and head size.
     """
 
     modes: Sequence[str]
@@ -62,8 +64,10 @@ class Task:
 
 
 def work(family: str, task: Task, sent: Path, words: Path) -> None:
-    """Write every row of this family to the file ``sent``, a line of JSON each, and null behind them; what is printed
-    goes to the file ``words``."""
+    """Write every row of a family to the file ``sent``, one line of JSON each, and null after the last.
+
+    Printed output goes to the file ``words``.
+    """
     with words.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -80,9 +84,9 @@ def work(family: str, task: Task, sent: Path, words: Path) -> None:
 
 
 def rows(family: str, task: Task) -> Iterator[Row]:
-    """Of every mode and backend; for a family that is refused, one that says why.
+    """Yield the rows of every mode and backend, or one row that says why the family is refused.
 
-    Raises what building, patching or running it raises, but for the refusal of one that the list of them has.
+    All errors of building, patching or running the model may be raised, except for the refusal of a listed family.
     """
     not_here = NOT_BUILT.get(family) or (too_old(FAMILIES[family]) if family in FAMILIES else None)
     if not_here is not None:
@@ -104,9 +108,9 @@ def rows(family: str, task: Task) -> Iterator[Row]:
 
 
 def oracle_of(family: str, setting: Setting) -> Oracle:
-    """Return what this family's tiny model gives for each sequence alone, with experts held to where a row names them.
+    """Return the oracle of a family's tiny model: its results for each sequence alone, with expert choices fixed.
 
-    Raises what building or running the stock model in float32 raises.
+    All errors of building or running the stock model in float32 may be raised.
     """
     routers = FAMILIES[family].routers if family in FAMILIES else ()
     return Oracle.of(functools.partial(setting.build, family), getattr(torch, setting.dtype), routers)
@@ -136,7 +140,7 @@ def _proved(
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:
-    """Those that can serve every layer, or the one that was asked for; ``auto`` where layers differ or none attends."""
+    """Return the backends that serve every layer, or the requested one; ``auto`` if layers differ or none attends."""
     if which != EACH:
         return [which]
     model = setting.build(family)
@@ -153,9 +157,9 @@ def _backends(family: str, which: str, setting: Setting) -> list[str]:
 
 
 def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
-    """A row for each of ``plain``, ``lora`` and ``packed`` among the modes, and for each backend.
+    """Yield a row for each of ``plain``, ``lora`` and ``packed`` among the modes, and for each backend.
 
-    Where TRL can't train the stock model either, there is one row for the mode, which says so.
+    If TRL can't train the stock model either, the mode has one row that says so.
     """
     bound = LOSS_BOUND if setting.dtype == "float32" else HALF_LOSS_BOUND
     # with LoRA or without: the stock model is given padded batches either way
@@ -182,7 +186,7 @@ def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Se
 
 
 def _stock(family: str, lora: bool, setting: Setting) -> tuple[list[float], float] | str:
-    """What the stock model gives on padded batches, or why it gives nothing."""
+    """Return the stock model's losses on padded batches, or why there are none."""
     try:
         return _train(_prepare(setting.build(family), lora), packed=False)
     except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
@@ -190,10 +194,10 @@ def _stock(family: str, lora: bool, setting: Setting) -> tuple[list[float], floa
 
 
 def _off(losses: Sequence[float], stock: Sequence[float], *, packed: bool) -> float:
-    """The largest relative difference.
+    """Return the largest relative difference of losses.
 
-    A loss is divided by the number of labels in the batch, of which TRL's packed batches have one less a sequence than
-    its padded ones. Of some models (GPT-2) it shows, the stock ones too; of most TRL computes the loss itself.
+    A loss is divided by the number of labels in the batch, and TRL's packed batches have one label less a sequence than
+    its padded ones. That shows in some models (GPT-2), stock ones too; for most, TRL computes the loss itself.
     """
     tokens = [sum(LENGTHS[at : at + BATCH]) for at in range(0, BATCH * STEPS, BATCH)]
     counted = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
@@ -225,7 +229,7 @@ def _prepare(model: Any, lora: bool) -> Any:
 
 
 def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
-    """The losses of three steps of TRL's ``SFTTrainer``, and the seconds of all but the first."""
+    """Return the losses of three steps of TRL's ``SFTTrainer``, and the seconds of all but the first."""
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl.trainer.sft_config import SFTConfig

@@ -1,6 +1,8 @@
-"""Projections with LoRA, over dense weights, and over 4-bit ones where bitsandbytes is installed, bound by matrix
-products; and 4-bit weights made dense, bound by the memory that is read and written. Plain is PEFT's formula, on a GPU
-over bitsandbytes' own."""
+"""Cases of projections with LoRA, and of 4-bit weights made dense.
+
+The projections have dense weights, or 4-bit ones if bitsandbytes is installed, and are bound by matmuls. Making 4-bit
+weights dense is bound by memory. The plain run is PEFT's formula, with bitsandbytes' own functions on a GPU.
+"""
 
 from __future__ import annotations
 

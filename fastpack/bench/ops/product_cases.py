@@ -1,4 +1,4 @@
-"""What comes of a linear head, and attention: bound by matrix products."""
+"""Cases of a linear head with its loss, and of attention: bound by matmuls."""
 
 from __future__ import annotations
 

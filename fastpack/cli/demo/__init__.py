@@ -121,7 +121,7 @@ def _train(what: str, folder: Path, flags: dict[str, str]) -> dict[str, Any]:
 
 
 def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
-    """What both runs say, step by step and in sum."""
+    """Return the results of both runs, step by step and in total."""
     steps = [
         {
             "step": s["step"],

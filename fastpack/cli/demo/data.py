@@ -123,7 +123,7 @@ def write_rows(rows: Sequence[Row], folder: Path) -> Path:
 
 
 def train_tokenizer(rows: Sequence[Row], vocab_size: int = 768) -> Any:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` ids with a ChatML template, trained on the rows."""
+    """Train a byte-level BPE tokenizer of at most ``vocab_size`` ids on the rows, with a ChatML template."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -142,7 +142,7 @@ def train_tokenizer(rows: Sequence[Row], vocab_size: int = 768) -> Any:
 
 
 def tiny_llama(tokenizer: Any, **sizes: Any) -> Any:
-    """The config of a Llama of 4 small layers over this tokenizer's ids; ``sizes`` override."""
+    """Return the config of a Llama of 4 small layers for this tokenizer's ids; ``sizes`` override its sizes."""
     defaults = {
         "hidden_size": 256,
         "intermediate_size": 704,
