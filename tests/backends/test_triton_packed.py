@@ -175,6 +175,7 @@ def test_a_bucket() -> None:
     assert torch.equal(triton_packed.run(wide)[:90], triton_packed.run(call))
 
 
+@pytest.mark.sample(1)
 @interpreted
 @pytest.mark.parametrize("seed", range(4))
 def test_every_tile_finds_its_sequence(seed: int, cut: Cut) -> None:
@@ -201,7 +202,7 @@ def test_lengths_are_read_on_the_device_alone() -> None:
     assert not torch.equal(triton_packed.run(blind), triton_packed.run(call))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("sharing", [0, 1000])
 @pytest.mark.parametrize("window", [None, 7])

@@ -172,6 +172,7 @@ def test_a_mixture_of_datasets(work: Path, capsys: pytest.CaptureFixture[str]) -
     assert len(steps) == 5, "of at most 8: three quarters of both"
 
 
+@pytest.mark.sample(1)
 @trains_on_cpu
 @pytest.mark.parametrize("asked", ["True", "checkpoint"])
 def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:

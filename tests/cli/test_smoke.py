@@ -71,7 +71,7 @@ def test_a_family_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "4 runs of 1 family" in capsys.readouterr().out
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_verified_alone_in_half_precision(model_type: str, tmp_path: Path) -> None:
     """Experts too, which the other modes prove in float32 where no row names what chooses."""
@@ -237,7 +237,7 @@ def test_leaving_before_the_last_backend_is_a_failed_row(monkeypatch: pytest.Mon
     assert (sent.mode, missed.mode, missed.verdict) == ("exact", "exact", "FAILED")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("after", [0.2, 8])
 def test_an_interrupt_stops_everything(

@@ -32,7 +32,7 @@ def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
     return step.bucket.tokens // 128 - -(-sum(lengths) // 128)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "lora"), [("llama", True), ("qwen2", False), ("gemma2", True)])
 def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
     """One recording serves batches of several sizes; also with biases, and with norms behind products."""
@@ -67,6 +67,7 @@ def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
     assert whole_tiles(found, SMALL) == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
     write = RecordedStep._write_inputs
 

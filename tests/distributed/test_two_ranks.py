@@ -138,6 +138,7 @@ def test_several_steps(wrap: str, lora: bool, ranks: Ranks) -> None:
     assert len(set(first["ranks"])) == 4, "it trains"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("wrap", "lora", "checkpointing"),
     [
@@ -188,6 +189,7 @@ def test_what_is_said_of_a_wrapped_model(wrap: str, lora: bool, ranks: Ranks) ->
         assert found["still stock"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named(ranks: Ranks) -> None:
     """The harness itself: the trace of one, and the other, which waits in vain; the next test has new processes."""
     with pytest.raises(RankFailedError, match="rank 1") as caught:

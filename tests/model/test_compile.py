@@ -123,6 +123,7 @@ def test_lengths_alone_and_a_bare_backbone() -> None:
     assert compiler.frame_count <= 4  # for each of the two kinds one of fixed sizes, and one for any
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_lora_with_checkpointing(patch_first: bool) -> None:
     """With transformers' hook that gives embeddings a gradient, which alone would break the graph."""
@@ -209,7 +210,7 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
         compiled(**padded(make_sequences(VOCAB, LENGTHS), "left"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "rope_type"), [("phi3", "longrope"), ("llama", "dynamic")])
 def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
     """LongRoPE's, of which there are two sets, as one graph; dynamic NTK's with breaks, to know the long lengths."""

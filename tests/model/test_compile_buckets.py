@@ -108,7 +108,7 @@ RANDOM_BATCHES = [
 FEW = 6
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dynamic", "broken", "loss"),
     [

@@ -71,7 +71,7 @@ def traced(graph: torch.fx.GraphModule) -> set[str]:
     return {".".join(found) for stack in stacks for found in frame.findall(stack)}
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     model = fastpack.patch(one_of_each_kind(tiny_model(model_type)))

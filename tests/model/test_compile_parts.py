@@ -126,7 +126,7 @@ def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
     assert config.recompile_limit == 8
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", [pytest.param("bamba", marks=pytest.mark.slow), "emu3", "gemma3"])
 def test_batch_after_batch_where_a_scope_carries_the_packing(model_type: str) -> None:
     """What a scope holds is there before the first batch: a compiler guards on it."""

@@ -31,7 +31,7 @@ def generated(model: Any) -> list[tuple[list[int], str | None]]:
     return [(found[name].generated_tokens, found[name].error) for name in sorted(found)]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "gemma3", "persimmon"])
 def test_it_is_stock(model_type: str) -> None:
     """On the fast and the varlen tier, with windows, and where a scope knows the packing."""

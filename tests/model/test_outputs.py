@@ -14,7 +14,7 @@ from fastpack.exactness.tiny import FIRST_PLAIN, build_tiny
 pytestmark = pytest.mark.usefixtures("no_collection")
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", INPUT_KINDS)
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "bamba", "bloom"])
 def test_nothing_waits_for_a_collection(model_type: str, kind: str) -> None:

@@ -60,7 +60,7 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
     assert f"offload: {left} layer inputs of 1 forwards" in str(fastpack.report(model))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "helium", "starcoder2"])
 def test_families(model_type: str, reentrant: bool) -> None:
@@ -73,6 +73,7 @@ def test_families(model_type: str, reentrant: bool) -> None:
     assert (link.hazards, link.abandoned, in_use(lane(model).pool)) == (0, 0, 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
 def test_negative_control(link: type[LateLink]) -> None:
     """The gradients do come from what was brought back, and the stand-in notices who does not wait."""
@@ -80,6 +81,7 @@ def test_negative_control(link: type[LateLink]) -> None:
     assert not equal(ours, gradients(prepared(tiny(), None)))
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_buffers_are_handed_on(reentrant: bool) -> None:
     """Over steps of other lengths, an accumulated one among them, and one that needs larger buffers."""
@@ -93,6 +95,7 @@ def test_buffers_are_handed_on(reentrant: bool) -> None:
     assert lane(model).link.hazards == 0
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_two_backwards(reentrant: bool) -> None:
     model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
@@ -110,6 +113,7 @@ def test_two_backwards(reentrant: bool) -> None:
     assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
@@ -120,7 +124,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     assert (pool.count, in_use(pool)) == (2 * (LAYERS + 1 - KEEP), 0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_nothing_behind(where: str, reentrant: bool) -> None:
@@ -210,6 +214,7 @@ def test_why_not() -> None:
     assert idle(model).startswith("saved tensors are packed by someone else")
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_checkpointing_around_the_model(reentrant: bool) -> None:
     model, plain = offloaded(tiny()), prepared(tiny(), None)
@@ -255,6 +260,7 @@ def test_wrapped_layers_count_as_checkpointed() -> None:
     assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
 
 
+@pytest.mark.sample(1)
 def test_autocast() -> None:
     results = []
     for model in (offloaded(tiny(lora=True)), prepared(tiny(lora=True), None)):

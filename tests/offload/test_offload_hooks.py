@@ -34,6 +34,7 @@ def test_host_pool() -> None:
     assert pool.take(1).numel() == 1
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_order(reentrant: bool) -> None:
     """Layer i's input is on its way to the host before layer i + KEEP + 1 ends, and back before layer i + 1 runs."""
@@ -53,6 +54,7 @@ def test_order(reentrant: bool) -> None:
             assert brought > backward.index(("run", index + 2)), "not before it is time"
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_few_are_on_the_device(reentrant: bool) -> None:
     """After the forward those kept; during it those on their way besides."""
@@ -206,6 +208,7 @@ def test_part_of_a_graph() -> None:
     assert layers.link.hazards == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("which", "after"), [(0, 0), (0, KEEP), (LAYERS - 1, LAYERS - 1)], ids=["waiting", "on its way", "kept"]
 )

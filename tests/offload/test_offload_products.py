@@ -71,7 +71,7 @@ def with_products(model: Any, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @KINDS
 @pytest.mark.parametrize("model_type", ["llama", "phi3", "gemma2", "qwen3"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -129,6 +129,7 @@ def test_negative_control(link: type[LateLink], monkeypatch: pytest.MonkeyPatch)
     assert equal(gradients(with_products(tiny())), gradients(prepared(tiny(), None)))
 
 
+@pytest.mark.sample(1)
 @KINDS
 def test_two_backwards(reentrant: bool) -> None:
     """A retained graph brings them again, and gradients don't take the place of those that stayed."""
@@ -155,6 +156,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
+@pytest.mark.sample(1)
 def test_half_a_backward_and_none() -> None:
     model = with_products(tiny())
     for upto in (3, None):
@@ -226,7 +228,7 @@ class Forgetful(FakeRecorder):
         return Tape(tape.output, gradients, lambda: None, lambda: None)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["unpatched", "patched anew", "dropped"])
 def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     """Until its backward is over, and the device with it."""
@@ -254,6 +256,7 @@ def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     assert link.drained == 1, "nobody else may have the memory while a replay reads it"
 
 
+@pytest.mark.slow
 def test_buffers_of_recordings_stay() -> None:
     for keep in (False, True):
         pool = HostPool(LateLink(torch.device("cpu")), keep=keep)
@@ -273,7 +276,7 @@ def test_pace() -> None:
     assert pace(Rates(55e9, 79e12), [gate, gate], x) == 1.0
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
 def test_which_layers(share: float) -> None:
     """Evenly spread, and none so late that its copy would be behind the last layer."""
@@ -285,6 +288,7 @@ def test_which_layers(share: float) -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
+@pytest.mark.sample(1)
 def test_slow_links_send_nothing() -> None:
     class SlowLink(LateLink):
         def rates(self, dtype: torch.dtype) -> Rates:
@@ -305,6 +309,7 @@ def test_slow_links_send_nothing() -> None:
         assert why in told(model)
 
 
+@pytest.mark.sample(1)
 def test_small_products_are_made_again() -> None:
     model = with_products(tiny())
     offload(model).min_bytes = 2**20

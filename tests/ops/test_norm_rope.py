@@ -97,7 +97,7 @@ def test_kernel_is_the_two_ops(
     assert all(not x.any() for x in actual)
 
 
-@pytest.mark.sample(20)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize(
     ("shape", "indexed"),
     [((7, 3, 1, 8, 8), False), ((1, 5, 2, 16, 6), True), ((67, 8, 2, 128, 96), True)],

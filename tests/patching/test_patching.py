@@ -90,6 +90,7 @@ def test_importing_changes_nothing() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_import_is_quick() -> None:
     """Adds under 0.2 s to ``import torch``, of this process's own time: others may be busy. The best of eight.
 

@@ -247,7 +247,7 @@ def test_compiled(compile_anew: None) -> None:
     assert sharing(model).stats.batches == 0
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_compiled_layers(model_type: str, compile_anew: None) -> None:
     """The door is not compiled, and shares: attention in compiled layers gets every sequence whole too."""

@@ -35,7 +35,7 @@ UNTELLABLE = {
 """Families whose tokens can't be told by their ids in one embedding, and what verify says."""
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(20)
 @pytest.mark.parametrize("model_type", [n for n in model_types() if n not in {*NOT_BUILT, *REFUSED, *UNTELLABLE}])
 def test_families(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type).train())
@@ -176,7 +176,7 @@ def wrong(call: AttentionCall, how: str) -> AttentionCall:
     return replace(call, packed=joined)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["a scale 2 % off", "a window off by one", "one boundary missed"])
 @pytest.mark.parametrize("model_type", ["ministral", "mixtral"])
 def test_half_precision_does_not_hide_what_is_wrong_on_purpose(

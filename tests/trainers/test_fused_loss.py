@@ -74,7 +74,7 @@ def check_same(found: list[dict[str, float]], wanted: list[dict[str, float]], bo
             assert ours[name] == pytest.approx(theirs[name], rel=bound, abs=bound * 0.01), (step, name)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", [True, False], ids=["model and trainer", "trainer"])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_same_steps_and_metrics(feed: str, before: bool, tmp_path: Path, ran: Losses) -> None:
@@ -100,7 +100,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", SETTINGS)
 def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
     results = []
@@ -132,6 +132,7 @@ def test_negative_control(what: str, tmp_path: Path) -> None:
         check_same(logged(trainer), wanted)
 
 
+@pytest.mark.slow
 def test_with_lora(tmp_path: Path, ran: Losses) -> None:
     results = []
     for fused in (None, "fused"):
@@ -188,7 +189,7 @@ KEPT: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", KEPT)
 def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None:
     build, reason = KEPT[what]
@@ -199,6 +200,7 @@ def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None
     assert not ran.rows
 
 
+@pytest.mark.slow
 def test_other_trainers(tmp_path: Path, ran: Losses) -> None:
     """A preference trainer's loss is another; transformers' asks the model, which has the fused one."""
     trainer = fastpack.patch(dpo(tmp_path), loss="fused")
@@ -349,6 +351,7 @@ def test_settings_that_change_are_seen(what: str, tmp_path: Path, ran: Losses) -
     assert reason in dict(fastpack.report(trainer).skipped)["loss"]
 
 
+@pytest.mark.slow
 def test_a_head_that_balances_experts_of_its_own_accord(tmp_path: Path, ran: Losses) -> None:
     results = []
     for fused in (None, "fused"):
@@ -398,6 +401,7 @@ def test_a_model_out_of_a_pickle(tmp_path: Path, ran: Losses) -> None:
     assert len(ran.rows) == STEPS
 
 
+@pytest.mark.slow
 def test_sums_reach_the_trainer_whatever_casts_arguments(tmp_path: Path, ran: Losses) -> None:
     """As FSDP's mixed precision does with every tensor that it finds, in whatever."""
     from torch.distributed.utils import _apply_to_tensors
@@ -436,6 +440,7 @@ def test_what_somebody_put_over_ours_stays(name: str, tmp_path: Path, ran: Losse
     assert len(ran.rows) == STEPS, "it calls TRL's"
 
 
+@pytest.mark.slow
 def test_a_model_that_was_patched_anew_without_it(tmp_path: Path, ran: Losses) -> None:
     trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
     fastpack.patch(trainer.model)
@@ -445,6 +450,7 @@ def test_a_model_that_was_patched_anew_without_it(tmp_path: Path, ran: Losses) -
     assert not ran.rows
 
 
+@pytest.mark.slow
 def test_after_a_run_in_half_precision(tmp_path: Path, ran: Losses) -> None:
     """accelerate leaves its wrapper on the model's forward, which the fused loss would go around."""
     trainer = fastpack.patch(trainer_of(tmp_path, bf16=True, learning_rate=1e-4, max_steps=2))

@@ -27,7 +27,7 @@ BOUND = 1e-5
 SAME_STEPS = TokenBudget(60, same_steps=True)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("build", [plain, sft], ids=["Trainer", "SFTTrainer"])
 @pytest.mark.parametrize("what", OWN)
 def test_same_steps_with_a_loss_of_ones_own(build: Any, what: str, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def test_same_steps_with_a_loss_of_ones_own(build: Any, what: str, tmp_path: Pat
     assert trainer.compute_loss.spec.pieces > 2
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", OWN)
 def test_full_batches_are_one_big_batch(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def train(further: dict[str, Any], max_tokens: Any, batches: int) -> tuple[Any, list[Any]]:

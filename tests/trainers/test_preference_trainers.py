@@ -19,7 +19,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_dpo(loss_type: str, tmp_path: Path, calls: Calls) -> None:
     further = {
@@ -48,7 +48,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OTHERS)
 def test_dpo_otherwise(name: str, tmp_path: Path) -> None:
     further = {"patch": "trainer", **OTHERS[name]}

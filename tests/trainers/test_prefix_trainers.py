@@ -29,7 +29,7 @@ DPO: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", DPO)
 def test_dpo(name: str, tmp_path: Path) -> None:
     stock = logged(dpo(tmp_path, patch=None, **DPO[name]))
@@ -114,6 +114,7 @@ def test_others(name: str, tmp_path: Path) -> None:
         assert check_step(mine, theirs) == 4, "loss, norm, and margin and mean reward or entropy and reward"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("padding_free", [False, True], ids=["padded", "padding-free"])
 def test_sft_of_chats_with_one_system_prompt(padding_free: bool, tmp_path: Path) -> None:
     system = next(iter(texts(1)))["text"]

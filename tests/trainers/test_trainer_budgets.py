@@ -103,7 +103,7 @@ def test_negative_control_means_of_means(kind: str, tmp_path: Path) -> None:
     assert furthest(ours.steps[0], theirs.steps[0]) > 100 * BOUND
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "accumulation"), [("sft", 1), ("sft", 2), ("dpo", 1), ("dpo", 2), ("reward", 1), ("kto", 1), ("plain", 2)]
 )
@@ -214,7 +214,7 @@ CHANGED = {"data": {}, "max_tokens": {}, "seed": {"seed": 7}, "accumulation": {"
 SAME_STEPS = TokenBudget(60, same_steps=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", [*CHANGED, "no budget before", "same steps before", "same steps now"])
 def test_a_checkpoint_of_other_batches(what: str, tmp_path: Path) -> None:
     further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 2}
@@ -319,6 +319,7 @@ def test_count_epochs(max_steps: int, epochs: float, want: int, tmp_path: Path) 
     assert count_epochs(trainer.args, 9) == want
 
 
+@pytest.mark.slow
 def test_an_epoch_begun_anew(tmp_path: Path) -> None:
     """Asked for, a run goes on from any checkpoint, and saves its own."""
     further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}

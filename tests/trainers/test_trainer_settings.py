@@ -78,6 +78,7 @@ def classifier(folder: Path, head: str, chosen: list[int] | None = None, **furth
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("head", HEADS)
 def test_classifiers_take_the_mean_of_the_step(head: str, tmp_path: Path) -> None:
     """Their losses are means, whatever ``num_items_in_batch`` says; added up, three are three times too large."""
@@ -193,7 +194,7 @@ def test_a_loss_of_the_users_own_is_put_back(tmp_path: Path) -> None:
     assert trainer.compute_loss is mine
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", ["compute_loss", "get_batch_samples", "get_train_dataloader", "gather"])
 def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_patched_equals_unpatched(feed: str, patch: str, tmp_path: Path, calls: 
     assert len(calls.all) == 2 * STEPS, "both layers of every step went through the dispatch"
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "starcoder2"])
 def test_other_families(model_type: str, tmp_path: Path) -> None:
     for feed in ("padded", "padding_free"):
@@ -85,6 +85,7 @@ class GenerateMidway(TrainerCallback):
         self.texts.append(out.flatten().tolist())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("feed", ["padded", "padding_free"])
 def test_evaluation_prediction_and_generation_midway(feed: str, tmp_path: Path) -> None:
     results = {}

@@ -94,7 +94,7 @@ class Reporter(TrainerCallback):
         self.told.append(dict(logs))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("patch", [False, True])
 @pytest.mark.parametrize("feed", FEEDS)
 def test_figures_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
@@ -220,6 +220,7 @@ def test_resume(restore: bool, tmp_path: Path) -> None:
     assert resumed().totals["real"] == whole.totals["real"] - saved["real"]
 
 
+@pytest.mark.slow
 def test_a_second_run_begins_anew(tmp_path: Path) -> None:
     trainer = sft(tmp_path)
     callback = attach(trainer)
@@ -279,6 +280,7 @@ def test_nothing_is_read_between_two_logs(tmp_path: Path, monkeypatch: pytest.Mo
     assert reads == ["tolist", "tolist"], "once for each log, and none in any step"
 
 
+@pytest.mark.slow
 def test_time_goes_where_it_belongs(tmp_path: Path) -> None:
     """A slow collator is time between steps; logging, evaluating and saving are none."""
 

@@ -120,6 +120,7 @@ def test_dpo_steps_as_with_the_reference_beside(name: str, tmp_path: Path) -> No
         check_equal(logged(dpo(tmp_path, patch=None, reference_seed=3, **{**STEPPED[name], "seed": 7})), stock)
 
 
+@pytest.mark.slow
 def test_kto_steps_as_with_the_reference_beside(tmp_path: Path) -> None:
     stock = logged(judged_trainer(tmp_path))
     ours = logged(precompute(judged_trainer(tmp_path), folder=tmp_path / "cache"))
@@ -163,6 +164,7 @@ def test_evaluate_on_data_of_its_own_with_the_reference_inside(tmp_path: Path) -
         ours.train()
 
 
+@pytest.mark.slow
 def test_evaluate_on_data_of_its_own_without_a_reference(tmp_path: Path) -> None:
     """TRL would take the policy for it before training (and refuses the data set after)."""
     stock, trainer = pair_trainer(tmp_path), precompute(pair_trainer(tmp_path), folder=tmp_path / "cache")
