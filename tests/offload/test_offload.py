@@ -260,7 +260,6 @@ def test_wrapped_layers_count_as_checkpointed() -> None:
     assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
 
 
-@pytest.mark.sample(1)
 def test_autocast() -> None:
     results = []
     for model in (offloaded(tiny(lora=True)), prepared(tiny(lora=True), None)):

@@ -156,7 +156,6 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
 
 
-@pytest.mark.sample(1)
 def test_half_a_backward_and_none() -> None:
     model = with_products(tiny())
     for upto in (3, None):
@@ -288,7 +287,6 @@ def test_which_layers(share: float) -> None:
         assert max(gaps) - min(gaps) <= 1
 
 
-@pytest.mark.sample(1)
 def test_slow_links_send_nothing() -> None:
     class SlowLink(LateLink):
         def rates(self, dtype: torch.dtype) -> Rates:
@@ -309,7 +307,6 @@ def test_slow_links_send_nothing() -> None:
         assert why in told(model)
 
 
-@pytest.mark.sample(1)
 def test_small_products_are_made_again() -> None:
     model = with_products(tiny())
     offload(model).min_bytes = 2**20
