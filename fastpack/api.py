@@ -98,11 +98,11 @@ def patch(
 
     **num_items_in_batch.** The number that transformers' ``Trainer`` passes also counts first labels (in batches padded
     on the left, too) and labels at padding. The model scales it to the labels that remain. That is exact where an
-    optimiser step is one micro-batch on one GPU; otherwise each micro-batch is corrected by its own share. For GPT-2 and
-    the few other families whose loss fastpack does not know, the number counts the first label of every row, and stays
-    as it is. If the loss is divided outside of the model (by TRL's ``SFTTrainer``, by a ``Trainer`` with label smoothing
-    or a ``compute_loss_func``, or by your own loop with a number for the whole step), set first labels and labels at
-    padding to -100, or pad on the right.
+    optimiser step is one micro-batch on one GPU; otherwise each micro-batch is corrected by its own share. For GPT-2
+    and the few other families whose loss fastpack does not know, the number counts the first label of every row, and
+    stays as it is. If the loss is divided outside of the model (by TRL's ``SFTTrainer``, by a ``Trainer`` with label
+    smoothing or a ``compute_loss_func``, or by your own loop with a number for the whole step), set first labels and
+    labels at padding to -100, or pad on the right.
 
     **Generation.** A patched model makes no cache by itself, whatever its config says. ``use_cache=True``, or a cache
     that is passed, runs the stock forward. ``generate()`` passes one; a decoding loop of your own has to pass
@@ -115,8 +115,8 @@ def patch(
 
     **Lengths.** The lengths are read from the batch once a step, for which the host waits for the device. To avoid that
     (it matters for small models on fast GPUs), wrap the collator:
-    ``trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)``. Its lengths are then believed: code
-    that masks or permutes a batch after the collator has to remove ``packed_seq_lens``.
+    ``trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)``. Its lengths are then believed:
+    code that masks or permutes a batch after the collator has to remove ``packed_seq_lens``.
 
     **Other libraries.** Patch first; then wrap the model in DDP, FSDP2 or ``torch.compile``. ``use_liger_kernel=True``
     may stay: layers compute themselves what Liger's norms, gated MLPs and RoPE compute, whichever came first. Liger's
@@ -135,19 +135,20 @@ def patch(
         kernels: The implementation of norms, RoPE, gated units, LoRA's casts and the fused loss. ``auto`` takes Triton
             kernels on a CUDA device and plain torch elsewhere; ``torch`` takes the definitions in plain torch;
             ``triton`` takes kernels alone.
-        graphs: ``auto`` records the forward and backward of the whole decoder stack as CUDA graphs, once for each bucket
-            of batch sizes, and replays them. A batch that can't be replayed runs as before; the report counts these
-            batches and says why. For models that wait for kernel launches. Recordings share the memory of the largest
-            one, which lies beside the allocator's own: set ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        graphs: ``auto`` records the forward and backward of the whole decoder stack as CUDA graphs, once for each
+            bucket of batch sizes, and replays them. A batch that can't be replayed runs as before; the report counts
+            these batches and says why. For models that wait for kernel launches. Recordings share the memory of the
+            largest one, which lies beside the allocator's own: set
+            ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
         loss: ``fused`` computes the loss of ``labels=`` in training without holding the logits; ``out.logits`` is None
             there. If fastpack does not know the head, the stock loss runs, and the report says so. Evaluation returns
             logits as before. A trainer's own loss stays in force, with one exception: if the target is TRL's
-            ``SFTTrainer`` itself, it uses the head's fused loss in training. That is the same mean with the same metrics,
-            which are read from the device only when they are logged.
+            ``SFTTrainer`` itself, it uses the head's fused loss in training. That is the same mean with the same
+            metrics, which are read from the device only when they are logged.
         offload: Needs gradient checkpointing and a CUDA device; elsewhere it does nothing, and the report says why.
-            ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward, copied
-            beside the computation. Gradients stay the same. In half precision it saves (layers - 3) x T x hidden size x
-            2 bytes of device memory, and takes as much host memory, each piece rounded up to a power of two.
+            ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward,
+            copied beside the computation. Gradients stay the same. In half precision it saves (layers - 3) x T x hidden
+            size x 2 bytes of device memory, and takes as much host memory, each piece rounded up to a power of two.
             ``activations`` also keeps gate and up of gated MLPs there, which then are not multiplied a second time. It
             does so for as many layers as there is time for, by the rates of copies and matmuls, measured when the first
             layer asks. The gate and up of the last two layers stay on the device, and those of one more layer are on
@@ -155,18 +156,18 @@ def patch(
             how many layers they are computed again after all, and why.
         share_prefixes: ``auto`` runs a beginning that several sequences of a batch have in common only once: a prompt
             for its chosen and its rejected completion, for example, or one system prompt for many chats. It does so in
-            every batch in which that saves a twentieth of the tokens or more. Every sequence still attends to all of its
-            own tokens; results and gradients are the same. The report says how many tokens were saved. For models in
-            which attention alone mixes tokens, and not together with ``graphs``.
+            every batch in which that saves a twentieth of the tokens or more. Every sequence still attends to all of
+            its own tokens; results and gradients are the same. The report says how many tokens were saved. For models
+            in which attention alone mixes tokens, and not together with ``graphs``.
             Nothing is shared while dropout or other noise is active (each copy has its own), with ``inputs_embeds``, or
             under ``torch.compile``. Finding prefixes needs the token ids on the host. They come with the lengths where
             those are read from the batch, and with the batch where its collator is fastpack's or wrapped by
             :func:`fastpack.with_packed_seq_lens`; otherwise the model waits for the device once a batch.
         strict: Raise unless every layer is on the fast tier.
         verify: Run :func:`fastpack.verify` on the patched model, and unpatch it again if that fails.
-        max_tokens: For trainers of transformers and TRL: fill micro-batches with at most so many tokens, instead of with
-            a number of examples, and make losses means over the whole optimiser step. A :class:`fastpack.TokenBudget`
-            says more.
+        max_tokens: For trainers of transformers and TRL: fill micro-batches with at most so many tokens, instead of
+            with a number of examples, and make losses means over the whole optimiser step. A
+            :class:`fastpack.TokenBudget` says more.
 
     Returns:
         The target itself. A second call with the same options does nothing; with other options it patches anew.
@@ -177,8 +178,8 @@ def patch(
         BackendUnavailableError: The backend asked for by name can't serve this model here.
         KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
         PatchError: A package that the target builds on is older than fastpack needs; the model is already wrapped by
-            FSDP, DataParallel or ``torch.compile``; the trainer will build another model (``model_init``); ``strict`` is
-            not met; an option has a value that it does not take; prefixes can't be shared exactly in this model; or
+            FSDP, DataParallel or ``torch.compile``; the trainer will build another model (``model_init``); ``strict``
+            is not met; an option has a value that it does not take; prefixes can't be shared exactly in this model; or
             ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
         PackingError: With ``max_tokens``, an example is longer than that, or the data set's lengths can't be known.
             Nothing has been changed.

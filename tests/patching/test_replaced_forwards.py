@@ -116,7 +116,7 @@ def test_on_instances() -> None:
     fastpack.patch(model)
     report = fastpack.report(model)
     assert report.tier == "varlen"
-    assert report.skipped[0] == ("LlamaDecoderLayer", f"its forward is {HERE}layer, somebody's own: that runs")
+    assert report.skipped[0] == ("LlamaDecoderLayer", f"its forward is {HERE}layer, of other code: that runs")
     check_exact(model, alone)
 
 
