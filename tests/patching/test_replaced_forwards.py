@@ -1,4 +1,4 @@
-"""Forwards that somebody has put on a family's classes: said by name, on a lower tier, or refused; before and after."""
+"""Replaced forwards of a family's classes, before and after the patch: named, on a lower tier, or refused."""
 
 from __future__ import annotations
 
