@@ -122,6 +122,15 @@ def patch(
     may stay: layers compute themselves what Liger's norms, gated MLPs and RoPE compute, whichever came first. Liger's
     loss stays in force where the trainer uses it.
 
+    **Limits.** These are refused by name, at the patch or when the batch comes: context and sequence parallelism;
+    attention or mask functions that are not transformers' own; inputs of a multimodal model other than text; PEFT
+    methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and packed batches
+    where PEFT puts virtual tokens before each row. Prefix tuning runs the stock forward. The fast forwards are
+    differentiable once, by autograd alone: a penalty on gradients, and ``torch.func.grad``, raise. LLM.int8 (with a
+    threshold above 0) and VeLoRA compute over the whole batch in the stock model, too; the report calls them not
+    isolated. LongRoPE and dynamic NTK take the frequencies of each sequence's own length, where the stock padded model
+    takes those of the longest.
+
     **Undo.** :func:`unpatch` restores the model exactly. :func:`patched` does so at the end of a ``with`` block. The
     patch is kept on the model, and survives ``copy.deepcopy``, pickling and PEFT.
 
@@ -140,11 +149,12 @@ def patch(
             these batches and says why. For models that wait for kernel launches. Recordings share the memory of the
             largest one, which lies beside the allocator's own: set
             ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
-        loss: ``fused`` computes the loss of ``labels=`` in training without holding the logits; ``out.logits`` is None
-            there. If fastpack does not know the head, the stock loss runs, and the report says so. Evaluation returns
-            logits as before. A trainer's own loss stays in force, with one exception: if the target is TRL's
-            ``SFTTrainer`` itself, it uses the head's fused loss in training. That is the same mean with the same
-            metrics, which are read from the device only when they are logged.
+        loss: ``fused`` computes the loss of ``labels=`` in training (after ``model.train()``, also under ``no_grad``)
+            without holding the logits; ``out.logits`` is None there. If fastpack does not know the head, the stock loss
+            runs, and the report says so. Evaluation returns logits as before. A trainer's own loss stays in force, with
+            one exception: if the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training. That
+            is the same mean with the same metrics, which are read from the device only when they are logged.
+            The trainer keeps another loss (``dft``, smoothed labels, the auxiliary loss of experts, or your own).
         offload: Needs gradient checkpointing and a CUDA device; elsewhere it does nothing, and the report says why.
             ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward,
             copied beside the computation. Gradients stay the same. In half precision it saves (layers - 3) x T x hidden

@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 
 SeenBy = Literal["float32", "dropout", "bfloat16", "windows", "fails", "rounding", "no effect"]
 """The check that notices the change: an error in float32, an error with dropout, other bits in bfloat16, windows that
-are not the config's, or an exception. Two changes are not noticed: a different rounding that the rule of exactness allows,
-and a field that does nothing in a model of this config."""
+are not the config's, or an exception. Two changes are not noticed: a different rounding that the rule of exactness
+allows, and a field that does nothing in a model of this config."""
 
 
 class Wrong(NamedTuple):
