@@ -38,6 +38,7 @@ class Recognised:
     """Everything that is known of a model.
 
     Attributes:
+        backbone: The model's backbone.
         family: The family, adjusted to this very model.
         specs: What the classes with fast forwards compute, by class name. Their sources are proved, or their forms were
             matched by a twin.
