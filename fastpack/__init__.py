@@ -1,10 +1,16 @@
 """fastpack: one call that makes any Hugging Face causal LM train without padding, exactly.
 
->>> import fastpack
->>> fastpack.patch(model)          # doctest: +SKIP
->>> print(fastpack.report(model))  # doctest: +SKIP
+Example:
+    >>> import fastpack
+    >>> fastpack.patch(model)  # or a trainer, such as TRL's  # doctest: +SKIP
+    >>> trainer.train()  # doctest: +SKIP
+    >>> print(fastpack.report(model))  # doctest: +SKIP
+    >>> fastpack.unpatch(model)  # doctest: +SKIP
 
-Importing this imports nothing else and changes nothing: each name is imported when it is first used.
+:func:`patch` documents every option, and what a patched model does with padded and packed batches; :func:`verify`
+checks a patched model against the stock one.
+
+Importing fastpack imports nothing else and changes nothing: each name is imported when it is first used.
 """
 
 import sys
@@ -92,7 +98,7 @@ __all__ = sorted([*_MODULE_OF, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a module of fastpack's, when it is first used."""
+    """Import a public name, or a module of fastpack, when it is first used."""
     if name in _MODULE_OF:
         value = getattr(import_module(_MODULE_OF[name]), name)
     elif name == "attention_dispatch":
@@ -104,22 +110,26 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """List the public names, imported or not."""
     return sorted({*globals(), *__all__, *_SHORT_PATHS, "attention_dispatch"})
 
 
 class _ShortPath(ModuleType):
-    """A module of fastpack's under a shorter path, imported when a name of it is first used."""
+    """A module of fastpack under a shorter path, imported when one of its names is first used."""
 
     def __init__(self, name: str, path: str) -> None:
+        """Set up the module ``name``, which stands for the one at ``path``."""
         super().__init__(name, f"{path}, under a shorter path.")
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
+        """Import the module and return one of its attributes."""
         if name.startswith("__") and name != "__all__":
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(import_module(self._path), name)
 
     def __dir__(self) -> list[str]:
+        """List the names of the module."""
         return dir(import_module(self._path))
 
 

@@ -1,4 +1,4 @@
-"""``python -m fastpack``: the same as the ``fastpack`` command."""
+"""Run the ``fastpack`` command as ``python -m fastpack``."""
 
 import sys
 

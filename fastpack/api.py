@@ -1,8 +1,9 @@
-"""``patch``, ``unpatch``, ``patched``, ``report``: plan, check, then swap forwards on one instance; and undo it.
+"""The library's main functions: ``patch``, ``unpatch``, ``patched`` and ``report``.
 
-Nothing of a class, of torch or of transformers is changed, except that our attention is registered under its own
-name in transformers' ``AttentionInterface``. What was changed is kept on the backbone itself, so that it follows the
-model through ``copy.deepcopy``, pickling and PEFT.
+A patch is planned and checked first; then forwards of one instance are swapped. No class, and nothing of torch or
+transformers, is changed, except that our attention is registered under its own name in transformers'
+``AttentionInterface``. The record of the patch is kept on the backbone itself, so that it follows the model through
+``copy.deepcopy``, pickling and PEFT.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from fastpack.utils.versions import check_versions
 
 __all__ = ["patch", "patched", "report", "unpatch", "verify"]
 T = TypeVar("T")
-_verify = verify  # patch has a flag of that name
+_verify = verify  # patch has a keyword of that name
 
 
 def patch(
@@ -56,74 +57,151 @@ def patch(
     verify: bool = False,
     max_tokens: int | TokenBudget | None = None,
 ) -> T:
-    """Make a model train without padding. Changes this instance alone, and nothing about its results.
+    """Make a model train without padding.
 
-    A padded batch is un-padded before the backbone and put back behind it; a packed one (restarting
-    ``position_ids``, TRL's ``cu_seq_lens_q``, or ``packed_seq_lens=``) is used as it is. Sequences never see each
-    other. ``generate`` and anything else with a cache run the stock forward.
+    The model's results stay the same: losses, logits and gradients are those of each sequence alone. Only this
+    instance is changed; its class, torch and transformers are not.
+
+    Example:
+        >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen2.5-0.5B")  # doctest: +SKIP
+        >>> fastpack.patch(model, loss="fused")  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+        >>> print(fastpack.report(model))  # doctest: +SKIP
+        >>> fastpack.unpatch(model)  # doctest: +SKIP
+
+    **Padded batches.** A batch ``[B, S]`` with an ``attention_mask`` of ones and zeros is padded: on the right, on the
+    left or on both sides. The backbone un-pads it, runs on the real tokens alone, and re-pads everything that it
+    returns. Padding holds zeros in the outputs. A classifier that would pool a padding token raises.
+
+    **Packed batches.** A packed batch is used as it is, and its sequences never see each other. The bounds of its
+    sequences come from:
+
+    - restarting ``position_ids``, for one row ``[1, T]`` or several rows ``[B, S]``;
+    - the keywords of TRL and transformers, ``cu_seq_lens_q`` and ``cu_seq_lens_k``, or ``seq_idx``, for ``[1, T]``;
+    - ``packed_seq_lens=[...]``, a list of lengths or a :class:`fastpack.PackedSeqLens`, for ``[1, T]``;
+    - an integer ``attention_mask`` that numbers the sequences of each row, such as 1, 1, 2, 2, 0;
+    - a 4-D mask ``[B, 1, S, S]`` with one causal block a sequence, as LLaMA-Factory's ``neat_packing`` makes it.
+
+    Inputs that contradict each other raise :class:`fastpack.PackingError`, which names both. Positions that repeat, or
+    are not whole numbers, raise too. Positions that jump may begin a new sequence: pass ``packed_seq_lens`` with them
+    unless the batch has padding. Re-padded models and RoBERTa-likes count positions themselves. They refuse any
+    positions but 0, 1, 2, ...; RoBERTa-likes also take those that begin at the padding id + 1. Where rotary
+    frequencies depend on a sequence's length, a sequence whose positions continue those of the one before is refused.
+    Arguments that speak of rows (X-MOD's ``lang_ids``, XLM's ``lengths``) are refused.
+
+    **Labels.** In a packed batch the first label of each sequence is ignored, on a copy, so that no last token is
+    trained on the first token of the next sequence. Heads whose loss does not shift labels keep all of them: decoders
+    of encoder-decoders, XLM, XLNet and CPM-Ant. In a padded batch the last token of a row learns the label of the slot
+    behind it, even where that slot is padding (an end token that also pads, for example). Padding itself predicts
+    nothing. A ``loss_function`` of your own gets the padded batch, with its first labels where every sequence begins a
+    row.
+
+    **num_items_in_batch.** The number that transformers' ``Trainer`` passes also counts first labels (in batches padded
+    on the left, too) and labels at padding. The model scales it to the labels that remain. That is exact where an
+    optimiser step is one micro-batch on one GPU; otherwise each micro-batch is corrected by its own share. For GPT-2
+    and the few other families whose loss fastpack does not know, the number counts the first label of every row, and
+    stays as it is. If the loss is divided outside of the model (by TRL's ``SFTTrainer``, by a ``Trainer`` with label
+    smoothing or a ``compute_loss_func``, or by your own loop with a number for the whole step), set first labels and
+    labels at padding to -100, or pad on the right.
+
+    **Generation.** A patched model makes no cache by itself, whatever its config says. ``use_cache=True``, or a cache
+    that is passed, runs the stock forward. ``generate()`` passes one; a decoding loop of your own has to pass
+    ``use_cache=True``. A packed batch with a cache, or with ``output_attentions=True``, is refused, since both need the
+    stock forward.
+
+    **Hooks and hidden states.** Hooks on modules inside the model see one row of real tokens, ``[1, T, ...]``, not the
+    rows of the batch. Initialise EVA adapters before the patch. Hidden states returned for a padded batch are copies,
+    through which the gradient of the loss does not flow.
+
+    **Lengths.** The lengths are read from the batch once a step, for which the host waits for the device. To avoid that
+    (it matters for small models on fast GPUs), wrap the collator:
+    ``trainer.data_collator = fastpack.with_packed_seq_lens(trainer.data_collator)``. Its lengths are then believed:
+    code that masks or permutes a batch after the collator has to remove ``packed_seq_lens``.
+
+    **Other libraries.** Patch first; then wrap the model in DDP, FSDP2 or ``torch.compile``. ``use_liger_kernel=True``
+    may stay: layers compute themselves what Liger's norms, gated MLPs and RoPE compute, whichever came first. Liger's
+    loss stays in force where the trainer uses it.
+
+    **Limits.** These are refused by name, at the patch or when the batch comes: context and sequence parallelism;
+    attention or mask functions that are not transformers' own; inputs of a multimodal model other than text; PEFT
+    methods that read the rows of a batch (aLoRA, Lily, Poly, Shadow, X-LoRA, ``adapter_names``); and packed batches
+    where PEFT puts virtual tokens before each row. Prefix tuning runs the stock forward. The fast forwards are
+    differentiable once, by autograd alone: a penalty on gradients, and ``torch.func.grad``, raise. LLM.int8 (with a
+    threshold above 0) and VeLoRA compute over the whole batch in the stock model, too; the report calls them not
+    isolated. LongRoPE and dynamic NTK take the frequencies of each sequence's own length, where the stock padded model
+    takes those of the longest.
+
+    **Undo.** :func:`unpatch` restores the model exactly. :func:`patched` does so at the end of a ``with`` block. The
+    patch is kept on the model, and survives ``copy.deepcopy``, pickling and PEFT.
 
     Args:
-        target: a causal LM, sequence or token classifier of a family that is covered, its bare backbone, one of
-            these wrapped by PEFT or with 4-bit or 8-bit weights, or a trainer that holds one.
-        attention: ``auto`` for the first attention backend that can serve each call, or one of ``flash_attn``,
-            ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``, ``segments``, ``reference``.
-        kernels: what computes norms, RoPE, gated units, LoRA's casts and the fused loss: ``auto`` for Triton kernels
-            on a CUDA device and plain torch elsewhere, ``torch`` for the definitions, ``triton`` for kernels alone.
-        graphs: ``auto`` replays the whole decoder stack as CUDA graphs, recorded once for each bucket of batch sizes,
-            wherever that is right; the report counts the batches that ran as ever, and why. For models that wait for
-            kernel launches.
-        loss: ``fused`` computes the loss of ``labels=`` in training without holding the logits; ``out.logits`` is
-            None there. Where a head is not one that was read, the stock loss runs, and the report says so. Evaluation
-            returns logits as ever. A trainer's own loss is left in force, unless the target is TRL's ``SFTTrainer``
-            itself: it takes the head's then, which is the same mean, and logs the same metrics, read from the device
-            when they are logged.
-        offload: ``checkpoints`` lets the inputs of checkpointed layers wait for the backward in pinned host memory,
-            copied beside the computation: the same gradients, and (layers - 3) x T x hidden size x 2 bytes less device
-            memory in half precision. It takes as much host memory, each piece rounded up to a power of two.
-            ``activations`` lets gate and up of gated MLPs wait there too, which then are not multiplied a second time:
-            of as many layers as there is time for, by the rates of copies and of products, measured when the first
-            layer asks. Of the last two they stay on the device, and one more layer's are on their way back: 3 x T x 2 x
-            intermediate size x 2 bytes more than with ``checkpoints``. The report says of how many layers they are
-            made again after all, and why. Without gradient checkpointing or on another device than CUDA ``offload``
-            does nothing, and the report says why.
-        share_prefixes: ``auto`` runs what sequences of a batch have in common at their beginnings once, a prompt with
-            its chosen and its rejected completion, or chats with one system prompt, in every batch in which that saves
-            a twentieth of the tokens or more. Every sequence still attends to all of its own tokens, and results are
-            the same, gradients included; the report says how many tokens were saved. For models in which attention
-            alone mixes tokens.
-            Where a dropout, or other noise, is active, nothing is shared, since each copy has its own, nor where
-            ``inputs_embeds`` come, nor under ``torch.compile``. Finding them needs the ids on the host: they come with
-            the lengths where those are read from the batch, with the batch where its collator is one of fastpack's or
-            wrapped by :func:`fastpack.with_packed_seq_lens`; else the model waits for the device once a batch. Not
-            together with ``graphs``.
-        strict: raise unless every layer lands on the fast tier.
-        verify: run :func:`fastpack.verify` on the patched model, and leave it unpatched where that fails.
-        max_tokens: for trainers of transformers and TRL: micro-batches of at most so many tokens each, instead of so
-            many examples, and losses that are means over the whole optimiser step; or a
-            :class:`fastpack.TokenBudget`, which says more.
+        target: A causal LM, or a sequence or token classifier, of a covered family (``fastpack families`` lists them);
+            its bare backbone; one of these wrapped by PEFT or with 4-bit or 8-bit weights; or a trainer that holds one.
+            Of a trainer, both the policy and the reference model are patched.
+        attention: ``auto`` takes the first attention backend that can serve each call. A name asks for one backend:
+            ``flash_attn``, ``torch_varlen``, ``xformers``, ``mem_efficient``, ``flex``, ``triton_packed``, ``segments``
+            or ``reference``.
+        kernels: The implementation of norms, RoPE, gated units, LoRA's casts and the fused loss. ``auto`` takes Triton
+            kernels on a CUDA device and plain torch elsewhere; ``torch`` takes the definitions in plain torch;
+            ``triton`` takes kernels alone.
+        graphs: ``auto`` records the forward and backward of the whole decoder stack as CUDA graphs, once for each
+            bucket of batch sizes, and replays them. A batch that can't be replayed runs as before; the report counts
+            these batches and says why. For models that wait for kernel launches. Recordings share the memory of the
+            largest one, which lies beside the allocator's own: set
+            ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``.
+        loss: ``fused`` computes the loss of ``labels=`` in training (after ``model.train()``, also under ``no_grad``)
+            without holding the logits; ``out.logits`` is None there. If fastpack does not know the head, the stock loss
+            runs, and the report says so. Evaluation returns logits as before. A trainer's own loss stays in force, with
+            one exception: if the target is TRL's ``SFTTrainer`` itself, it uses the head's fused loss in training. That
+            is the same mean with the same metrics, which are read from the device only when they are logged.
+            The trainer keeps another loss (``dft``, smoothed labels, the auxiliary loss of experts, or your own).
+        offload: Needs gradient checkpointing and a CUDA device; elsewhere it does nothing, and the report says why.
+            ``checkpoints`` keeps the inputs of checkpointed layers in pinned host memory until the backward,
+            copied beside the computation. Gradients stay the same. In half precision it saves (layers - 3) x T x hidden
+            size x 2 bytes of device memory, and takes as much host memory, each piece rounded up to a power of two.
+            ``activations`` also keeps gate and up of gated MLPs there, which then are not multiplied a second time. It
+            does so for as many layers as there is time for, by the rates of copies and matmuls, measured when the first
+            layer asks. The gate and up of the last two layers stay on the device, and those of one more layer are on
+            their way back: 3 x T x 2 x intermediate size x 2 bytes more than with ``checkpoints``. The report says for
+            how many layers they are computed again after all, and why.
+        share_prefixes: ``auto`` runs a beginning that several sequences of a batch have in common only once: a prompt
+            for its chosen and its rejected completion, for example, or one system prompt for many chats. It does so in
+            every batch in which that saves a twentieth of the tokens or more. Every sequence still attends to all of
+            its own tokens; results and gradients are the same. The report says how many tokens were saved. For models
+            in which attention alone mixes tokens, and not together with ``graphs``.
+            Nothing is shared while dropout or other noise is active (each copy has its own), with ``inputs_embeds``, or
+            under ``torch.compile``. Finding prefixes needs the token ids on the host. They come with the lengths where
+            those are read from the batch, and with the batch where its collator is fastpack's or wrapped by
+            :func:`fastpack.with_packed_seq_lens`; otherwise the model waits for the device once a batch.
+        strict: Raise unless every layer is on the fast tier.
+        verify: Run :func:`fastpack.verify` on the patched model, and unpatch it again if that fails.
+        max_tokens: For trainers of transformers and TRL: fill micro-batches with at most so many tokens, instead of
+            with a number of examples, and make losses means over the whole optimiser step. A
+            :class:`fastpack.TokenBudget` says more.
 
     Returns:
-        ``target`` itself. A second call with the same options does nothing; with others it patches anew.
+        The target itself. A second call with the same options does nothing; with other options it patches anew.
 
     Raises:
-        UnsupportedModelError: an encoder, an encoder-decoder, a vision-language model, or a family not covered.
-        BackendUnavailableError: the backend asked for by name can't serve this model here.
-        KernelUnavailableError: ``kernels="triton"``, and nothing here can run them.
-        PatchError: a package that the target builds on is older than fastpack needs; or the model is wrapped by FSDP,
-            DataParallel or ``torch.compile``; or the trainer will build another one (``model_init``); or ``strict`` is
-            not met; or an option has a value that it does not take; or prefixes can't be shared exactly in this model;
-            or ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
-        PackingError: ``max_tokens``: an example is longer, or the data set's lengths can't be known; nothing has been
-            changed.
-        ContaminationError: with ``verify``: the patched model was not exact, and is unpatched again.
-        InconclusiveError: with ``verify``: rounding in the model's dtypes would hide a leak; it is unpatched again.
+        UnsupportedModelError: The model is an encoder, an encoder-decoder or a vision-language model, or its family is
+            not covered.
+        BackendUnavailableError: The backend asked for by name can't serve this model here.
+        KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
+        PatchError: A package that the target builds on is older than fastpack needs; the model is already wrapped by
+            FSDP, DataParallel or ``torch.compile``; the trainer will build another model (``model_init``); ``strict``
+            is not met; an option has a value that it does not take; prefixes can't be shared exactly in this model; or
+            ``max_tokens`` can't be kept with this trainer. Nothing has been changed when any of these is raised.
+        PackingError: With ``max_tokens``, an example is longer than that, or the data set's lengths can't be known.
+            Nothing has been changed.
+        ContaminationError: With ``verify``, the patched model was not exact. It is unpatched again.
+        InconclusiveError: With ``verify``, rounding in the model's dtypes would hide a leak. It is unpatched again.
 
     Warns:
-        NoFasterWarning: the whole model runs on padded rows (the re-padded model's tier).
-        UntriedVersionWarning: a package that the target builds on is newer than what fastpack was tried with; or a
+        NoFasterWarning: The whole model runs on padded rows (the re-padded model tier).
+        UntriedVersionWarning: A package that the target builds on is newer than what fastpack was tried with; or a
             class that mixes tokens in its stock forward has a source that was not tried.
-        FastpackWarning: a class of the family computes something else than what fastpack was proved on, as a twin of
-            it showed; it keeps its own forward.
+        FastpackWarning: A class of the family computes something else than the one that fastpack was proved on, as a
+            tiny twin of it showed. The class keeps its own forward.
     """
     options = PatchOptions(attention, kernels, graphs, loss, offload, share_prefixes, strict)
     options.check()
@@ -146,7 +224,7 @@ def patch(
 
 
 def _refuse_model_init(target: Any, options: PatchOptions) -> None:
-    """Raise where a trainer would train another model than the one it holds, and that one would be stock."""
+    """Raise if a trainer will build a new model in ``train()``, which would not be patched."""
     if getattr(target, "model_init", None) is not None and options_of(target.model) != options:
         raise PatchError(
             f"this {type(target).__name__} calls its model_init for a new model whenever train() begins, and a patch "
@@ -155,7 +233,7 @@ def _refuse_model_init(target: Any, options: PatchOptions) -> None:
 
 
 def _refuse_spread_sequences(target: object) -> None:
-    """Raise where a trainer's accelerator spreads each sequence over processes."""
+    """Raise if a trainer's accelerator splits each sequence over several processes."""
     spread = sequence_parallelism(getattr(getattr(target, "accelerator", None), "parallelism_config", None))
     if spread is not None:
         whose = f"the accelerator of this {type(target).__name__}"
@@ -163,9 +241,19 @@ def _refuse_spread_sequences(target: object) -> None:
 
 
 def unpatch(target: T) -> T:
-    """Restore every forward and config of a patched model or trainer exactly. Does nothing to one not patched.
+    """Restore every forward and config of a patched model or trainer exactly.
 
-    A forward that somebody has wrapped since stays inside their wrapper, disabled: it calls the stock one.
+    A target that is not patched stays as it is. If other code has wrapped a forward of fastpack's since the patch, that
+    forward stays inside the wrapper, disabled: it calls the stock forward.
+
+    Example:
+        >>> fastpack.unpatch(model)  # doctest: +SKIP
+
+    Args:
+        target: A model or trainer, as :func:`patch` takes it.
+
+    Returns:
+        The target itself.
     """
     for model in models_of(target):
         restore(model)
@@ -175,22 +263,40 @@ def unpatch(target: T) -> T:
 
 @contextmanager
 def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
-    """``patch`` with these options on entry; on exit, also after an exception, what was in force before."""
+    """Patch a model or trainer inside a ``with`` block only.
+
+    On exit, also after an exception, the state before the block is restored: stock, or an earlier patch with its own
+    options.
+
+    Example:
+        >>> with fastpack.patched(model, attention="segments"):  # doctest: +SKIP
+        ...     model(input_ids=ids, packed_seq_lens=[7, 12], labels=ids).loss.backward()
+
+    Args:
+        target: A model or trainer, as :func:`patch` takes it.
+        **options: The keywords of :func:`patch`, except ``verify``.
+
+    Yields:
+        The target itself, patched.
+    """
     before = [(model, options_of(model)) for model in models_of(target)]
     budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
     try:
         yield patch(target, **options)
     finally:
         _plan_trainer(target, None if fused is None else "fused", None if budget is None else budget.budget)()
-        for model, known in before:
-            if known is None:
+        for model, earlier in before:
+            if earlier is None:
                 unpatch(model)
             else:
-                patch(model, **asdict(known))
+                patch(model, **asdict(earlier))
 
 
 def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | None) -> Callable[[], None]:
-    """Plan to give a trainer the fused loss and, over it, a token budget, or to take off the ones that it has."""
+    """Return a function that sets a trainer's fused loss and token budget, or removes the ones that it has.
+
+    Nothing is changed before it is called. The budget is set over the loss.
+    """
     budgeted = max_tokens is not None or kept_on(target, BUDGET) is not None
     fused = not isinstance(target, nn.Module) and (loss is not None or kept_on(target, FUSED_LOSS) is not None)
     if not (budgeted or fused):
@@ -210,9 +316,20 @@ def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | No
 
 
 def report(target: object) -> PatchReport:
-    """Return what was swapped, which backend serves, what was left alone and why.
+    """Return a report of what a patch has changed.
 
-    For a trainer, the report of the model that it trains.
+    The report names the tier of every layer, the forwards that were swapped, the attention backend that serves, and
+    what was left alone and why. Print it, or call its ``to_dict()``. It shows the model as it is now: adapters, hooks
+    and devices may have changed since the patch.
+
+    Example:
+        >>> report = fastpack.report(model)  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+        >>> report.tier, report.backend  # doctest: +SKIP
+        ('fast', 'triton_packed')
+
+    Args:
+        target: A model, or a trainer, whose trained model is then reported.
     """
     padding = None if isinstance(target, nn.Module) else note_on_padding(target)
     return inspect_patch(target, *(() if padding is None else (padding,)))

@@ -1,4 +1,7 @@
-"""What fastpack raises and warns with, two of which hold a :class:`fastpack.Verification` and stand beside it.
+"""The errors and warnings of fastpack.
+
+:class:`fastpack.ContaminationError` and :class:`fastpack.InconclusiveError` hold a :class:`fastpack.Verification`, and
+are defined beside it.
 
 ::
 
@@ -8,15 +11,15 @@
     ├── ReferenceCacheError (ValueError)    a cache of another reference model, or a damaged one
     │   └── MissingReferenceError (LookupError)    examples that a cache does not have
     ├── ContaminationError          a patched model in which sequences see each other, or that is not exact
-    ├── InconclusiveError           a patched model of which nobody can tell in its dtypes whether it is exact
-    ├── BackendUnavailableError     an attention backend, asked for by name, that can't serve (RuntimeError)
-    ├── KernelUnavailableError (ValueError)     Triton kernels, asked for by name, that can't run there
+    ├── InconclusiveError           a patched model whose rounding would hide a leak in its dtypes
+    ├── BackendUnavailableError     an attention backend asked for by name that can't serve (RuntimeError)
+    ├── KernelUnavailableError (ValueError)     Triton kernels asked for by name that can't run there
     └── PatchError (RuntimeError)   a patch that can't be made or undone here
     FastpackWarning (UserWarning)   anything fastpack itself warns about
     ├── NoFasterWarning             a patched model that is exact, and no faster than padded
-    └── UntriedVersionWarning       packages, or classes of them, that are newer than what fastpack was tried with
+    └── UntriedVersionWarning       packages, or their classes, newer than what fastpack was tried with
 
-Each message says what came, what is allowed and how to mend it.
+Each message says what came, what is allowed, and how to mend it.
 """
 
 from __future__ import annotations
@@ -35,19 +38,19 @@ class UnsupportedModelError(FastpackError, TypeError):
 
 
 class ReferenceCacheError(FastpackError, ValueError):
-    """A cache of another model or other settings, or one that can't be read. Nothing in its folder was changed."""
+    """A cache belongs to another model or other settings, or can't be read. Nothing in its folder was changed."""
 
 
 class MissingReferenceError(ReferenceCacheError, LookupError):
-    """Examples that have no log-probabilities of a reference, which was let go."""
+    """Examples without reference log-probabilities, when the reference model is no longer there to compute them."""
 
 
 class BackendUnavailableError(FastpackError, RuntimeError):
-    """No attention backend, or not the one asked for, can serve this model on this machine."""
+    """No attention backend can serve this model on this machine, or the one asked for can't."""
 
 
 class KernelUnavailableError(FastpackError, ValueError):
-    """Triton kernels were asked for by name, and can't run where the tensors are, or can't run here."""
+    """Triton kernels were asked for by name, and can't run on this machine or on the tensors' device."""
 
 
 class PatchError(FastpackError, RuntimeError):
@@ -59,8 +62,8 @@ class FastpackWarning(UserWarning):
 
 
 class NoFasterWarning(FastpackWarning):
-    """The whole model runs on padded rows: every sequence is exact, and nothing is saved."""
+    """The whole model runs on padded rows: results are exact, and nothing gets faster."""
 
 
 class UntriedVersionWarning(FastpackWarning):
-    """A package that fastpack builds on, or a class of it, is newer than what was tried, or of unknown version."""
+    """A package that fastpack builds on, or one of its classes, is newer than what was tried, or of unknown version."""

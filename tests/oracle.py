@@ -1,4 +1,4 @@
-"""The oracle of :mod:`fastpack.exactness.oracle` as most tests want it: with the loss that a model trains on.
+"""The oracle of :mod:`fastpack.exactness.oracle` for most tests, with the loss that a model trains on.
 
 In float32 an error is at most :data:`FLOAT32_BOUND`.
 """
@@ -40,31 +40,34 @@ __all__ = [
 
 FLOAT32_BOUND = FULL_BOUND
 GPU_FLOAT32_BOUND = 3e-5
-"""On a GPU the memory-efficient kernel splits float32 products into TF32 ones: 1.7e-5 at most in our cases."""
+"""On a GPU the memory-efficient kernel splits float32 matmuls into TF32 ones: 1.7e-5 at most in our cases."""
 LENGTHS = (7, 1, 19, 19, 33)
-"""Odd, one token, two equal neighbours, and longer than every window of the tiny configs."""
+"""An odd length, one token, two equal neighbours, and a length beyond every window of the tiny configs."""
 
 
 def make_sequences(vocab: int, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[Tensor]:
-    """Random token ids of all the vocabulary; 0, 1 and 2 are left out (padding and the like)."""
+    """Return random token ids of the whole vocabulary, without 0, 1 and 2 (padding and the like)."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, vocab, (n,), generator=generator) for n in lengths]
 
 
 def trained_tokens(sequences: Sequence[Tensor]) -> int:
-    """How many next tokens are predicted when each sequence stands alone."""
+    """Return the number of next tokens that are predicted when each sequence stands alone."""
     return sum(len(s) - 1 for s in sequences)
 
 
 def compare(result: Result, reference: Result, *, half: bool = False) -> Error:
-    """By the rule, where both have gradients of the same parameters: an optimiser steps with zeros, not with None."""
+    """Compare by the rule, and raise unless both have gradients of the same parameters.
+
+    An optimiser steps with zeros, but not with None.
+    """
     if result.grads.keys() != reference.grads.keys():
         raise ValueError(f"only one has gradients of {sorted(result.grads.keys() ^ reference.grads.keys())}")
     return rule.compare(result, reference, half=half)
 
 
 def split_logits(logits: Tensor, batch: dict[str, Any], sequences: Sequence[Tensor]) -> list[Tensor]:
-    """The logits of each sequence, ``[L, V]``, from wherever it stood in the batch."""
+    """Return the logits of each sequence, ``[L, V]``, wherever the sequence stood in the batch."""
     return list(unpadded(logits.flatten(0, -2), batch).split([len(s) for s in sequences]))
 
 
@@ -73,8 +76,10 @@ def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def run_alone(model: nn.Module, sequences: Sequence[Tensor], **kwargs: Any) -> Result:
-    """The stock model on each sequence alone, with the mean cross-entropy of all next tokens: some have no loss of
-    their own."""
+    """Run the stock model on each sequence alone, with the mean cross-entropy of all next tokens.
+
+    Some models have no loss of their own.
+    """
     ids = torch.cat(list(sequences)).to(next(model.parameters()).device)
 
     def loss_of(_: Any, logits: Tensor, start: int, __: int) -> Tensor:
@@ -87,15 +92,15 @@ def run_alone(model: nn.Module, sequences: Sequence[Tensor], **kwargs: Any) -> R
 def run_batch(
     model: nn.Module, sequences: Sequence[Tensor], kind: str, *, num_items: int | None = None, **kwargs: Any
 ) -> Result:
-    """A model on all sequences at once, fed as ``kind`` says; its own loss over ``labels``."""
+    """Run a model on all sequences at once, as a batch of this kind, with its own loss of ``labels``."""
     batch = INPUT_KINDS[kind](sequences)
     labels = batch["labels"].to(next(model.parameters()).device)
-    given = {"labels": labels, "num_items_in_batch": num_items or trained_tokens(sequences), **kwargs}
-    return oracle.run_batch(model, batch, sequences, lambda outputs, *_: outputs.loss, **given)
+    arguments = {"labels": labels, "num_items_in_batch": num_items or trained_tokens(sequences), **kwargs}
+    return oracle.run_batch(model, batch, sequences, lambda outputs, *_: outputs.loss, **arguments)
 
 
 def check_repadded(ours: Any, stock: Any, real: Tensor) -> None:
-    """Hidden states and router logits are the stock ones where ``real`` is true, and hidden states 0 elsewhere."""
+    """Check hidden states and router logits against the stock ones at ``real`` tokens; other hidden states are 0."""
     for a, b in zip(ours.hidden_states, stock.hidden_states, strict=True):
         assert a.shape == b.shape
         assert relative(a[real], b[real]) <= FLOAT32_BOUND

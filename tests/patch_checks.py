@@ -1,4 +1,4 @@
-"""Shared by the tests of patching: what a patch may touch, and whether a patched model is exact."""
+"""Checks for the tests of patching: what a patch may touch, and that a patched model is exact."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import nn
 
 
 def fingerprint(model: nn.Module) -> dict[str, Any]:
-    """Everything of each module but its parameters and sub-modules: what a patch may touch."""
-    kept = ("_parameters", "_modules", "_buffers")
+    """Return all attributes of each module but parameters and sub-modules: everything that a patch may touch."""
+    untouched = ("_parameters", "_modules", "_buffers")
     return {
         f"{name}.{key}": (dict(value) if isinstance(value, dict) else value)
         for name, module in model.named_modules()
         for key, value in module.__dict__.items()
-        if key not in kept
+        if key not in untouched
     }
 
 
@@ -29,13 +29,13 @@ def check_exact(model: nn.Module, alone: Any) -> None:
 
 
 def written_in(module: str, function: Any) -> FunctionType:
-    """The same function, as if that module's file had it: another release's, say."""
+    """Return the same function, as if it were written in that module's file, by another release for example."""
     named = {**function.__globals__, "__name__": module}
     return FunctionType(function.__code__, named, function.__name__, function.__defaults__, function.__closure__)
 
 
 class CountingHook(ModelHook):
-    """Counts how often accelerate calls it."""
+    """A hook that counts how often accelerate calls it."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -1,4 +1,4 @@
-"""The tiny models of :mod:`fastpack.exactness.tiny` as most tests want them: heads of 8, eager attention, training."""
+"""The tiny models of :mod:`fastpack.exactness.tiny` for most tests: heads of 8, eager attention, training mode."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ FAST = (
     "starcoder2",
     *EXPERTS,
 )
-"""Families of the fast tier that stand for all: there is one here for each form of attention."""
+"""Families that stand for the whole fast tier, one for each form of attention."""
 
 
 def tiny_config(model_type: str, head_dim: int | None = None, **overrides: Any) -> Any:
-    """A config of this family with small layers, of those of :data:`FAST` two; ``head_dim`` is of its heads alone."""
+    """Return a small config of this family, of two layers for :data:`FAST`; ``head_dim`` sets the heads alone."""
     if model_type in FAST:
         overrides = {"intermediate_size": 48, **overrides}
     config = tiny.tiny_config(model_type, head_dim=HEAD_DIM, **overrides)
@@ -69,12 +69,12 @@ def tiny_config(model_type: str, head_dim: int | None = None, **overrides: Any) 
 def tiny_model(
     model_type: str, *, attn_implementation: str = "eager", seed: int = 0, auto: Any = None, **overrides: Any
 ) -> nn.Module:
-    """A model of this family with random weights, in training mode with no dropout; torch's seed is the model's."""
+    """Return a model of this family with random weights, in training mode without dropout; torch gets the same seed."""
     config = tiny_config(model_type, attn_implementation=attn_implementation, **overrides)
     make = auto.from_config if auto else tiny.model_class(model_type)._from_config
     torch.manual_seed(seed)
     model = tiny.build(make, config, seed, head_dim=HEAD_DIM, dtype=torch.float32)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):  # of a head, which no config turns off
+        if isinstance(module, nn.Dropout):  # the head's dropout, which no config turns off
             module.p = 0.0
     return model.train()

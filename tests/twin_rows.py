@@ -1,26 +1,26 @@
-"""Wrong rows for the twin: a spec of a family's class with one field changed, and what a twin is to say of it."""
+"""Wrong rows for the twin: a spec of a family's class with one field changed, and the check that must notice it."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-Verdict = Literal["float32", "dropout", "bfloat16", "windows", "fails", "rounding", "no effect"]
-"""The check that sees it: off in float32, off with dropout, other bits in bfloat16, windows that are not those of
-the config, an exception. Or it is not seen:
-another rounding that the rule of exactness allows, or a field that does nothing in a model of this config."""
+SeenBy = Literal["float32", "dropout", "bfloat16", "windows", "fails", "rounding", "no effect"]
+"""The check that notices the change: an error in float32, an error with dropout, other bits in bfloat16, windows that
+are not the config's, or an exception. Two changes are not noticed: a different rounding that the rule of exactness
+allows, and a field that does nothing in a model of this config."""
 
 
 class Wrong(NamedTuple):
     """One field of one spec, changed.
 
     Attributes:
-        cls: the class's name behind the family's prefix; "" for the family's own row.
+        cls: The class's name without the family's prefix; "" for the family's own row.
     """
 
     family: str
     cls: str
     changed: dict[str, Any]
-    verdict: Verdict
+    verdict: SeenBy
 
     @property
     def name(self) -> str:

@@ -1,9 +1,9 @@
-"""Holding one pass over some tokens to the choices of another: which experts each token takes.
+"""Record which experts each token takes in one pass, and replay these choices in another.
 
-A choice flips with rounding, and everything behind it is then another number: two passes can be compared where both
-choose alike. Routers choose with ``torch.topk``, with ``max`` over a dimension, and by comparing scores. The indices
-and bools that these return in one pass are what they return in the next, with the values that the next pass has there,
-so that gradients are its own.
+A choice flips with rounding, and every later number changes with it. So two passes can be compared only if both choose
+the same experts. Routers choose with ``torch.topk``, with ``max`` over a dimension, and by comparing scores. A replay
+makes these functions return the recorded indices and bools, with the values that the new pass has there, so that the
+gradients are those of the new pass.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ _PICKS = {
     torch.max: torch.return_types.max,
     Tensor.max: torch.return_types.max,
 }
-"""What picks from the last dimension, and the pair of values and indices that it returns."""
+"""The functions that pick from the last dimension, with the type of the pair (values, indices) that they return."""
 _COMPARES = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor)
     for name in ("gt", "ge", "lt", "le", "__gt__", "__ge__", "__lt__", "__le__")
     if hasattr(owner, name)
 )
-"""What compares numbers, and returns bools."""
+"""The functions that compare numbers, and return bools."""
 
 
 Choices = tuple[tuple[Tensor, ...], ...]
-"""What some modules choose for T tokens: of each module and each choice that its forward makes the indices (int64) or
-bools, ``[T, ..., k]``."""
+"""The choices of some modules for T tokens: for each module, and for each choice that its forward makes, the indices
+(int64) or bools, ``[T, ..., k]``."""
 
 
 def choosers_of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules whose class, or one that it derives from, has one of these names, in order."""
+    """Return the modules whose class, or one of its bases, has one of these names, in order."""
     return [m for m in model.modules() if any(cls.__name__ in names for cls in type(m).__mro__)]
 
 
 @contextmanager
 def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
-    """Note what these modules choose in the passes inside, over one sequence after the other or over all at once.
+    """Record the choices of these modules inside a ``with`` block.
+
+    The passes inside run over one sequence after the other, or over all at once.
 
     Yields:
-        What returns the choices, to be called behind the passes.
+        A function that returns the choices, to be called after the passes.
     """
     recorders = [_Recorder() for _ in modules]
     with _inside(modules, recorders):
@@ -56,14 +58,15 @@ def recorded(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Choices]]:
 
 
 @contextmanager
-def held(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
-    """Let these modules choose so in the passes inside, over the same tokens in the same order.
+def replayed(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
+    """Make these modules repeat recorded choices inside a ``with`` block.
 
-    Passes may be over some of the tokens each: every one begins where the one before it ended, and again at the first
-    token once all have come (in the next pass, or where checkpointing runs a forward again).
+    The passes inside run over the same tokens in the same order. Each pass may cover some of the tokens: it begins
+    where the pass before it ended. After the last token it begins again at the first, in the next pass or where
+    checkpointing runs a forward again.
 
     Raises:
-        ValueError: inside, where a module chooses for other tokens, or more often.
+        ValueError: A module chooses for other tokens, or more often, than was recorded.
     """
     with _inside(modules, [_Player(each) for each in choices]):
         yield
@@ -71,7 +74,7 @@ def held(modules: Sequence[nn.Module], choices: Choices) -> Iterator[None]:
 
 @contextmanager
 def _inside(modules: Sequence[nn.Module], modes: Sequence[_Recorder]) -> Iterator[None]:
-    """Have each module's mode in force while its forward runs, and nowhere else."""
+    """Enter each module's mode while its forward runs, and only then."""
     with ExitStack() as hooks:
         for module, mode in zip(modules, modes, strict=True):
             hooks.enter_context(module.register_forward_pre_hook(mode.enter))
@@ -80,22 +83,24 @@ def _inside(modules: Sequence[nn.Module], modes: Sequence[_Recorder]) -> Iterato
 
 
 class _Recorder(TorchFunctionMode):
-    """Notes the choices of one module, by forward: those among floating-point numbers, while it is in force."""
+    """A recorder of one module's choices among floating-point numbers, by forward."""
 
     def __init__(self) -> None:
+        """Start without any choices."""
         super().__init__()
         self.forwards: list[list[Tensor]] = []
 
     def enter(self, *_: Any) -> None:
-        """Be in force from here on: a hook before the module's forward."""
+        """Enter the mode: a hook before the module's forward."""
         self.forwards.append([])
         self.__enter__()
 
     def leave(self, *_: Any) -> None:
-        """Be in force no more."""
+        """Leave the mode: a hook after the module's forward."""
         self.__exit__(None, None, None)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass functions that choose among scores to :meth:`choose`, and run all others."""
         run = functools.partial(function, *args, **(kwargs or {}))
         if not (function in _COMPARES or function in _PICKS) or not args[0].is_floating_point():
             return run()
@@ -104,29 +109,31 @@ class _Recorder(TorchFunctionMode):
         return run() if of_all else self.choose(function, args[0], run)
 
     def choose(self, function: Any, scores: Tensor, run: Callable[[], Any]) -> Any:
-        """Return what ``run``, a call of ``function`` for the scores, is to give."""
-        found = run()
-        self.forwards[-1].append((found if function in _COMPARES else found[1]).detach())
-        return found
+        """Record the choice that ``function`` makes among the scores, and return its result. ``run`` calls it."""
+        result = run()
+        self.forwards[-1].append((result if function in _COMPARES else result[1]).detach())
+        return result
 
 
 class _Player(_Recorder):
-    """Gives each forward of one module the choices for its tokens."""
+    """A mode that gives each forward of one module the recorded choices for its tokens."""
 
     def __init__(self, calls: Sequence[Tensor]) -> None:
+        """Set up the choices of each call in a forward, for all tokens."""
         super().__init__()
-        self.calls, self.start, self.taken = calls, 0, 0
+        self.calls, self.start, self.index = calls, 0, 0
 
     def choose(self, function: Any, scores: Tensor, run: Callable[[], Any]) -> Any:
+        """Return the recorded choice, with the values of these scores."""
         if not self.calls:
-            raise ValueError(f"a choice among scores of {tuple(scores.shape)}, where none was noted")
-        all_tokens = self.calls[self.taken]
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)}, where none was recorded")
+        all_tokens = self.calls[self.index]
         end = self.start + len(scores)
         choice = all_tokens[self.start : end]
         if choice.ndim != scores.ndim or choice.shape[:-1] != scores.shape[:-1]:
-            said = f"those from {self.start} on of {tuple(all_tokens.shape)}"
-            raise ValueError(f"a choice among scores of {tuple(scores.shape)} is to be held to {said}")
-        self.taken += 1
-        if self.taken == len(self.calls):
-            self.taken, self.start = 0, end % len(all_tokens)
+            expected = f"those from {self.start} on of {tuple(all_tokens.shape)}"
+            raise ValueError(f"a choice among scores of {tuple(scores.shape)} can't repeat {expected}")
+        self.index += 1
+        if self.index == len(self.calls):
+            self.index, self.start = 0, end % len(all_tokens)
         return choice if function in _COMPARES else _PICKS[function]((scores.gather(-1, choice), choice))

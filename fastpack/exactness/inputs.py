@@ -1,6 +1,6 @@
-"""Some sequences as one batch, in every way in which fastpack is told where each of them ends.
+"""Batches of some sequences, one for every way in which fastpack is told where each sequence ends.
 
-All on the CPU: ``input_ids`` and ``labels`` int64, masks int64, with whatever else a kind has.
+Batches are on the CPU unless a function says otherwise. ``input_ids``, ``labels`` and masks are int64.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from fastpack.exactness.tiny import plain_tokens
 from fastpack.utils.signatures import accepted
 
 LENGTHS = (7, 1, 12, 12, 20, 3)
-"""A single token, two of a length, and one that outgrows windows, chunks and lengths of a tiny config."""
+"""A single token, two sequences of one length, and one longer than the windows and chunks of a tiny config."""
 
 
 def make_sequences(lengths: Sequence[int] = LENGTHS, draw: int = 0) -> list[Tensor]:
-    """Return random ids of these lengths, int64, none of them special in a tiny config."""
+    """Return random ids of these lengths, int64, without special tokens of a tiny config."""
     return [plain_tokens(1, length, seed=len(lengths) * draw + i)[0] for i, length in enumerate(lengths)]
 
 
 def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
-    """``input_ids``, ``attention_mask`` and ``labels``, padded ``right``, ``left`` or on ``both`` sides; one row
-    holds padding only."""
+    """Return ``input_ids``, ``attention_mask`` and ``labels``, a row a sequence, and one row of padding only.
+
+    ``side`` is ``right``, ``left`` or ``both``.
+    """
     width = max(map(len, sequences)) + 2
     ids = torch.zeros(len(sequences) + 1, width, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -39,45 +41,46 @@ def padded(sequences: Sequence[Tensor], side: str) -> dict[str, Tensor]:
 
 
 def single(model: nn.Module, ids: Tensor) -> dict[str, Any]:
-    """Return what a stock model is called with for one sequence ``[L]`` alone."""
+    """Return the arguments of a stock model for one sequence ``[L]`` alone."""
     return {"input_ids": ids[None], **accepted(type(model).forward, {"use_cache": False})}
 
 
 def flat(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    """``input_ids`` ``[1, T]`` and labels equal to them: what a user's own loop would pass."""
+    """Return ``input_ids`` ``[1, T]`` and equal labels, as a user's own loop would pass them."""
     ids = torch.cat(list(sequences))[None]
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def packed(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """``input_ids`` ``[1, T]`` and the lengths, on the sequences' device."""
+    """Return ``input_ids`` ``[1, T]`` and the lengths, on the sequences' device."""
     return {"input_ids": torch.cat(list(sequences))[None], "packed_seq_lens": [len(s) for s in sequences]}
 
 
 def rows_of(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    """``input_ids`` and ``attention_mask``, a row a sequence, padded on the right, on the sequences' device."""
+    """Return ``input_ids`` and ``attention_mask``, a row a sequence, padded on the right, on the sequences' device."""
     ids = pad_sequence(list(sequences), batch_first=True)
     mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
     return {"input_ids": ids, "attention_mask": mask}
 
 
 def taken_for_one(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """The control: the same tokens as one sequence, in which each sees all that come before it."""
+    """Return the control: the same tokens as one sequence, in which each sees all earlier ones."""
     return packed([torch.cat(list(sequences))])
 
 
 def unpadded(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Return those of a batch's values ``[B S, ...]`` that are no padding's, in order."""
+    """Return the values ``[B S, ...]`` of a batch's real tokens, in order."""
     mask = batch.get("attention_mask")
     return values if mask is None else values[mask.flatten() != 0]
 
 
 def positions(sequences: Sequence[Tensor]) -> Tensor:
+    """Return restarting positions ``[1, T]``."""
     return torch.cat([torch.arange(len(s)) for s in sequences])[None]
 
 
 def trl_keywords(sequences: Sequence[Tensor]) -> dict[str, Any]:
-    """What TRL's padding-free collator sends."""
+    """Return the keywords of TRL's padding-free collator."""
     lengths = torch.tensor([len(s) for s in sequences])
     offsets = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)]).to(torch.int32)
     return {
@@ -91,7 +94,7 @@ def trl_keywords(sequences: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def packed_rows(sequences: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Several packed rows ``[2, S]``: the first sequences and the rest, the shorter row padded."""
+    """Return several packed rows ``[2, S]``: the first sequences and the rest, the shorter row padded."""
     middle = len(sequences) // 2 + 1
     rows = [sequences[:middle], sequences[middle:]]
     batch = rows_of([torch.cat(list(row)) for row in rows])

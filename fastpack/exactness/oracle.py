@@ -1,10 +1,11 @@
-"""A model, fed in every way that there is, against each sequence alone: logits, and the gradient of every parameter.
+"""Compare a model, fed with every kind of batch, with its sequences alone: logits, and every parameter's gradient.
 
-The oracle is the stock model on each sequence alone, and the bounds are those of :mod:`fastpack.exactness.rule`: in
-float32 against the model itself, of which a float64 copy tells how far off it is; in half precision against a float32
-copy, over several draws of tokens, with experts held to those that the copy chooses. That says something only of a
-model whose rounding stays small. One that is far from its own float32, or chooses in a way that nobody has named, may
-be anywhere: it is proved in float32, on the same device and with the same heads.
+The oracle is the stock model on each sequence alone; :mod:`fastpack.exactness.rule` sets the bounds. In float32 the
+reference is the model itself, and a float64 copy tells how far off it is. In half precision the reference is a float32
+copy, over several draws of tokens, and the model is made to choose the experts that the copy chooses.
+
+Half precision proves something only if a model's rounding stays small. A model that is far from its own float32, or
+chooses experts in modules that no row names, is proved in float32 instead, on the same device and with the same heads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness.choices import Choices, choosers_of, held, recorded
+from fastpack.exactness.choices import Choices, choosers_of, recorded, replayed
 from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, single, taken_for_one, unpadded
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
@@ -24,17 +25,17 @@ from fastpack.families.registry import FAMILIES
 from fastpack.utils.protocols import ModelLike
 
 DRAWS = 3
-"""Of tokens, in half precision."""
+"""The number of draws of tokens, in half precision."""
 STEADY = 0.1
-"""What the stock model may be off by in half precision, if that is to prove anything."""
+"""The largest error of the stock model in half precision with which a comparison proves something."""
 CHOOSES = ("expert", "router", "moe", "topk", "indexer")
-"""In the names of modules that choose."""
+"""Words in the names of modules that choose experts or tokens."""
 LEAKS = 1e-2
-"""How far off the control must be at least: it sees everything that comes before."""
+"""The least error of the control, which sees all earlier tokens of other sequences."""
 
 
 def checkpointings(model: ModelLike) -> tuple[bool, ...]:
-    """The kinds of checkpointing that a model of transformers has: torch's and, True, its reentrant kind."""
+    """Return the kinds of checkpointing that a model has, as ``use_reentrant``: False, and mostly True."""
     if not model.supports_gradient_checkpointing:
         return ()
     family = FAMILIES.get(model.config.model_type)
@@ -42,14 +43,14 @@ def checkpointings(model: ModelLike) -> tuple[bool, ...]:
 
 
 def weighted_sum(_: Any, logits: Tensor, start: int, total: int) -> Tensor:
-    """Return a sum of the logits ``[L, V]``, with fixed weights for tokens ``start`` on of so many in all."""
+    """Return a sum of logits ``[L, V]``, with fixed weights for the tokens from ``start`` on, of ``total``."""
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(total, logits.shape[-1], generator=generator) / logits.shape[-1]
     return (logits.float() * weights[start : start + len(logits)].to(logits.device)).sum()
 
 
 Objective = Callable[[Any, Tensor, int, int], Tensor]
-"""Makes a loss of a model's outputs: called as :func:`weighted_sum` is."""
+"""A function that makes a loss of a model's outputs, with the arguments of :func:`weighted_sum`."""
 
 
 def run_alone(
@@ -58,8 +59,10 @@ def run_alone(
     """Run a stock model forwards and backwards on one sequence after the other, without padding.
 
     Args:
-        sequences: ids, each ``[L]``, on any device.
-        kwargs: for the model.
+        model: The stock model.
+        sequences: Token ids, each ``[L]``, on any device.
+        loss_of: Makes the loss of the outputs.
+        **kwargs: Further arguments of the model.
     """
     return _run(model, [(single(model, ids), [ids]) for ids in sequences], loss_of, kwargs)
 
@@ -88,28 +91,31 @@ def _run(
     loss = torch.zeros((), device=device)
     tokens = sum(len(each) for _, sequences in batches for each in sequences)
     for batch, sequences in batches:
-        given = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
-        outputs = model(**{**given, **kwargs})
+        inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items() if k != "labels"}
+        outputs = model(**{**inputs, **kwargs})
         # a backbone alone has no logits
         scores = outputs.logits if "logits" in outputs else outputs.last_hidden_state
-        found = unpadded(scores.flatten(0, -2), given)
-        part = loss_of(outputs, found, sum(map(len, logits)), tokens)
+        real = unpadded(scores.flatten(0, -2), inputs)
+        part = loss_of(outputs, real, sum(map(len, logits)), tokens)
         part.backward()
         loss += part.detach()
-        logits += found.detach().split([len(each) for each in sequences])
+        logits += real.detach().split([len(each) for each in sequences])
     grads = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
     return Result(logits, loss, grads)
 
 
 @dataclass(frozen=True, eq=False)
 class Oracle:
-    """Each sequence alone, how far from it a batch may be, and the precision in which that says something.
+    """The results of each sequence alone, the bound of a batch's error, and the precision in which it is proved.
 
     Attributes:
-        draws: the sequences of each draw of tokens; results: what each of them gives alone.
-        choices: the experts that are chosen in each draw, which a batch is held to.
-        routers: names of the classes that choose them.
-        finer: what a copy in float64 gives, where the results are float32's.
+        draws: The sequences of each draw of tokens.
+        results: The results of each draw's sequences alone.
+        bound: The largest error allowed.
+        dtype: The dtype of the proof.
+        routers: The names of the classes that choose experts.
+        choices: The experts chosen in each draw, which a batch is made to choose, too.
+        finer: The results of a copy in float64, if ``results`` are in float32.
     """
 
     draws: Sequence[Sequence[Tensor]]
@@ -122,12 +128,12 @@ class Oracle:
 
     @classmethod
     def of(cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str] = ()) -> Oracle:
-        """Return what each sequence alone gives, and what is allowed.
+        """Run each sequence alone, and set the bound.
 
         Args:
-            build: makes the stock model, always of the same weights but for a dtype's rounding, in training mode.
-            dtype: the one to prove it in, if that can be.
-            routers: names of the classes that choose experts.
+            build: Makes the stock model in a dtype, in training mode, with the same weights each time but for rounding.
+            dtype: The dtype to prove the model in, if that is possible.
+            routers: The names of the classes that choose experts.
 
         Raises what building or running the stock model in float32 raises.
         """
@@ -138,11 +144,11 @@ class Oracle:
 
     @classmethod
     def of_float32(cls, model: nn.Module, sequences: Sequence[Tensor], in_float64: Callable[[], nn.Module]) -> Oracle:
-        """Return it for a stock model in float32; what makes a copy of it in float64 tells how far off it is."""
+        """Make the oracle of a stock model in float32; a copy in float64 tells how far off the model is."""
         alone = run_alone(model, sequences)
         try:
             wide = run_alone(in_float64(), sequences)
-        except (RuntimeError, TypeError):  # a dtype that it does not expect, in its own forward
+        except (RuntimeError, TypeError):  # some models raise for a dtype that their own forward does not expect
             wide = alone
         bound = bound_of(compare(alone, wide).of_tensors, torch.float32)
         return cls([sequences], [alone], bound, torch.float32, finer=[wide])
@@ -151,7 +157,11 @@ class Oracle:
     def _of_half(
         cls, build: Callable[[torch.dtype], nn.Module], dtype: torch.dtype, routers: Sequence[str]
     ) -> Oracle | None:
-        """Return a float32 copy's results; None where the model chooses freely, is far off, or can't run so."""
+        """Make an oracle of a float32 copy's results.
+
+        Returns:
+            None if the model chooses experts in unknown modules, is far off, or can't run in this dtype.
+        """
         model = build(dtype)
         wide = _finer(build, model, torch.float32)
         names = {type(module).__name__.lower() for module in model.modules()}
@@ -164,17 +174,17 @@ class Oracle:
                 results.append(run_alone(wide, sequences))
             choices.append(chosen())
             try:
-                with held(choosers_of(model, routers), choices[-1]):
+                with replayed(choosers_of(model, routers), choices[-1]):
                     alone.append(run_alone(model, sequences))
-            except RuntimeError:  # a dtype that it does not expect, in its own forward
+            except RuntimeError:  # some models raise for a dtype that their own forward does not expect
                 return None
         own = compare_draws(alone, results, half=True).of_tensors
         return cls(draws, results, bound_of(own, dtype), dtype, routers, choices) if own <= STEADY else None
 
     def prove(self, model: ModelLike) -> Verification:
-        """Run a model on every kind of input, with both kinds of checkpointing where it has any, and the control.
+        """Run a model on every kind of input, with each kind of checkpointing that it has, and the control.
 
-        It knows of the packing of its batches, as a patched model does, and is in training mode.
+        The model has to know of its batches' packing, as a patched one does, and to be in training mode.
         """
         errors = {kind: self.error(model, make).of_tensors for kind, make in INPUT_KINDS.items()}
         for reentrant in checkpointings(model):
@@ -186,10 +196,11 @@ class Oracle:
         return self.judge(model, errors)
 
     def judge(self, model: nn.Module, errors: Mapping[str, float]) -> Verification:
-        """Return the verdict on a model.
+        """Return the verification of a model, after running the control.
 
         Args:
-            errors: of each kind of input, the worst of logits and gradients.
+            model: The model.
+            errors: For each kind of input the worst error of logits and gradients.
         """
         checks = [Check(kind, error, self.bound) for kind, error in errors.items()]
         control = self.error(model, taken_for_one).logits
@@ -198,21 +209,21 @@ class Oracle:
         return Verification.of(model, self.dtype, checks)
 
     def error(self, model: nn.Module, make: Callable[[Sequence[Tensor]], Mapping[str, Any]]) -> Error:
-        """Return how far batches made of the draws' sequences are from each of these alone."""
+        """Return the errors of batches made of the draws' sequences against these sequences alone."""
         choosers = choosers_of(model, self.routers)
-        found: list[Result] = []
+        results: list[Result] = []
         for sequences, choices in zip(self.draws, self.choices, strict=True):
-            with held(choosers, choices):
-                found.append(run_batch(model, make(sequences), sequences))
-        return compare_draws(found, self.results, half=is_half(self.dtype))
+            with replayed(choosers, choices):
+                results.append(run_batch(model, make(sequences), sequences))
+        return compare_draws(results, self.results, half=is_half(self.dtype))
 
 
 def _finer(build: Callable[[torch.dtype], nn.Module], model: nn.Module, dtype: torch.dtype) -> Any:
     """Return a model of the same weights, built in a finer dtype."""
     finer: Any = build(dtype)
     with torch.no_grad():
-        for parameter, given in zip(finer.parameters(), model.parameters(), strict=True):
-            parameter.copy_(given)
+        for parameter, source in zip(finer.parameters(), model.parameters(), strict=True):
+            parameter.copy_(source)
     if finer._can_set_experts_implementation():
-        finer.set_experts_implementation("eager")  # products over groups of rows know no float64
+        finer.set_experts_implementation("eager")  # grouped matmuls know no float64
     return finer

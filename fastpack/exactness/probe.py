@@ -1,6 +1,6 @@
-"""Running a user's model on tokens of which every one is different, and joining the results of several passes.
+"""Run a user's model on tokens that are all different, and join the results of several passes.
 
-Nothing is left on the model: gradients are taken, not accumulated, and what trains is compared by sketches of them.
+Nothing is left on the model: gradients are returned, not accumulated. Those of large weights are kept as sketches.
 
 Shape suffixes: T tokens, V vocabulary, H hidden size.
 """
@@ -22,47 +22,55 @@ from fastpack.exactness.rule import Result
 from fastpack.utils.protocols import ConfigLike, ModelLike
 
 SKETCH = 1 << 16
-"""A weight's gradient of more elements is kept as so many sums of its elements under random signs: norms of it, and of
-differences, stay what they are to within a percent."""
+"""The size of a sketch. A gradient with more elements is kept as so many sums of its elements under random signs, which
+keep its norm, and norms of differences, to within a percent."""
 
 
 ENTERING = 4096
-"""The number of logits of each token that are summed: a head's own sums over a large vocabulary round by more than
+"""The number of each token's logits that are summed. Over a larger vocabulary the head's own sums round by more than
 1e-5."""
 
 
 def mean(passes: Sequence[Result]) -> Result:
     """Return the mean of passes over the same tokens."""
-    found: Result = tree_map(lambda *tensors: torch.stack(tensors).mean(0), *passes)
-    return found
+    averaged: Result = tree_map(lambda *tensors: torch.stack(tensors).mean(0), *passes)
+    return averaged
 
 
 def joined(passes: Sequence[Result]) -> Result:
-    """Return one pass over the tokens of several, one behind the other: losses and gradients of weights add up."""
+    """Return several passes as one pass over all of their tokens.
+
+    Losses and gradients of weights add up.
+    """
     return Result(
-        [torch.cat([found.logits[0] for found in passes])],
-        torch.stack([found.loss for found in passes]).sum(),
-        {name: torch.stack([found.grads[name] for found in passes]).sum(0) for name in passes[0].grads},
-        torch.cat([found.embeddings for found in passes if found.embeddings is not None]),
+        [torch.cat([each.logits[0] for each in passes])],
+        torch.stack([each.loss for each in passes]).sum(),
+        {name: torch.stack([each.grads[name] for each in passes]).sum(0) for name in passes[0].grads},
+        torch.cat([each.embeddings for each in passes if each.embeddings is not None]),
     )
 
 
-def without(found: Result, tokens: slice) -> Result:
-    """Return what a pass gave for all other tokens. Gradients of weights are of all, and left out."""
-    rows = [found.logits[0], found.embeddings]
+def without(result: Result, tokens: slice) -> Result:
+    """Return a pass's results for all other tokens, without gradients of weights, which are those of all tokens."""
+    rows = [result.logits[0], result.embeddings]
     logits, embeddings = (torch.cat([each[: tokens.start], each[tokens.stop :]]) for each in rows if each is not None)
-    return Result([logits], found.loss, {}, embeddings)
+    return Result([logits], result.loss, {}, embeddings)
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Runs a model on some tokens, every one of them different, so that each can be told by its id.
+    """A run of a model on tokens that are all different, so that each can be told by its id.
 
     Attributes:
-        ids: those that are run, one sequence behind the other, and behind them those that take the place of one.
-        place: ``[vocabulary]``: where among these each id stands, -1 for the others.
-        trained: names and weights of all that gets a gradient.
-        stream: dtypes of the embeddings that were seen; casts: those of autocasts that a pass ran under.
+        model: The model.
+        embedding: Its embedding of tokens, whose outputs are watched.
+        lengths: The number of tokens of each sequence.
+        ids: The ids that are run, one sequence behind the other, and then those that replace one sequence's.
+        place: ``[vocabulary]``: the place of each id among these, -1 for all others.
+        seed: The seed of the tokens.
+        trained: The names and weights of everything that gets a gradient.
+        stream: The dtypes of the embeddings so far.
+        casts: The dtypes of the autocasts that passes ran under.
     """
 
     model: nn.Module
@@ -80,14 +88,13 @@ class Probe:
         """Choose the tokens.
 
         Raises:
-            PatchError: the model embeds ids in several tables, or has too few of them.
+            PatchError: The model embeds ids in several tables, or its vocabulary is too small.
         """
         embedding = backbone.get_input_embeddings()
         weight = getattr(embedding, "weight", None)
         if not isinstance(weight, Tensor):
             raise PatchError(
-                f"verify tells tokens by their ids in one embedding; this model has a {type(embedding).__name__} of "
-                "them."
+                f"verify tells tokens by their ids in one embedding table; this model has a {type(embedding).__name__}."
             )
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(weight.shape[0], generator=generator)
@@ -104,25 +111,26 @@ class Probe:
         return cls(model, embedding, tuple(lengths), ids, place, seed, trained)
 
     def sequences(self, other: int | None = None) -> list[Tensor]:
-        """Return the ids of each sequence; those of the ``other``-th are others."""
-        found = list(self.ids[: sum(self.lengths)].split(self.lengths))
+        """Return the ids of each sequence; the sequence with index ``other`` gets other tokens."""
+        ids = list(self.ids[: sum(self.lengths)].split(self.lengths))
         if other is not None:
-            found[other] = self.ids[sum(self.lengths) :][: self.lengths[other]]
-        return found
+            ids[other] = self.ids[sum(self.lengths) :][: self.lengths[other]]
+        return ids
 
     def places(self) -> list[tuple[Tensor, int]]:
-        """Return the ids of each sequence, and how many tokens come before it."""
+        """Return the ids of each sequence, with the number of tokens before it."""
         return list(zip(self.sequences(), accumulate(self.lengths, initial=0), strict=False))
 
     def run(self, batch: dict[str, Any], at: int = 0, nudge: Nudge | None = None) -> Result:
-        """Run forward and backward of a fixed sum of the logits.
+        """Run the model forwards, and backwards from a fixed sum of the logits.
 
         Args:
-            batch: ``input_ids``, with a mask where there is padding.
-            at: how many tokens come before these.
-            nudge: by which each token's embedding is moved, the same wherever it stands, and each gradient of a logit.
+            batch: ``input_ids``, with a mask if there is padding.
+            at: The number of tokens that come before these.
+            nudge: How far to move each token's embedding, the same wherever the token stands, and each gradient of a
+                logit. None moves nothing.
         """
-        seen: list[tuple[Tensor, Tensor]] = []
+        embedded: list[tuple[Tensor, Tensor]] = []
 
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor:
             device = output.device.type
@@ -131,8 +139,10 @@ class Probe:
             self.stream.add(output.dtype)
             leaf = output if output.requires_grad else output.detach().requires_grad_()
             ids = args[0] if args else kwargs["input"]
-            seen.append((ids, leaf))
-            return leaf.clone() if nudge is None else self._moved(leaf, ids, nudge)  # which a model may scale in place
+            embedded.append((ids, leaf))
+            return (
+                leaf.clone() if nudge is None else self._moved(leaf, ids, nudge)
+            )  # a copy, since a model may scale it in place
 
         handle = self.embedding.register_forward_hook(watch, with_kwargs=True)
         with handle, torch.enable_grad():
@@ -141,26 +151,26 @@ class Probe:
             first = real[:, :ENTERING].float()
             entering = self._entering(nudge)[at : at + len(real), : first.shape[1]]
             total = (first * entering.to(real.device)).sum()
-        wanted = [*self.trained.values(), *(out for _, out in seen)]
-        gradients = torch.autograd.grad(total, wanted, allow_unused=True)
+        differentiated = [*self.trained.values(), *(out for _, out in embedded)]
+        gradients = torch.autograd.grad(total, differentiated, allow_unused=True)
         of_weights = zip(self.trained.items(), gradients, strict=False)
         sketches = {name: self._sketch(weight, gradient) for (name, weight), gradient in of_weights}
-        tokens = self._by_token(batch, seen, gradients[len(self.trained) :])
+        tokens = self._by_token(batch, embedded, gradients[len(self.trained) :])
         return Result([real.detach().float()], total.detach(), sketches, tokens)
 
     def _entering(self, nudge: Nudge | None) -> Tensor:
-        """Return the gradients of the first logits of each token, the same for each pass of a nudge."""
+        """Return the gradients of each token's first logits, the same for every pass with one nudge."""
         shape = (len(self.ids), ENTERING)
-        found = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
-        return found if nudge is None else moved_by(found, nudge.steps(shape), nudge.dtype)
+        drawn = torch.randn(shape, generator=torch.Generator().manual_seed(self.seed + 1))
+        return drawn if nudge is None else moved_by(drawn, nudge.steps(shape), nudge.dtype)
 
-    def _moved(self, embedded: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
-        table = nudge.steps((len(self.ids) + 1, embedded.shape[-1]))
-        table[-1] = 0  # of padding, whose place is -1
-        return moved_by(embedded, table[self.place[ids].cpu()], nudge.dtype)
+    def _moved(self, embeddings: Tensor, ids: Tensor, nudge: Nudge) -> Tensor:
+        table = nudge.steps((len(self.ids) + 1, embeddings.shape[-1]))
+        table[-1] = 0  # the row of padding, whose place is -1
+        return moved_by(embeddings, table[self.place[ids].cpu()], nudge.dtype)
 
     def _sketch(self, weight: Tensor, gradient: Tensor | None) -> Tensor:
-        """Return a gradient flat in float32, or sums of its elements under signs that are the same in each pass."""
+        """Return a gradient, flat in float32, or sums of its elements under signs that are the same in each pass."""
         size = weight.numel()
         if gradient is None:
             return torch.zeros(min(size, SKETCH), device=weight.device)
@@ -173,26 +183,26 @@ class Probe:
         return nn.functional.pad(signed, (0, -size % SKETCH)).view(-1, SKETCH).sum(0, dtype=torch.float32)
 
     def _by_token(
-        self, batch: dict[str, Any], seen: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
+        self, batch: dict[str, Any], embedded: list[tuple[Tensor, Tensor]], gradients: Sequence[Tensor | None]
     ) -> Tensor:
-        """Return the gradients of the tokens' embeddings, in order, whatever rows they were embedded in."""
+        """Return the gradients of the tokens' embeddings, in order, whatever rows the tokens were in."""
         ids = unpadded(batch["input_ids"].flatten(), batch)
-        width = seen[0][1].shape[-1]
+        width = embedded[0][1].shape[-1]
         total = torch.zeros(len(self.ids), width, device=ids.device)
-        for (embedded, _), gradient in zip(seen, gradients, strict=True):
+        for (token_ids, _), gradient in zip(embedded, gradients, strict=True):
             if gradient is not None:
-                at = self.place[embedded.flatten()]
+                at = self.place[token_ids.flatten()]
                 if bool((at < 0).any()):
                     raise PatchError(
-                        "verify tells tokens by their ids, and this model embeds others beside the batch's (prompts of "
-                        "its own)."
+                        "verify tells tokens by their ids, and this model embeds others beside the batch's (learnt "
+                        "prompts)."
                     )
                 total.index_add_(0, at, gradient.float().reshape(-1, width))
         return total[self.place[ids]]
 
 
 def _special_tokens(config: ConfigLike) -> list[int]:
-    """Return ids of padding, ends of texts (a list of them in Llama 3), images and the like."""
+    """Return the ids of padding, of ends of texts (a list in Llama 3), of images and the like."""
     named = [value for name, value in vars(config).items() if name.endswith("_token_id")]
     flat = [i for value in named for i in (value if isinstance(value, list | tuple) else [value])]
     return [i for i in flat if isinstance(i, int)]
@@ -200,13 +210,14 @@ def _special_tokens(config: ConfigLike) -> list[int]:
 
 @dataclass(frozen=True)
 class Nudge:
-    """By how many roundings each element of some values is moved.
+    """A move of some values: by how many roundings each element is moved.
 
     Attributes:
-        seed: of the numbers, which are the same for each pass that is compared with another.
-        dtype: whose roundings.
-        spread: up to so many, either way: far enough that everything computed from the values is rounded anew.
-        share: of the elements that are moved by one more, either way.
+        seed: The seed of the numbers, which are the same for all passes that are compared.
+        dtype: The dtype whose roundings count.
+        spread: The largest number of roundings, in either direction. It has to be large enough that everything computed
+            from the values is rounded anew.
+        share: The share of the elements that are moved by one more rounding, in either direction.
     """
 
     seed: int
@@ -215,14 +226,14 @@ class Nudge:
     share: float = 0.0
 
     def steps(self, shape: tuple[int, ...]) -> Tensor:
-        """Return by how many roundings each is moved, float32."""
+        """Return the number of roundings by which each element is moved, float32."""
         generator = torch.Generator().manual_seed(self.seed)
-        found = torch.randint(-self.spread, self.spread + 1, shape, generator=generator).float()
+        steps = torch.randint(-self.spread, self.spread + 1, shape, generator=generator).float()
         chosen = torch.rand(shape, generator=generator)
-        return found + (chosen < self.share / 2).float() - (chosen > 1 - self.share / 2).float()
+        return steps + (chosen < self.share / 2).float() - (chosen > 1 - self.share / 2).float()
 
 
 def moved_by(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values, each off by so many roundings of a dtype; gradients pass through."""
+    """Return values, each moved by so many roundings of a dtype; gradients pass through."""
     step = 0.75 * torch.finfo(dtype).eps * values.detach().abs().float()  # reaches the neighbour from anywhere
     return values + (steps.to(values.device) * step).to(values.dtype)

@@ -1,13 +1,15 @@
-"""How far one pass over some sequences is from another, and how far it may be.
+"""The rule of exactness: the error of one pass over some sequences against another, and its bound.
 
-In float32 and float64 an error is max|difference| / max|reference| of each tensor, gradients with a floor of 1e-3 of
-the largest gradient in the model, and at most :data:`FULL_BOUND`; more only where the stock model itself is off by
-more. In half precision a maximum is luck, so that an error is a 2-norm, |difference| / |reference|, and the median of
-several draws. It is at most :data:`FACTOR` times the stock model's own error: against a copy in float32 where one is
-cheap, else between two stock runs that differ in rounding alone.
+In float32 and float64 the error of a tensor is max|difference| / max|reference|. For gradients the reference is at
+least 1e-3 of the largest gradient in the model. The bound is :data:`FULL_BOUND`, or more if the stock model itself is
+off by more.
 
-Every comparison has a control that must be off, by :data:`CONTROL` times what is allowed. Where it isn't, an error
-would not be seen, and the answer is that nobody can tell.
+In half precision a maximum is luck. There the error is a 2-norm, |difference| / |reference|, and the median of several
+draws of tokens. The bound is :data:`FACTOR` times the stock model's own error. That is measured against a copy in
+float32 if one is cheap, else between two stock runs that differ in rounding alone.
+
+Every comparison has a control that must be off by at least :data:`CONTROL` times the bound. If it isn't, an error
+would not be seen, and the verdict is that nobody can tell.
 """
 
 from __future__ import annotations
@@ -21,49 +23,50 @@ import torch
 from torch import Tensor
 
 FULL_BOUND = 1e-5
-"""What rounding in float32 may do to a tensor, relative to its largest value."""
+"""The error that rounding in float32 may cause, relative to a tensor's largest value."""
 FACTOR = 1.5
-"""Of the stock model's own error: what another order of the same operations may be off by."""
+"""The bound as a multiple of the stock model's own error: another order of the same operations rounds differently."""
 CONTROL = 3.0
-"""Of what is allowed: how far off the control must be at least."""
+"""The least error of the control, as a multiple of the bound."""
 
 Size = Callable[[Tensor], Tensor]
 
 
 def bound_of(own: float, dtype: torch.dtype) -> float:
-    """Return how far a pass may be off.
+    """Return the bound of a pass's error.
 
     Args:
-        own: the stock model's own error in this precision, measured as the pass's is.
-        dtype: the least precise one that the model computes in. Half precision allows one rounding in any case.
+        own: The stock model's own error in this precision, measured as the pass's is.
+        dtype: The least precise dtype that the model computes in. In half precision the bound is at least one rounding.
     """
     least = torch.finfo(dtype).eps / 2 if is_half(dtype) else FULL_BOUND
     return max(FACTOR * own, least)
 
 
 def is_half(dtype: torch.dtype) -> bool:
-    """True for dtypes of two bytes."""
+    """Return whether a dtype is float16 or bfloat16."""
     return dtype in (torch.float16, torch.bfloat16)
 
 
 def worst(values: Iterable[float]) -> float:
-    """Return the largest; infinity where one is NaN, or where there is none: nothing was compared."""
+    """Return the largest value; infinity if one is NaN, or if there is none, since nothing was compared."""
     return max((math.inf if value != value else value for value in values), default=math.inf)
 
 
 def middle(errors: Iterable[float]) -> float:
-    """Return the median of one tensor's errors over several draws: rounding that one draw blows up says nothing."""
+    """Return the median of one tensor's errors over draws: a single draw with blown-up rounding says nothing."""
     ordered = sorted(math.inf if error != error else error for error in errors)
     return ordered[len(ordered) // 2]
 
 
 class Result(NamedTuple):
-    """One pass over some sequences, or the mean of several.
+    """The result of one pass over some sequences, or the mean of several.
 
     Attributes:
-        logits: of each sequence ``[L, V]``, or of all tokens in order.
-        grads: the gradient of each weight that has one.
-        embeddings: the gradient of each token's embedding, ``[T, H]``, where it was asked for.
+        logits: The logits of each sequence ``[L, V]``, or of all tokens in order.
+        loss: The loss, a scalar.
+        grads: The gradient of each weight that has one, by name.
+        embeddings: The gradient of each token's embedding, ``[T, H]``, if it was asked for.
     """
 
     logits: list[Tensor]
@@ -72,7 +75,7 @@ class Result(NamedTuple):
     embeddings: Tensor | None = None
 
     def by_kind(self) -> dict[str, dict[str, Tensor]]:
-        """Return its tensors by kind and name."""
+        """Return the tensors by kind and name."""
         logits = {str(i): each for i, each in enumerate(self.logits)}
         tokens = {} if self.embeddings is None else {"": self.embeddings}
         return {"logits": logits, "loss": {"": self.loss}, "grads": self.grads, "embeddings": tokens}
@@ -80,7 +83,10 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Error:
-    """Relative errors against the oracle, infinite for a kind of tensors of which there are none."""
+    """The relative errors of a result against the oracle, by kind of tensor.
+
+    A kind without tensors has an infinite error.
+    """
 
     logits: float
     loss: float
@@ -89,29 +95,31 @@ class Error:
 
     @property
     def worst(self) -> float:
-        """The largest of logits, loss and gradients."""
+        """The largest error of logits, loss and gradients."""
         return max(self.of_tensors, self.loss)
 
     @property
     def of_tensors(self) -> float:
-        """The largest of logits and gradients: a loss that is a sum of weighted logits may cancel."""
+        """The largest error of logits and gradients: a loss that is a sum of weighted logits may cancel."""
         return max(self.logits, self.grads)
 
 
-def compare(found: Result, true: Result, *, half: bool = False) -> Error:
-    """Return how far a pass is from another: see :func:`compare_draws`."""
-    return compare_draws([found], [true], half=half)
+def compare(result: Result, true: Result, *, half: bool = False) -> Error:
+    """Return the errors of one pass against another: see :func:`compare_draws`."""
+    return compare_draws([result], [true], half=half)
 
 
-def compare_draws(found: Sequence[Result], true: Sequence[Result], *, half: bool) -> Error:
-    """Return how far passes are from others: of each kind the tensor that is off most, by the median of the draws.
+def compare_draws(results: Sequence[Result], true: Sequence[Result], *, half: bool) -> Error:
+    """Return the errors of passes against others: for each kind the worst tensor, by the median of the draws.
 
     Args:
-        found: a pass for each draw of tokens; true: those that they are compared with.
-        half: measure norms, as for half precision, which one token hardly moves; else the largest differences.
+        results: A pass for each draw of tokens.
+        true: The passes to compare them with.
+        half: Whether to measure 2-norms, as for half precision, which one token hardly moves; else the largest
+            differences.
     """
     size: Size = torch.linalg.vector_norm if half else largest
-    pairs = [(a.by_kind(), b.by_kind()) for a, b in zip(found, true, strict=True)]
+    pairs = [(a.by_kind(), b.by_kind()) for a, b in zip(results, true, strict=True)]
     errors: dict[str, dict[str, float]] = {}
     for kind in pairs[0][0]:
         least = 1e-3 if kind == "grads" else 0.0
@@ -121,16 +129,21 @@ def compare_draws(found: Sequence[Result], true: Sequence[Result], *, half: bool
     return Error(**{kind: worst(each.values()) for kind, each in errors.items()})
 
 
-def errors_of(found: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size, least: float) -> dict[str, float]:
-    """Return the relative error of each tensor; one that only one side has is zero on the other.
+def errors_of(
+    tensors: Mapping[str, Tensor], true: Mapping[str, Tensor], *, size: Size, least: float
+) -> dict[str, float]:
+    """Return the relative error of each tensor; a tensor that one side lacks is zero there.
 
     Args:
-        least: the share of the largest of all as which a smaller one counts.
+        tensors: Tensors by name.
+        true: The tensors to compare them with.
+        size: The norm to measure.
+        least: A floor of the reference's size, as a share of the largest size in ``true``.
     """
     floor = least * max((float(size(tensor.float())) for tensor in true.values()), default=0.0)
     return {
-        name: relative(found.get(name, 0 * tensor), true.get(name, 0 * tensor), size=size, floor=floor)
-        for name, tensor in {**found, **true}.items()
+        name: relative(tensors.get(name, 0 * tensor), true.get(name, 0 * tensor), size=size, floor=floor)
+        for name, tensor in {**tensors, **true}.items()
     }
 
 
@@ -142,8 +155,8 @@ def largest(tensor: Tensor) -> Tensor:
 def relative(value: Tensor, reference: Tensor, *, size: Size = largest, floor: float = 0.0) -> float:
     """Return |value - reference| / |reference| in the given size.
 
-    It is infinite where something is no number, and where the reference is all zeros and there is no floor: two
-    passes that give nothing are equal, and prove nothing.
+    It is infinite for NaNs, and for a reference of zeros without a floor: two passes that give nothing are equal, and
+    prove nothing.
     """
     value, reference = value.detach().float(), reference.detach().float()
     of_reference = max(float(size(reference)), floor)

@@ -1,13 +1,13 @@
 """The passes that ``verify`` compares: each sequence alone through the stock model, and all through a patched one.
 
-In half precision the same tokens are run several times, each time with embeddings a few roundings away, and means are
-compared: rounding, which is another each time, falls away from them, and an error, which is the same, stays.
+In half precision the same tokens run several times, each time with embeddings that are a few roundings away, and means
+are compared. Rounding differs from run to run and averages out; an error is the same in each run, and stays.
 
-How far apart two right results are is told by the stock model computing in another way. That is transformers' other
-attention (sdpa or eager), in half precision from inputs that are one rounding off, since fused kernels round elsewhere
-too. Inputs alone, nearly all of them a rounding off, tell it where there is no other attention, or it is another
-function; in full precision; and where a model rounds more coarsely inside than its stream of hidden states does (4-bit
-weights that compute in bfloat16 under a float32 stream).
+The distance of two correct results is measured on the stock model, which computes in a second way. In half precision
+that is transformers' other attention (sdpa or eager), with inputs that are one rounding off, since fused kernels round
+at other places, too. Otherwise the inputs alone differ, nearly all of them by a rounding. That is so in full precision;
+if there is no other attention, or it computes another function; and also if a model rounds more coarsely inside than
+its hidden states do (4-bit weights that compute in bfloat16, with float32 hidden states).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness.choices import Choices, held, recorded
+from fastpack.exactness.choices import Choices, recorded, replayed
 from fastpack.exactness.inputs import packed, rows_of, single, taken_for_one
 from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification
 
 DRAWS, REPEATS = 3, 4
-"""In half precision: of so many draws of tokens, how often each is run."""
+"""In half precision: the number of draws of tokens, and the number of runs of each."""
 SPREAD = 8
-"""By how many roundings embeddings differ from run to run: by one alone, much would be rounded as before."""
+"""The number of roundings by which embeddings differ from run to run. One alone would leave much rounded as before."""
 
 LIKE_ONE, NEARLY_ALL = 1 / 12, 2 / 3
 """Shares: so many of which move as much as one rounding does (a variance of a twelfth), and some three roundings."""
 KINDS = {"logits": "logits", "embeddings": "gradients of embeddings", "grads": "gradients of what trains"}
-"""Names of what is compared of two passes."""
+"""The names of the tensors that are compared."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,10 +42,10 @@ class Runs:
     """The passes of one verification.
 
     Attributes:
-        probes: one a draw of tokens.
-        head: what the model is called as.
-        stock: makes a context in which the model is the stock one.
-        choosers: the modules that choose experts.
+        probes: One probe for each draw of tokens.
+        head: The module that is called: the head, or the model.
+        stock: Makes a context in which the model is the stock one.
+        choosers: The modules that choose experts.
     """
 
     probes: Sequence[Probe]
@@ -54,7 +54,7 @@ class Runs:
     choosers: Sequence[nn.Module]
 
     def compare(self) -> Verification:
-        """Run everything, and return every comparison with its bound."""
+        """Run all passes, and return every comparison with its bound."""
         alone = self._alone(self.probes[0], None)
         dtype, mixed = self._precision()
         half = is_half(dtype)
@@ -67,7 +67,7 @@ class Runs:
         kinds = [kind for kind in KINDS if true[0].by_kind()[kind]]
         bounds = {kind: bound_of(max(getattr(error, kind) for error in own), dtype) for kind in kinds}
         again, moved, control = self._moved_and_control(*alone, half=half)
-        # experts get other tokens beside the same ones, and may round otherwise
+        # experts then get other tokens beside the same ones, and may round differently
         still = bounds if self.choosers else {kind: bound_of(getattr(again, kind), dtype) for kind in kinds}
         checks = [
             Check(f"{name}, as each sequence alone: {KINDS[kind]}", getattr(errors[name], kind), bound)
@@ -83,7 +83,7 @@ class Runs:
         return Verification.of(self.probes[0].model, dtype, checks)
 
     def _precision(self) -> tuple[torch.dtype, bool]:
-        """Return the least precise dtype of the passes so far, and whether the hidden states are of a finer one."""
+        """Return the least precise dtype of the passes so far, and whether the hidden states have a finer one."""
         probe = self.probes[0]
         (stream,) = probe.stream
         autocast = next(iter(probe.casts), None)
@@ -91,26 +91,26 @@ class Runs:
         return dtype, dtype not in (stream, autocast)
 
     def _other_attention(self, dtype: torch.dtype, alone: Result, choices: Choices) -> str | None:
-        """Return the stock model's other attention, where that computes the same: sdpa drops softcaps, for one."""
+        """Return the stock model's other attention, or None if it computes something else: sdpa drops softcaps."""
         probe = self.probes[0]
         other = other_attention_of(probe.model)
         if other is None:
             return None
-        with held(self.choosers, choices):
+        with replayed(self.choosers, choices):
             rounded = self._stock(probe, Nudge(0, dtype, share=NEARLY_ALL))
-            found = self._stock(probe, None, other)
-        by_other, by_rounding = (compare(each, alone, half=True).logits for each in (found, rounded))
+            attended = self._stock(probe, None, other)
+        by_other, by_rounding = (compare(each, alone, half=True).logits for each in (attended, rounded))
         return other if by_other <= CONTROL * by_rounding else None
 
     def _mean(self, probe: Probe, dtype: torch.dtype, other: str | None, *, mixed: bool) -> dict[str, Result]:
-        """Return each kind of pass over one draw, the mean of several in half precision."""
+        """Return each kind of pass over one draw; in half precision the mean of several."""
         half = is_half(dtype)
         every: list[dict[str, Result]] = []
         for repeat in range(REPEATS if half else 1):
             near = Nudge(repeat, dtype, spread=SPREAD if half else 0)
             alone, choices = self._alone(probe, near)
             passes = {"alone": alone}
-            with held(self.choosers, choices):
+            with replayed(self.choosers, choices):
                 if other is not None:
                     passes[other] = self._stock(probe, replace(near, share=LIKE_ONE if half else 0.0), other)
                 if other is None or mixed or not half:
@@ -121,12 +121,15 @@ class Runs:
         return {name: mean([passes[name] for passes in every]) for name in every[0]}
 
     def _moved_and_control(self, alone: Result, choices: Choices, *, half: bool) -> tuple[Error, Error, Error]:
-        """Return how far all move with nothing at all, how far others do with the tokens of one sequence, and how far
-        all do that are taken for one."""
+        """Return the errors of three passes.
+
+        The first repeats a packed pass, so that nothing has changed. The second replaces the tokens of one sequence,
+        and counts the others. The third takes all sequences for one.
+        """
         probe, which = self.probes[0], len(self.probes[0].lengths) // 2
         ids, at = probe.places()[which]
         rest = slice(at, at + len(ids))
-        with held(self.choosers, choices):
+        with replayed(self.choosers, choices):
             first, again = (probe.run(packed(probe.sequences())) for _ in range(2))
             moved = probe.run(packed(probe.sequences(other=which)))
         control = probe.run(taken_for_one(probe.sequences()))
@@ -137,13 +140,13 @@ class Runs:
         )
 
     def _alone(self, probe: Probe, nudge: Nudge | None) -> tuple[Result, Choices]:
-        """Return what the stock model gives for each sequence alone, and chooses."""
+        """Return the stock model's results for each sequence alone, and its choices of experts."""
         with recorded(self.choosers) as choices:
-            found = self._stock(probe, nudge)
-        return found, choices()
+            result = self._stock(probe, nudge)
+        return result, choices()
 
     def _stock(self, probe: Probe, nudge: Nudge | None, attention: str | None = None) -> Result:
-        """Return what the stock model gives for each sequence alone, by its own attention or another."""
+        """Return the stock model's results for each sequence alone, by its own attention or another."""
         with self.stock(), attending_by(probe.model, attention):
             return joined([probe.run(single(self.head, ids), at, nudge) for ids, at in probe.places()])
 
@@ -152,7 +155,7 @@ BATCHES: Mapping[str, Callable[[Sequence[Tensor]], dict[str, Any]]] = {"packed":
 
 
 def other_attention_of(model: nn.Module) -> str | None:
-    """Return the other implementation of attention that all of a transformers model has, or None."""
+    """Return the attention implementation that a model has beside its current one, or None."""
     current = {config._attn_implementation for config in _configs(model)}
     if not current or None in current:
         return None
@@ -164,7 +167,7 @@ def other_attention_of(model: nn.Module) -> str | None:
 
 @contextmanager
 def attending_by(model: nn.Module, implementation: str | None) -> Iterator[None]:
-    """Let every part of a stock transformers model attend by this implementation, if any, and by its own behind it."""
+    """Make a stock model attend by this implementation, if any, until the end."""
     before = [(config, config._attn_implementation_internal) for config in _configs(model)]
     try:
         for config, own in before:
@@ -177,16 +180,17 @@ def attending_by(model: nn.Module, implementation: str | None) -> Iterator[None]
 
 def _configs(model: nn.Module) -> list[Any]:
     """Return the configs of all modules that attend by one, each once."""
-    found = (module.__dict__.get("config") for module in model.modules())
-    return list({id(c): c for c in found if hasattr(c, "_attn_implementation_internal")}.values())
+    configs = (module.__dict__.get("config") for module in model.modules())
+    return list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
 
 
 def coarsest_dtype(model: nn.Module, stream: torch.dtype, autocast: torch.dtype | None) -> torch.dtype:
-    """Return the least precise dtype that a model computes in, as far as its parts tell.
+    """Return the least precise dtype that a model computes in, as far as its modules show it.
 
     Args:
-        stream: the dtype of its embeddings.
-        autocast: the dtype of the autocast that it runs under, or None.
+        model: The model.
+        stream: The dtype of its embeddings.
+        autocast: The dtype of the autocast that it runs under, or None.
     """
     used = {stream, autocast}
     for module in model.modules():
@@ -198,7 +202,7 @@ def coarsest_dtype(model: nn.Module, stream: torch.dtype, autocast: torch.dtype 
 
 
 def _is_quantised(module: nn.Module) -> bool:
-    """True for a projection whose weight is not a plain tensor of numbers."""
+    """Return whether a module is a projection whose weight is not a plain tensor of numbers."""
     if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
         return False
     weight = getattr(module, "weight", None)

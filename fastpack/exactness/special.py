@@ -1,7 +1,8 @@
-"""A row for each family of which the rule of :mod:`fastpack.exactness.tiny` can't know everything.
+"""The settings of tiny configs that :mod:`fastpack.exactness.tiny` has no general rule for, by family.
 
-:data:`NEEDS`, by a config's ``model_type``, are shapes that depend on each other: every small config has them.
-:data:`TRAITS`, by the name in the causal-LM mapping, are what the default config leaves out; a user's has its own.
+:data:`NEEDS`, by a config's ``model_type``, holds shapes that depend on each other: every small config has them.
+:data:`TRAITS`, by the name in the causal-LM mapping, holds traits that the default config leaves out; a user's config
+has its own.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ POSITIONS = 256
 BEYOND = 16
 """The length in tokens beyond which RoPE is scaled, where it is."""
 INDEX_HEADS = 32
-"""An indexer sums scores clipped at 0 over its heads: with few of them, several keys score exactly 0, and which one is
-kept is up to the sort."""
+"""An indexer sums scores, clipped at 0, over its heads. With few heads several keys score exactly 0, and the sort would
+decide which of them is kept."""
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def layers(*kinds: str, name: str = "layer_types", **more: Any) -> dict[str, Any]:
-    """Settings for exactly these layers."""
+    """Return the settings for exactly these layers."""
     return {"num_hidden_layers": len(kinds), name: list(kinds), **more}
 
 
@@ -36,9 +37,9 @@ STATIC_NTK: dict[str, Any] = {"rope_parameters": {**ROPE, "rope_type": "dynamic"
 MIXED = layers(SLIDING, FULL, SLIDING, FULL)
 MIXED_BY_CHOICE: dict[str, Any] = {**MIXED, "use_sliding_window": True, "sliding_window": WINDOW}
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
-"""Their sdpa in transformers 5.17 drops the softcap, or is not causal: no oracle."""
+"""For families whose sdpa in transformers 5.17 drops the softcap, or is not causal, and is no oracle."""
 ONE_CODEBOOK: dict[str, Any] = {"num_codebooks": 1}
-"""Rows are then sequences: with more, four rows of ids are summed into one."""
+"""With one codebook rows are sequences; with more, the model sums four rows of ids into one."""
 
 GEMMA4_EXPERTS: dict[str, Any] = {
     **MIXED,
@@ -69,7 +70,7 @@ QWEN4: dict[str, Any] = {
     "indexer_head_dim": HEAD_DIM,
     "indexer_budget": WINDOW,
     "indexer_compress_ratio": 2,
-    "ple_layer_ids": [1],  # n-grams of token ids: they look past a sequence's first token
+    "ple_layer_ids": [1],  # n-grams of token ids, which look past a sequence's first token
     "heads_per_ngram": 2,
     "ngram_vocab_size_base": 50,
     "make_ngram_vocab_size_divisible_by": 4,
@@ -77,7 +78,10 @@ QWEN4: dict[str, Any] = {
 }
 
 NEEDS: Mapping[str, Mapping[str, Any]] = {
-    "big_bird": {"block_size": 4, "num_random_blocks": 1},  # rows up to 28 tokens turn it to full attention, for good
+    "big_bird": {
+        "block_size": 4,
+        "num_random_blocks": 1,
+    },  # a row of up to 28 tokens switches the model to full attention for good
     "blt": {
         "use_cache": False,  # its own default fails: a cache is made from a config without layers
         "patching_threshold": 3.85,  # random weights predict badly: the default's patches are all of one byte
@@ -93,7 +97,9 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 1,
     },
     "doge": EAGER,
-    "dory": {"initializer_range": 0.1},  # with the default, what it normalises is so small that stock is off by 1e-4
+    "dory": {
+        "initializer_range": 0.1
+    },  # with the default, the inputs of its norms are so small that the stock model is off by 1e-4
     "dots3_note": DOTS3,
     "dots3_note_text": DOTS3,
     "gemma2": EAGER,
@@ -119,7 +125,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 4, "block_types": ["recurrent", "attention"]},
     "reformer": {
         "attn_layers": ["local", "lsh", "local", "lsh"],
-        "axial_pos_embds": False,  # they want rows of one length
+        "axial_pos_embds": False,  # axial embeddings need rows of one length
         "local_attn_chunk_length": 4,
         "lsh_attn_chunk_length": 4,
         "num_buckets": 2,
@@ -133,7 +139,7 @@ NEEDS: Mapping[str, Mapping[str, Any]] = {
     },
     "zamba": {"attention_hidden_size": 2 * HIDDEN, "attention_head_dim": 2 * HEAD_DIM, "n_mamba_heads": 2},
 }
-"""Shapes that depend on each other, and what no small model of the family runs without."""
+"""Shapes that depend on each other, and other settings that a small model of the family needs to run."""
 
 TRAITS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"num_hidden_layers": 4, "attn_layer_indices": [1, 3]},
@@ -178,7 +184,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {**ROPE, "original_max_position_embeddings": BEYOND, "llama_4_scaling_beta": 0.5},
     },
     "mixtral": {"sliding_window": WINDOW},
-    "mllama": {"num_hidden_layers": 3, "cross_attention_layers": [1]},  # skipped where there is no image
+    "mllama": {"num_hidden_layers": 3, "cross_attention_layers": [1]},  # skipped without an image
     "nemotron_h": layers(LINEAR, "moe", FULL, "mlp", LINEAR, FULL, name="layers_block_type"),
     "olmo": {"clip_qkv": 0.5},
     "olmoe": {"clip_qkv": 0.5},
@@ -200,7 +206,7 @@ TRAITS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 1,
     },
 }
-"""Traits that the family has, and its default config does not show."""
+"""Traits of a family that its default config does not show."""
 
 DRAFT = "a draft head: its forward wants the hidden states, keys and values of the model that it drafts for"
 NOT_BUILT: Mapping[str, str] = {
@@ -208,4 +214,4 @@ NOT_BUILT: Mapping[str, str] = {
     "gemma4_assistant": DRAFT,
     "gemma4_unified_assistant": DRAFT,
 }
-"""Families that can't be built tiny, or not be run on token ids alone, and why."""
+"""The families that can't be built tiny, or can't run on token ids alone, and why."""

@@ -1,14 +1,14 @@
 """A tiny model of any family of transformers, from its own config class, with random weights.
 
 One rule makes a config small (:func:`shrink`). Families share the names of their settings (``hidden_size``,
-``d_model``, ``n_embd``), so each name has one small value, given to every class that declares it. Layers are taken out
-of the config's own pattern, two of each kind, in their order. What the rule can't know is in
-:mod:`fastpack.exactness.special`, a row a family.
+``d_model``, ``n_embd``), so each name has one small value, which every class that declares the name gets. Layers are
+picked from the config's own pattern, two of each kind, in order. :mod:`fastpack.exactness.special` holds the settings
+of single families.
 
 On a GPU heads should be as wide as real ones: ``head_dim=64`` makes every width four times as large.
 
-Weights are drawn so that a leak from one sequence into another is seen: wider than most families start with, so that
-attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen tokens.
+Weights are drawn so that a leak from one sequence into another shows. They are wider than most families start with, so
+that attention is far from uniform, no gate starts shut, norms differ from 1, and a state outlives a dozen tokens.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _COUNTS = (
     (2, "eos_token_id"),
     (3, "sep_token_id"),
     (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers num_blocks"),
-    (2, "encoder_layers num_encoder_layers"),  # not built, but BART counts them where it makes a cache
+    (2, "encoder_layers num_encoder_layers"),  # not built, but BART counts them when it makes a cache
     (HEADS, "num_attention_heads n_head n_heads num_heads attention_heads linear_num_heads"),
     (HEADS, "linear_num_value_heads swa_num_attention_heads decoder_attention_heads encoder_attention_heads"),
     (HEADS, "num_decoder_attention_heads num_encoder_attention_heads"),
@@ -99,13 +99,13 @@ _COUNTS = (
     (True, "is_decoder"),
 )
 SIZES: Mapping[str, Any] = _by_name((*_WIDTHS, *_COUNTS))
-"""The small value of each name that families share. Vocabularies, sizes and ranks; nothing that switches a trait."""
+"""The small value of each shared name: vocabularies, sizes and ranks, and nothing that switches a trait."""
 
 WIDTHS = frozenset(_by_name(_WIDTHS)) | {
     *("swa_qk_nope_head_dim", "swa_v_head_dim", "swa_q_lora_rank", "swa_kv_lora_rank", "mlp_dim", "output_channels"),
     *("nemo_conv_channels", "ext_pw_out_channel", "mrope_section", "global_head_dim"),
 }
-"""Names of what grows with ``head_dim``, those that only a family's row sets among them."""
+"""The names of settings that grow with ``head_dim``, including those that only a family's row sets."""
 
 CAPS: Mapping[str, int] = _by_name(
     (
@@ -113,10 +113,10 @@ CAPS: Mapping[str, int] = _by_name(
         (1, "topk_group num_global_key_value_heads"),
     )
 )
-"""What may be less, or nothing."""
+"""The largest value of settings that may also be smaller, or None."""
 
 WINDOWS = frozenset({"sliding_window", "window_size", "local_attention_window_len"})
-"""Names that stay None where the config's value is None: no window."""
+"""The names of settings that stay None if the config's value is None: no window."""
 
 KEYS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks")
@@ -129,14 +129,14 @@ FIRST_PLAIN, AFTER_PLAIN = 4, 80
 
 
 def model_types() -> list[str]:
-    """The names in transformers' causal-LM mapping, in its order, those of :data:`NOT_BUILT` included."""
+    """Return the names in transformers' causal-LM mapping, in order, including those of :data:`NOT_BUILT`."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def model_class(model_type: str) -> Any:
-    """The class that the mapping names for this family. KeyError where the mapping has no such name."""
+    """Return the class that the mapping names for this family; raise KeyError for a name it does not have."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     if model_type not in model_types():
@@ -145,17 +145,18 @@ def model_class(model_type: str) -> Any:
 
 
 def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
-    """Return a small config of the class that this family's model is built from, with the traits of the family's row.
+    """Return a small config of the class that this family's model is built from, with the family's traits.
 
-    Heads are ``head_dim`` wide where the family's own rules allow it, 8 or a multiple of 16; every width grows with it.
+    Heads are ``head_dim`` wide where the family's own rules allow it: 8, or a multiple of 16. Every width grows with
+    it.
 
-    Where the mapping names a text-only model for a composite config (Llama 4), that is the text config; a family that
-    the mapping does not have (T5) has its own config. Overrides win over everything, those in a dict for a sub-config
-    over that sub-config's. Who overrides the number of layers or one of the lists of layers gets the config's own
-    pattern for the rest.
+    If the mapping names a text-only model for a composite config (Llama 4), the result is the text config. A family
+    that the mapping does not have (T5) has its own config. Overrides win over everything; a dict overrides settings of
+    a sub-config. If the number of layers or one of the lists of layers is overridden, the rest follows the config's own
+    pattern.
 
-    Raises: KeyError for a name that transformers doesn't have, ValueError with the reason for one of
-    :data:`NOT_BUILT` or for another ``head_dim``, and what the config class raises for settings that contradict each
+    Raises: KeyError for a name that transformers doesn't have; ValueError, with the reason, for one of
+    :data:`NOT_BUILT` or for another ``head_dim``; and what the config class raises for settings that contradict each
     other.
     """
     from transformers import CONFIG_MAPPING
@@ -169,9 +170,9 @@ def tiny_config(model_type: str, *, head_dim: int = HEAD_DIM, **overrides: Any) 
 def shrink(config: PreTrainedConfig, *, head_dim: int = HEAD_DIM, **overrides: Any) -> PreTrainedConfig:
     """Return a config of the same class and with the same traits, small enough to be built and run in no time.
 
-    Widths, counts and the vocabulary are small; there are two layers of each kind, in the config's own order; windows
-    are 8 tokens, and RoPE that is scaled beyond a length is scaled beyond 16, so that a few dozen tokens cross every
-    threshold. Heads share keys and values as they did: all, some or none. Nothing is drawn at random. All else is the
+    Widths, counts and the vocabulary are small. There are two layers of each kind, in the config's own order. Windows
+    are 8 tokens, and RoPE that is scaled beyond some length is scaled beyond 16, so that a few dozen tokens cross every
+    threshold. Heads share keys and values as before: all, some or none. Nothing is drawn at random. All else is the
     config's own. Arguments and errors are those of :func:`tiny_config`.
     """
     return _shrink(config, {}, overrides, head_dim, traits=True)
@@ -181,11 +182,13 @@ def _shrink(config: Any, row: Mapping[str, Any], overrides: dict[str, Any], head
     if head_dim % HEAD_DIM and head_dim != HEAD_DIM // 2:
         raise ValueError(f"heads are {HEAD_DIM // 2} wide, or a multiple of {HEAD_DIM}, not {head_dim}")
     factor = head_dim / HEAD_DIM
-    if overrides.get("num_hidden_layers", count := row.get("num_hidden_layers")) != count:  # its lists are of as many
+    if (
+        overrides.get("num_hidden_layers", count := row.get("num_hidden_layers")) != count
+    ):  # lists of that many layers don't fit
         row = {name: value for name, value in row.items() if not (isinstance(value, list) and len(value) == count)}
     row = _widened(row, factor)
-    given = {name: {**row.get(name, {}), **overrides[name]} for name in config.sub_configs.keys() & overrides.keys()}
-    return _small(config, {**row, **overrides, **given}, factor, traits=traits)
+    nested = {name: {**row.get(name, {}), **overrides[name]} for name in config.sub_configs.keys() & overrides.keys()}
+    return _small(config, {**row, **overrides, **nested}, factor, traits=traits)
 
 
 def build_tiny(
@@ -197,11 +200,18 @@ def build_tiny(
     auto: Any = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A small model of this family on the CPU, in eval mode, without dropout; overrides go to the config.
+    """Build a small model of this family on the CPU, in eval mode, without dropout.
 
-    It is of the class that the causal-LM mapping names, or of the one that ``auto``, another of transformers' auto
-    classes, finds. Gradients want training mode: RWKV in eval mode writes a state in place, and Reformer refuses.
-    Raises what :func:`tiny_config` raises.
+    Args:
+        model_type: A name in the causal-LM mapping, or another that transformers has.
+        seed: The seed of the weights.
+        head_dim: The width of heads.
+        dtype: The dtype of the weights.
+        auto: Another of transformers' auto classes, to find the model's class; None takes the causal-LM mapping.
+        **overrides: Settings of the config.
+
+    Gradients need training mode: in eval mode RWKV writes a state in place, and Reformer refuses. Raises what
+    :func:`tiny_config` raises.
     """
     config = tiny_config(model_type, head_dim=head_dim, **overrides)
     of_config = model_class(model_type)._from_config if auto is None else auto.from_config
@@ -211,7 +221,7 @@ def build_tiny(
 def build(
     of_config: Callable[..., Any], config: Any, seed: int = 0, *, head_dim: int = HEAD_DIM, dtype: torch.dtype
 ) -> Any:
-    """Build a model of a small config, its weights drawn anew: the same seed gives the same weights.
+    """Build a model of a small config, with weights drawn anew: the same seed gives the same weights.
 
     The global random state is left as it was.
     """
@@ -223,13 +233,13 @@ def build(
 
 
 def plain_tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random ids ``[rows, length]``, int64, none of them special in a tiny config (padding, a separator, an image)."""
+    """Return random ids ``[rows, length]``, int64, without special tokens (padding, a separator, an image)."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(FIRST_PLAIN, AFTER_PLAIN, (rows, length), generator=generator)
 
 
 def _widened(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """With every width ``factor`` times as large, those of sub-configs too."""
+    """Return the settings with every width ``factor`` times as large, those of sub-configs, too."""
 
     def grown(name: str, value: Any) -> Any:
         if isinstance(value, dict):
@@ -241,20 +251,23 @@ def _widened(settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
     return {name: grown(name, value) for name, value in settings.items()}
 
 
-def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool) -> Any:
-    """Return a config of this class: the rule's values, widened, then the layers picked, then what is given.
+def _small(config: Any, overrides: Mapping[str, Any], factor: float, *, traits: bool) -> Any:
+    """Return a small config: the rule's values, widened, then the picked layers, then the overrides.
 
     Args:
-        traits: keep those that the config has beside its class's defaults.
+        config: The config to shrink.
+        overrides: Settings that win over the rule's.
+        factor: The factor of every width.
+        traits: Whether to keep settings in which the config differs from its class's defaults.
     """
     config_class = type(config)
     names = {field.name for field in dataclasses.fields(config_class)}
     other_names = config_class.attribute_map
-    given = {**_widened(NEEDS.get(config.model_type, {}), factor), **given}
-    # One name for one setting, or n_embd and hidden_size could both be given.
-    given = {name if name in names else other_names.get(name, name): value for name, value in given.items()}
+    overrides = {**_widened(NEEDS.get(config.model_type, {}), factor), **overrides}
+    # One name for one setting, or n_embd and hidden_size could both be set.
+    overrides = {name if name in names else other_names.get(name, name): value for name, value in overrides.items()}
     values = {name: vars(config).get(other_names.get(name, name)) for name in names}
-    given = {name: _in_the_words_of(values.get(name), value) for name, value in given.items()}
+    overrides = {name: _in_the_words_of(values.get(name), value) for name, value in overrides.items()}
     settings = {name: SIZES[name] for name in names & SIZES.keys() if name not in WINDOWS or values[name] is not None}
     settings |= {name: min(values[name], CAPS[name]) for name in names & CAPS.keys() if values[name] is not None}
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
@@ -266,50 +279,50 @@ def _small(config: Any, given: Mapping[str, Any], factor: float, *, traits: bool
     picked = _picked_layers(config, values)
     if traits:
         settings = _with_traits(config, {n: v for n, v in values.items() if n not in picked}, settings, factor)
-    if not picked.keys() & given.keys():
+    if not picked.keys() & overrides.keys():
         settings |= picked
     settings = {name: value for name, value in settings.items() if name in names}
     for name, value in values.items():
         if name in config_class.sub_configs and value is not None:
-            settings[name] = _small(value, given.get(name) or {}, factor, traits=traits)
-    settings |= {name: value for name, value in given.items() if name not in config_class.sub_configs}
-    # A copy: configs fill in and correct the lists and dicts that they are given.
+            settings[name] = _small(value, overrides.get(name) or {}, factor, traits=traits)
+    settings |= {name: value for name, value in overrides.items() if name not in config_class.sub_configs}
+    # A copy: configs fill in and correct the lists and dicts that they get.
     return config_class(**copy.deepcopy(settings))
 
 
-def _in_the_words_of(own: Any, given: Any) -> Any:
-    """Return kinds of layers as the config's own list names them; any other value as it is."""
-    if not isinstance(own, list) or not isinstance(given, list) or not any(kind in own for kind in EARLIER):
-        return given
+def _in_the_words_of(own: Any, value: Any) -> Any:
+    """Return a list of layer kinds in the config's own words; any other value stays as it is."""
+    if not isinstance(own, list) or not isinstance(value, list) or not any(kind in own for kind in EARLIER):
+        return value
     words = {now: earlier for earlier, now in EARLIER.items()}
-    return [words.get(kind, kind) for kind in given]
+    return [words.get(kind, kind) for kind in value]
 
 
 def _with_traits(config: Any, values: Mapping[str, Any], settings: Mapping[str, Any], factor: float) -> dict[str, Any]:
-    """Return the settings with what this config has beside its class's defaults, and no more of anything than it."""
+    """Return the settings with the config's own traits, and no count larger than the config's."""
     config_class, own = type(config), vars(config)
-    default, found = vars(config_class()), dict(settings)
+    default, small_config = vars(config_class()), dict(settings)
     heads = own.get(config_class.attribute_map.get("num_attention_heads", "num_attention_heads"))
     for name, value in values.items():
         usual, small = default.get(config_class.attribute_map.get(name, name)), settings.get(name)
         if name in KEYS and value in (None, heads):
-            found[name] = HEADS
-        elif name not in settings or (not value and value != usual):  # no rank or no window, where others have one
+            small_config[name] = HEADS
+        elif name not in settings or (not value and value != usual):  # no rank or window, which other configs have
             if name not in (*config_class.sub_configs, "per_layer_config") and value != usual:
-                found[name] = value
+                small_config[name] = value
         elif type(value) is type(small) is int and name not in WIDTHS:
-            found[name] = min(value, small)
+            small_config[name] = min(value, small)
     ropes = values.get("rope_parameters") or {}
     if ropes and heads:
         head = own.get("head_dim") or config.hidden_size // heads
-        found["rope_parameters"] = _small_rope(ropes, settings.get("head_dim", HEAD_DIM * factor) / head)
+        small_config["rope_parameters"] = _small_rope(ropes, settings.get("head_dim", HEAD_DIM * factor) / head)
         if "dynamic" in (ropes.get("rope_type"), *(r.get("rope_type") for r in ropes.values() if isinstance(r, dict))):
-            found["max_position_embeddings"] = BEYOND  # from which on it scales
-    return found
+            small_config["max_position_embeddings"] = BEYOND  # dynamic RoPE scales from there on
+    return small_config
 
 
 def _small_rope(rope: Mapping[str, Any], narrower: float) -> dict[str, Any]:
-    """Return RoPE's parameters, or those of each kind of layer, for heads that are so much narrower."""
+    """Return RoPE's parameters, or those of each kind of layer, for heads narrower by this factor."""
     small = dict(rope)
     for name, value in rope.items():
         if isinstance(value, dict):
@@ -326,18 +339,20 @@ def _small_rope(rope: Mapping[str, Any], narrower: float) -> dict[str, Any]:
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of images, audio and the like, from the vocabulary's end, so that no two are the same."""
+    """Return ids of images, audio and the like, from the vocabulary's end, all different."""
     names = [name for name in sorted(values) if name.endswith(("_token_id", "_token_index")) and name not in SIZES]
     return {name: VOCAB - 1 - i for i, name in enumerate(names) if isinstance(values[name], int)}
 
 
 def _picked_layers(config: ConfigLike, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return two layers of each kind out of the config's pattern, in their order: every list that has an entry a layer,
-    and every list that names layers by their numbers."""
+    """Return settings with two layers of each kind, picked from the config's pattern in order.
+
+    They include every list with an entry a layer, and every list of layers' numbers.
+    """
     count = getattr(config, "num_hidden_layers", 0)
-    found = {name: value for name, value in values.items() if isinstance(value, (list, tuple)) and value}
-    lists = {name: value for name, value in found.items() if len(value) == count and len(set(value)) < count}
-    named = {name: value for name, value in found.items() if "layer" in name and {*value} < {*range(count)}}
+    listed = {name: value for name, value in values.items() if isinstance(value, (list, tuple)) and value}
+    lists = {name: value for name, value in listed.items() if len(value) == count and len(set(value)) < count}
+    named = {name: value for name, value in listed.items() if "layer" in name and {*value} < {*range(count)}}
     named = {name: value for name, value in named.items() if name not in lists}
     kinds = [tuple([v[i] for v in lists.values()] + [i in v for v in named.values()]) for i in range(count)]
     picked = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < 2]
@@ -349,7 +364,7 @@ def _picked_layers(config: ConfigLike, values: Mapping[str, Any]) -> dict[str, A
 
 
 def _redraw(model: torch.nn.Module, generator: torch.Generator, narrow: float) -> None:
-    """Draw matrices that spread less than ``narrow`` so widely, and move every vector a little, in place."""
+    """Redraw, in place, matrices that spread less than ``narrow``, and move every vector a little."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

@@ -1,8 +1,8 @@
-"""A twin: a tiny model of a user's own class, as it is in memory, from the user's config, on the CPU.
+"""Twins: tiny models of a user's own class, as it is in memory, from the user's config, on the CPU.
 
-Its config is the user's, shrunk (:func:`fastpack.exactness.tiny.shrink`), with bounds and epsilons so large that they
-act. All its parameters are drawn anew, whatever the class began with, so that it is the same under contexts that leave
-them out, on every rank and on every machine.
+A twin's config is the user's, shrunk by :func:`fastpack.exactness.tiny.shrink`, with bounds and epsilons so large that
+they act. All parameters are drawn anew, whatever the class initialises them to. So a twin is the same on every rank and
+every machine, and under contexts that don't initialise parameters.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from fastpack.exactness.tiny import AFTER_PLAIN, FIRST_PLAIN, SPREAD, shrink
 
 ACTING = {
     **{"softcap": 1.0, "softcapping": 1.0, "clip_qkv": 0.5, "eps": 0.05, "epsilon": 0.05},
-    "attention_multiplier": HEAD_DIM**-0.5,  # with more of it, scores are so far apart that rounding is blown up
+    "attention_multiplier": HEAD_DIM**-0.5,  # with a larger one, scores are so far apart that rounding is blown up
 }
-"""What settings with such a name, or last word of one, are set to where they are numbers: enough to be seen."""
+"""The values of numeric settings with such a name, or last word of a name: large enough to have an effect."""
 VECTOR = 0.3
-"""Standard deviation of the weights of norms about 1, of biases, sinks and the like about 0."""
+"""The standard deviation of norms' weights about 1, and of biases, sinks and the like about 0."""
 GRID = 16.0
-"""Matrices are multiples of 1 / 16: in half precision sums of products are then exact, in whatever order."""
+"""Matrices are multiples of 1 / 16, so that in half precision sums of products are exact in any order."""
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Compute on the CPU, in float32 by default, with gradients, whatever the caller has set, and restore all of it.
+    """Compute on the CPU with default settings until the end, and then restore the caller's.
 
-    It puts the caller's modes of gradients, inference and autocast aside, default device and dtype, the random state,
-    and DeepSpeed's ``zero.Init`` where one is entered, which would partition what is built. What transformers would say
-    of small configs is of no use to anybody, and not said.
+    Inside, tensors are float32 by default and have gradients. The caller's gradient mode, inference mode, autocast,
+    default device and dtype, and random state are put aside. So is DeepSpeed's ``zero.Init`` where one is entered,
+    since it would partition a new model. Warnings of transformers on small configs are dropped.
     """
     dtype, log = torch.get_default_dtype(), logging.getLogger("transformers")
     with (
@@ -65,19 +65,20 @@ def apart() -> Iterator[None]:
 def build_twin(
     cls: Any, config: Any, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, **settings: Any
 ) -> Any:
-    """Build a twin of a class in training mode, inside :func:`apart`; the same one each time.
+    """Build a twin of a class in training mode, inside :func:`apart`; it is the same each time.
 
     Args:
-        cls: of a backbone or a head of transformers.
-        config: the user's, which is left as it is.
-        dropout: the probability of each kind of dropout.
-        settings: of the small config, over its own.
+        cls: The class of a backbone or a head of transformers.
+        config: The user's config, which is left as it is.
+        dtype: The dtype of the twin.
+        dropout: The probability of every kind of dropout.
+        **settings: Settings of the small config, over its own.
 
-    Raises what the classes of the config and of the model do.
+    Raises what the classes of the config and of the model raise.
     """
     small = shrink(config, **settings)
-    small._attn_implementation = "eager"  # the family's own function, which leaves out nothing that it is given
-    small._experts_implementation = "eager"  # products over groups of rows know no float64
+    small._attn_implementation = "eager"  # the family's own function, which honours all of its arguments
+    small._experts_implementation = "eager"  # grouped matmuls know no float64
     for each in _with_parts(small):
         each.dtype = dtype
         for name, value in vars(each).items():
@@ -94,14 +95,14 @@ def build_twin(
 
 
 def distinct_sequences(lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
-    """Return ids of these lengths, int64, no id twice: the gradient of the embeddings is that of the inputs."""
+    """Return ids of these lengths, int64, no id twice, so that embeddings' gradients are those of the inputs."""
     generator = torch.Generator("cpu").manual_seed(0)
     ids = FIRST_PLAIN + torch.randperm(AFTER_PLAIN - FIRST_PLAIN, generator=generator)
     return list(ids[: sum(lengths)].split(list(lengths)))
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """A config and those inside it."""
+    """Yield a config and those inside it."""
     yield config
     for name in config.sub_configs:
         inner = getattr(config, name, None)
@@ -110,35 +111,36 @@ def _with_parts(config: Any) -> Iterator[Any]:
 
 
 def _acting(name: str, value: float, dropout: float) -> float:
-    """A setting of this name, large enough to act."""
+    """Return the value of a setting, large enough to act."""
     if "drop" in name and "layer" not in name:
         return dropout
     return ACTING.get(name, ACTING.get(name.rpartition("_")[2], value))
 
 
 def _materialise(model: nn.Module) -> None:
-    """Give parameters memory on the CPU where a context of the caller's (accelerate's ``init_empty_weights``) kept them
-    on ``meta``.
+    """Give memory on the CPU to parameters that a context of the caller's left on ``meta``.
+
+    Accelerate's ``init_empty_weights`` is such a context.
 
     Raises:
-        ValueError: a buffer is there too, and nobody knows what it held.
+        ValueError: A buffer is on ``meta``, too, and its values are lost.
     """
-    made: dict[int, nn.Parameter] = {}
+    fresh_of: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.device.type != "cpu":
-                fresh = made.setdefault(id(parameter), nn.Parameter(torch.empty_like(parameter, device="cpu")))
+                fresh = fresh_of.setdefault(id(parameter), nn.Parameter(torch.empty_like(parameter, device="cpu")))
                 module._parameters[name] = fresh  # tied ones stay tied
     off = [name for name, buffer in model.named_buffers() if buffer.device.type != "cpu"]
     if off:
-        raise ValueError(f"{off[0]} is not on the CPU, under a context that says where buffers are made")
+        raise ValueError(f"{off[0]} is not on the CPU, under a context that says where buffers are fresh_of")
 
 
 @torch.no_grad()
 def _draw(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw every parameter: norms about 1, vectors about 0, matrices so widely that attention is far from uniform.
+    """Draw every parameter: norms about 1, vectors about 0, matrices so wide that attention is far from uniform.
 
-    All are numbers of bfloat16, so that twins of several dtypes have the same.
+    All values are bfloat16 numbers, so that twins of several dtypes have the same ones.
     """
     norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
     about_1 = {id(p) for norm in norms for name, p in norm.named_parameters(recurse=False) if name.endswith("weight")}

@@ -1,4 +1,4 @@
-"""What :func:`fastpack.verify` found: a table for people, plain data for programs."""
+"""The result of :func:`fastpack.verify`, as a table for people and as plain data for programs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from torch import nn
 
-Verdict = Literal["exact", "not exact", "can't tell"]
+Outcome = Literal["exact", "not exact", "can't tell"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison: how far off, relative, and what is allowed.
+    """One comparison: its relative error, and the bound.
 
-    ``at_least`` is True for the control, which must be further off than its bound.
+    Attributes:
+        what: What was compared.
+        error: The relative error.
+        bound: The largest error allowed; for a control the least.
+        at_least: True for a control, whose error must reach the bound.
     """
 
     what: str
@@ -32,13 +36,26 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """NaN never passes, and no infinite control: passes that are no numbers, or all zeros, show nothing."""
+        """Whether the check passed. NaN never passes, nor an infinite control: such passes show nothing."""
         return self.bound <= self.error < math.inf if self.at_least else self.error <= self.bound
 
 
 @dataclass(frozen=True)
 class Verification:
-    """How far a patched model is from each sequence alone, as :func:`verify` or a sweep found it."""
+    """The errors of a patched model against each of its sequences alone.
+
+    Example:
+        >>> result = fastpack.verify(model)  # doctest: +SKIP
+        >>> print(result)  # a table of all checks  # doctest: +SKIP
+        >>> result.passed, result.verdict  # doctest: +SKIP
+        (True, 'exact')
+
+    Attributes:
+        model: The name of the model's class.
+        dtype: The dtype that sets the bounds.
+        device: The model's device.
+        checks: Every comparison with its bound.
+    """
 
     model: str
     dtype: str
@@ -47,35 +64,35 @@ class Verification:
 
     @classmethod
     def of(cls, model: nn.Module, dtype: torch.dtype, checks: Sequence[Check]) -> Verification:
-        """Return it for a model, and the dtype that sets the bounds."""
+        """Return the verification of a model, with the dtype that sets the bounds."""
         device = str(next(model.parameters()).device)
         return cls(type(model).__name__, str(dtype).removeprefix("torch."), device, tuple(checks))
 
     @property
     def passed(self) -> bool:
-        """True where every check did: the verdict is ``exact``."""
+        """Whether every check passed, so that the verdict is ``exact``."""
         return all(check.passed for check in self.checks)
 
     @property
-    def verdict(self) -> Verdict:
-        """``exact``; ``not exact`` where something is off; ``can't tell`` where a control is off by too little."""
+    def verdict(self) -> Outcome:
+        """``exact``; ``not exact`` if a check failed; ``can't tell`` if only a control was off by too little."""
         if not all(check.passed for check in self.checks if not check.at_least):
             return "not exact"
         return "exact" if self.passed else "can't tell"
 
     @property
     def nearest(self) -> Check:
-        """The check of what must be equal that comes nearest to its bound, or is furthest beyond it."""
+        """The check nearest to its bound, or furthest beyond it; controls don't count."""
         return max((check for check in self.checks if not check.at_least), key=lambda check: check.error / check.bound)
 
     @property
     def problem(self) -> str | None:
-        """The verdict with what failed, on one line; None where nothing did."""
+        """The verdict and the failed checks, on one line; None if all passed."""
         failed = [f"{c.what} ({c.error:.1e}, bound {c.bound:.1e})" for c in self.checks if not c.passed]
         return f"{self.verdict}: {', '.join(failed)}" if failed else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return plain dicts, lists, strings and numbers."""
         return {
             "model": self.model,
             "dtype": self.dtype,
@@ -86,9 +103,11 @@ class Verification:
         }
 
     def __str__(self) -> str:
+        """Return the table as text."""
         return as_text(self)
 
     def __rich__(self) -> RenderableType:
+        """Return the table for rich."""
         verdict = _SHOWN[self.verdict]
         title = f"fastpack verify: {self.model}, {self.dtype} on {self.device}: {verdict}"
         table = headed("check", "off by", "bound", "", title=title, right=("off by", "bound"))
@@ -98,7 +117,7 @@ class Verification:
         return table
 
 
-_SHOWN: dict[Verdict, str] = {
+_SHOWN: dict[Outcome, str] = {
     "exact": "[green]exact[/green]",
     "not exact": "[bold red]NOT exact[/bold red]",
     "can't tell": "[bold yellow]can't tell in this dtype[/bold yellow]",
@@ -106,29 +125,31 @@ _SHOWN: dict[Verdict, str] = {
 
 
 class ContaminationError(FastpackError):
-    """:func:`fastpack.verify` found a patched model that does not give what each sequence gives alone.
+    """A patched model does not give what each sequence gives alone; raised by :func:`fastpack.verify`.
 
     Attributes:
-        verification: every figure. What is known to keep a model from being exact is said in its place.
+        verification: Every error with its bound.
     """
 
-    def __init__(self, verification: Verification, known: str | None = None) -> None:
+    def __init__(self, verification: Verification, reason: str | None = None) -> None:
+        """Set up the message, with the known reason why the model can't be exact, if any."""
         super().__init__(
             "this patched model is not exact here. fastpack.unpatch(model) restores the stock model; "
-            + (f"it can't be: {known}:" if known else "please report the family with this table:")
+            + (f"it can't be: {reason}:" if reason else "please report the family with this table:")
             + f"\n{verification}"
         )
         self.verification = verification
 
 
 class InconclusiveError(FastpackError):
-    """:func:`fastpack.verify` found nothing wrong, but rounding would hide a leak in this model's dtypes.
+    """Nothing is wrong, but rounding would hide a leak in this model's dtypes; raised by :func:`fastpack.verify`.
 
     Attributes:
-        verification: every figure.
+        verification: Every error with its bound.
     """
 
     def __init__(self, verification: Verification) -> None:
+        """Set up the message with the table of checks."""
         super().__init__(
             f"nobody can tell whether this model is exact in {verification.dtype}: rounding alone moves it by so much "
             "that a leak would not be seen. Verify it in float32: fastpack.verify(fastpack.patch(model.float())), on a "

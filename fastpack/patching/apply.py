@@ -1,4 +1,4 @@
-"""Apply a plan to a model, undo it, and lay it aside for a while."""
+"""Apply a plan to a model, undo it, and disable it for a while."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.model.head import head_forward
 from fastpack.model.unwrap import STATE, Parts, find_parts, refuse_wrapped, way_in
-from fastpack.patching.changes import Attribute, Change, take_off_copies, take_off_head
+from fastpack.patching.changes import Attribute, Change, restore_copies, restore_head
 from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
-from fastpack.patching.plan import Plan, make_plan
+from fastpack.patching.plan import PatchPlan, make_plan
 from fastpack.patching.state import PatchState, carries, state_of
 from fastpack.utils.replacement import FORWARD_COPY, Replacement, Restore, replaces
 
 
-def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[Plan]:
-    """Plans for the models that these options change, each seen without our forwards; see :func:`make_plan`.
+def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> list[PatchPlan]:
+    """Return plans for the models that these options change; see :func:`make_plan`.
 
-    A patch in force is taken off to look beneath it; where any plan fails, every such patch is put back.
+    Each model is planned without our forwards: a patch in force is undone first. If any plan fails, every such patch is
+    installed again.
     """
-    plans: list[Plan] = []
-    with ExitStack() as put_back:
+    plans: list[PatchPlan] = []
+    with ExitStack() as on_failure:
         for model in models:
             parts = find_parts(model)
             backbone, state = parts.backbone, state_of(parts.backbone)
@@ -41,34 +42,34 @@ def plan_all(models: list[nn.Module], options: PatchOptions, match: Match) -> li
                     continue
                 _refuse_another_head(parts, state)
             refuse_wrapped(model)
-            for put_on in restore(model):
-                put_back.callback(put_on)  # it calls the last one first
+            for reinstall in restore(model):
+                on_failure.callback(reinstall)  # the stack calls the last one first
             plans.append(make_plan(model, options, match))
             if plans[-1].mixing.describe()["tier"] == "re-padded model":
                 warnings.warn(
-                    f"{plans[-1].report.model} runs as a re-padded model: sequences are exact and apart, but on padded "
-                    "rows, so that nothing gets faster.",
+                    f"{plans[-1].report.model} runs as a re-padded model: its sequences are exact and apart, but run "
+                    "on padded rows, so that nothing gets faster.",
                     NoFasterWarning,
                     stacklevel=3,
                 )
-        put_back.pop_all()
+        on_failure.pop_all()
     return plans
 
 
 def _refuse_another_head(parts: Parts, state: PatchState) -> None:
-    """Raise where a patch of this backbone has a head which this patch would leave stock without a word."""
+    """Raise if a backbone is patched with another head, which this patch would leave stock."""
     heads = [change.module for change in state.changes if replaces(change, head_forward)]
     if not heads or parts.head in heads:
         return
     other = "the backbone alone" if parts.head is None else f"another head, a {type(parts.head).__name__},"
     raise PatchError(
-        f"this {type(parts.backbone).__name__} is patched with its {type(heads[0]).__name__}, and to patch it with "
+        f"this {type(parts.backbone).__name__} is patched with its {type(heads[0]).__name__}, and a patch with "
         f"{other} would leave that one stock. Patch the same model again, or unpatch it first. Nothing was changed."
     )
 
 
-def apply(plan: Plan, options: PatchOptions) -> None:
-    """Change what a plan says, and keep on the backbone what was changed."""
+def apply(plan: PatchPlan, options: PatchOptions) -> None:
+    """Install the changes of a plan, and keep their record on the backbone."""
     register_interface(options.attention)
     changes: list[Change] = []
     configs: dict[int, Any] = {}
@@ -89,22 +90,22 @@ def apply(plan: Plan, options: PatchOptions) -> None:
 
 
 def restore(model: nn.Module) -> list[Restore]:
-    """Undo a patch; what puts it back again, to be called from the last to the first."""
+    """Undo a patch, and return what installs it again, to be called from the last to the first."""
     parts = find_parts(model)
     state = state_of(parts.backbone)
     if state is None:
         if parts.head is not None:
-            take_off_head(parts.head)
+            restore_head(parts.head)
         return []
     restores: list[Restore] = [functools.partial(setattr, parts.backbone, STATE, state)]
     del parts.backbone.__dict__[STATE]
     restores += [change.undo() for change in reversed(state.changes)]
-    return restores + take_off_copies(model, [change.module for change in state.changes])
+    return restores + restore_copies(model, [change.module for change in state.changes])
 
 
 @contextmanager
 def temporarily_patched(model: nn.Module, match: Match) -> Iterator[None]:
-    """Patch a stock model with the usual options, and restore it behind."""
+    """Patch a stock model with the default options, and restore it at the end."""
     options = PatchOptions()
     for plan in plan_all([model], options, match):
         apply(plan, options)
@@ -115,16 +116,19 @@ def temporarily_patched(model: nn.Module, match: Match) -> Iterator[None]:
 
 
 @contextmanager
-def uncovered(model: nn.Module) -> Iterator[PatchState]:
-    """A patched model without what others have put over our forwards since, and over its own, such as autocast.
+def without_wrappers(model: nn.Module) -> Iterator[PatchState]:
+    """Remove what other code has put over our forwards, and over the model's own, until the end.
 
-    Accelerate's hooks, which move tensors, stay.
+    That is autocast, for example. Accelerate's hooks, which move tensors, stay.
+
+    Yields:
+        The record of the patch.
     """
     state = state_of(find_parts(model).backbone)
     assert state is not None
     with ExitStack() as later:
         for module in way_in(model):
-            wrapped = module.__dict__.get("_original_forward")  # as accelerate's prepare() leaves it
+            wrapped = module.__dict__.get("_original_forward")  # accelerate's prepare() leaves it there
             if wrapped is not None and "_hf_hook" not in module.__dict__:
                 later.callback(setattr, module, "forward", module.__dict__["forward"])
                 module.forward = wrapped
@@ -136,7 +140,7 @@ def uncovered(model: nn.Module) -> Iterator[PatchState]:
 
 @contextmanager
 def disabled(state: PatchState) -> Iterator[None]:
-    """The stock model, until the end: every change is as if it were undone, and nothing that others did is touched."""
+    """Disable every change until the end, so that the model is stock, and touch nothing that other code did."""
     with ExitStack() as later:
         for change in reversed(state.changes):
             later.callback(change.disable())

@@ -1,4 +1,4 @@
-"""Tell which backend will serve a model's attention, asked before a batch comes."""
+"""Find the backend that will serve a model's attention, before there is a batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastpack.utils.protocols import ModelLike
 
 
 def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -> AttentionShape:
-    """The shape that one attention module will ask of a backend, as far as it is known before a batch comes."""
+    """Return what one attention module will ask of a backend, as far as that is known before there is a batch."""
     config = backbone.config.get_text_config(decoder=True)
     heads = config.num_attention_heads
     head_dim = getattr(module, "qk_head_dim", None) or getattr(module, "head_dim", None) or config.hidden_size // heads
@@ -28,7 +28,7 @@ def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -
         device=next(backbone.parameters()).device,
         dtype=backbone.dtype,
         num_heads=heads,
-        # latent attention reads no num_key_value_heads: where they are more than heads, there are 0 in a group
+        # latent attention ignores num_key_value_heads; if that is larger than heads, the group size is 0
         num_kv_heads=heads // max(1, getattr(module, "num_key_value_groups", 1)) or heads,
         head_dim=head_dim,
         value_dim=getattr(module, "v_head_dim", None) or head_dim,
@@ -40,24 +40,28 @@ def attention_shape(backbone: ModelLike, module: nn.Module, spec: Spec | None) -
 
 
 HALVES = (torch.bfloat16, torch.float16)
-"""The dtypes that autocast may bring float32 tensors to."""
+"""The dtypes to which autocast may cast float32 tensors."""
 
 
 def serving_backends(shapes: Sequence[AttentionShape], attention: str) -> tuple[list[str], tuple[str, ...]]:
-    """The names of the backends that will serve, each once, and what else there is to say of them.
+    """Return the names of the backends that will serve, each once, and notes on them.
+
+    Args:
+        shapes: What the attention modules will ask of a backend.
+        attention: ``auto``, or the backend asked for by name.
 
     Raises:
-        BackendUnavailableError: the one that was asked for can't serve.
+        BackendUnavailableError: The backend asked for by name can't serve.
     """
-    found = [_serving_backend(shape, attention) for shape in shapes]
-    return list(dict.fromkeys(name for name, _ in found)), tuple(note for _, notes in found for note in notes)
+    served = [_serving_backend(shape, attention) for shape in shapes]
+    return list(dict.fromkeys(name for name, _ in served)), tuple(note for _, notes in served for note in notes)
 
 
 def _serving_backend(shape: AttentionShape, attention: str) -> tuple[str, list[str]]:
     notes: list[str] = []
     if shape.device.type == "meta":
-        return attention, notes  # sharded loading: asked again at the first batch
-    # float32 weights are mostly trained under autocast, which brings q, k and v to the kernel in another dtype
+        return attention, notes  # sharded loading: the backend is chosen at the first batch
+    # float32 weights are mostly trained under autocast, which casts q, k and v before the kernel
     halves = [replace(shape, dtype=dtype) for dtype in HALVES if shape.dtype == torch.float32]
     if attention == "auto":
         chosen = choose(shape)

@@ -1,7 +1,8 @@
-"""The changes that a patch makes to a model: each can be undone, or disabled, whoever put theirs over it since.
+"""The changes that a patch makes to a model.
 
-A forward is a :class:`fastpack.utils.replacement.Replacement`; what else changes is here. All of them are kept on the
-backbone (:mod:`fastpack.patching.state`).
+Each can be undone or disabled, even if other code has put something over it since. A new forward is a
+:class:`fastpack.utils.replacement.Replacement`; the other kinds of changes are here. The backbone keeps all of them
+(:mod:`fastpack.patching.state`).
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from fastpack.utils.replacement import (
 )
 
 _PARTS = (attention_forward, mlp_forward, norm_forward)
-"""The parts that a layer computes itself, fused with what lies around them."""
+"""The forwards of parts that a layer computes itself, fused with what lies around them."""
 
 
 @dataclass(eq=False)
 class Attribute:
-    """An attribute of a module that is no forward: a private config, or a forward kept under a second name.
+    """An attribute of a module other than its forward: a private config, or a forward under a second name.
 
     Its methods are those of a :class:`PreHook`.
     """
@@ -50,10 +51,12 @@ class Attribute:
     previous: Any = None
 
     def install(self) -> None:
+        """Set the attribute."""
         self.previous = self.module.__dict__.get(self.name)
         setattr(self.module, self.name, self.ours)
 
     def undo(self) -> Restore:
+        """Restore the attribute's earlier value, and return what sets ours again."""
         if self.module.__dict__.get(self.name) is not self.ours:
             return do_nothing
         if self.previous is not None:
@@ -63,42 +66,44 @@ class Attribute:
         return self.install
 
     def disable(self) -> Restore:
+        """Undo the change, since an attribute can't be wrapped."""
         return self.undo()
 
 
 Change = Replacement[Any, Any] | PreHook[Any, Any] | Attribute
-"""One thing that is set on a module."""
+"""One change of a module."""
 
 
-def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:
-    """Take what is ours off the modules that PEFT copied from patched ones: ``modules_to_save``, tuned norms,
-    replicated layers.
+def restore_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Restore]:
+    """Restore the modules that PEFT copied from patched ones.
 
-    Others that carry something of ours are somebody's: another model's, whose patch is in force.
+    These are ``modules_to_save``, tuned norms and replicated layers. Other modules that carry something of ours belong
+    to another model, whose patch is in force.
 
     Args:
-        changed: those that the patch itself changed, from which it was taken already.
+        model: The model, with its wrappers.
+        changed: The modules that the patch itself changed, which are restored already.
 
     Returns:
-        What puts it on again.
+        Functions that set our forwards on the copies again.
     """
-    known, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
+    restored, weights = {id(module) for module in changed}, {_weights(module) for module in changed} - {None}
     saved = (
-        found
+        each
         for module in model.modules()
         for name in ("modules_to_save", "ln_tuning_layers")
-        if isinstance(found := getattr(module, name, None), nn.ModuleDict)
+        if isinstance(each := getattr(module, name, None), nn.ModuleDict)
     )
     copies = {id(module): module for each in saved for module in each.modules()}
     copies |= {id(module): module for module in model.modules() if _weights(module) in weights}
     restores: list[Restore] = []
     for module in copies.values():
-        if id(module) in known or not carries_ours(module):
+        if id(module) in restored or not carries_ours(module):
             continue
         for place in (*FORWARDS, FORWARD_COPY, "config"):
             if place in module.__dict__:
                 restores.append(functools.partial(setattr, module, place, module.__dict__[place]))
-        _take_off_forwards(module)
+        _restore_forwards(module)
         stock = stock_config(module)
         if stock is not None:
             module.config = stock
@@ -106,20 +111,23 @@ def take_off_copies(model: nn.Module, changed: Sequence[nn.Module]) -> list[Rest
 
 
 def _weights(module: nn.Module) -> tuple[type, int] | None:
-    """A module's class and its weights' place, which copies that share them have too; None where they lie elsewhere."""
+    """Return a module's class and the address of its weights, which copies share; None if they have none.
+
+    Weights have no address on the meta device, and when they are spread over ranks.
+    """
     first = next(module.parameters(), None)
-    place = 0 if first is None else first.data_ptr()  # zero on meta, and of weights that are spread over ranks
+    place = 0 if first is None else first.data_ptr()  # zero on meta, and for weights that are spread over ranks
     return (type(module), place) if place else None
 
 
 def carries_ours(module: nn.Module) -> bool:
-    """True where a module has a forward of ours, or attends through our interface."""
+    """Return whether a module has a forward of ours, or attends through our interface."""
     ours = FORWARD_COPY in module.__dict__ or replacement_on(module) is not None
     return ours or stock_config(module) is not None
 
 
 def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
-    """Count the modules that have a drop-in over our forward, or had one under it."""
+    """Count the modules that have a drop-in forward, such as Liger's, over ours or had one under it."""
     return sum(
         any(_is_drop_in(change, forward) for forward in (change.owner.__dict__.get("forward"), change.earlier))
         for change in _forwards(backbone, changes)
@@ -127,19 +135,22 @@ def count_drop_ins(backbone: nn.Module, changes: Sequence[Change]) -> int:
 
 
 def unfused(backbone: nn.Module, changes: Sequence[Change]) -> tuple[tuple[str, str], ...]:
-    """Parts of layers that what a user did since the patch has run by themselves, by class, and why."""
-    found: Counter[tuple[str, str]] = Counter()
+    """Return the parts of layers that now run by themselves, by class, and why.
+
+    A user has put hooks on them, or another forward over ours, since the patch.
+    """
+    reasons: Counter[tuple[str, str]] = Counter()
     for change in _forwards(backbone, changes):
         module = change.owner
         if change.place() is None and not _is_drop_in(change, module.__dict__.get("forward")):
-            found[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
+            reasons[type(module).__name__, "another forward was put over fastpack's, and runs"] += 1
         elif has_hooks(module) and change.function in _PARTS:
-            found[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
-    return tuple((name, f"{count}: {why}") for (name, why), count in found.items())
+            reasons[type(module).__name__, "with hooks: called as a module, with nothing around it fused"] += 1
+    return tuple((name, f"{count}: {why}") for (name, why), count in reasons.items())
 
 
 def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacement[Any, Any]]:
-    """Our forwards of modules that are inside the backbone still."""
+    """Return our forwards of modules that are still inside the backbone."""
     inside = {id(module) for module in backbone.modules() if module is not backbone}
     return [
         change
@@ -149,20 +160,23 @@ def _forwards(backbone: nn.Module, changes: Sequence[Change]) -> list[Replacemen
 
 
 def _is_drop_in(ours: Replacement[Any, Any], forward: object) -> bool:
-    """True for a forward of somebody's that computes what ours does."""
+    """Return whether another forward computes the same as ours."""
     return ours.function in (mlp_forward, norm_forward) and is_drop_in(ours.owner, forward, ours.spec)
 
 
 def contexts_of(module: nn.Module) -> tuple[PackingContext | None, PackingContext | None]:
-    """The contexts that tell a module of the packing where no keyword does: of its forward, and of its attention."""
+    """Return the contexts that tell a module's forward, and its attention, of the packing.
+
+    They stand in where no keyword does. None means that there is no context.
+    """
     ours = replacement_on(module)
     of_forward = ours.runtime.context if ours is not None and isinstance(ours.runtime, Runtime) else None
     return of_forward, getattr(module.__dict__.get("config"), SCOPE, None)
 
 
-def take_off_head(head: nn.Module) -> None:
-    """Take off what is ours on a head whose backbone, and with it all that was known of the patch, was replaced."""
-    _take_off_forwards(head)
+def restore_head(head: nn.Module) -> None:
+    """Restore a head whose backbone was replaced, and with it the record of the patch."""
+    _restore_forwards(head)
     if isinstance(head.__dict__.get("generate"), Replacement):
         restore_class_method(head, "generate")
     for hook in list(head._forward_pre_hooks.values()):
@@ -170,7 +184,7 @@ def take_off_head(head: nn.Module) -> None:
             hook.undo()
 
 
-def _take_off_forwards(module: nn.Module) -> None:
+def _restore_forwards(module: nn.Module) -> None:
     module.__dict__.pop(FORWARD_COPY, None)
     for place in FORWARDS:
         if isinstance(module.__dict__.get(place), Replacement):

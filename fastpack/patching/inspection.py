@@ -1,4 +1,4 @@
-"""``report``: what a patch is doing now, with all that came, went or was switched since."""
+"""``report``: the account of a patch as it is now, with everything that changed since."""
 
 from __future__ import annotations
 
@@ -19,11 +19,16 @@ from fastpack.utils.classes import replaced_forward
 from fastpack.utils.protocols import TrainerLike
 
 _PROJECTING = {"attention", "mlp", "layer"}
-"""Kinds of replaced modules that read their projections' weights."""
+"""Kinds of modules whose new forwards read the weights of projections."""
 
 
 def inspect_patch(target: object, *more_notes: str) -> PatchReport:
-    """Return what was swapped in a model, or in the one that a trainer trains, and these notes of others besides."""
+    """Return the report of a model, or of the one that a trainer trains.
+
+    Args:
+        target: The model or trainer.
+        more_notes: Further notes for the report.
+    """
     model = models_of(target)[0]
     parts = find_parts(model)
     backbone, head = parts.backbone, parts.head
@@ -31,40 +36,40 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
     if state is None:
         whole = head or backbone
         return PatchReport(type(whole).__name__, getattr(whole.config, "model_type", "?"))
-    # adapters may have come, gone or been switched since, graphs been recorded, and the model been moved
-    known, mixing, fused = state.report, state.mixing, kept_on(target, FUSED_LOSS)
+    # since the patch, adapters may have changed, graphs may have been recorded, and the model may have moved
+    planned, mixing, fused = state.report, state.mixing, kept_on(target, FUSED_LOSS)
     budget = kept_on(target, BUDGET)
-    notes = known.notes + mixing.notes() + state.runtime.describe(backbone)
+    notes = planned.notes + mixing.notes() + state.runtime.describe(backbone)
     if budget is not None:
         notes += (budget.describe(),)
     notes += more_notes
     notes += not_isolated(head or backbone) + _notes_on_prompts(model) + _notes_on_liger(backbone, state)
-    skipped = known.skipped + mixing.strangers() + unserved(backbone)
+    skipped = planned.skipped + mixing.unknown_modules() + unserved(backbone)
     skipped += unfused(backbone, state.changes)
     replaced = None if head is None else replaced_forward(head)
     if replaced is not None:
         skipped += ((type(head).__name__, f"its class's forward is {replaced}: that runs, around a patched backbone"),)
-    asked = state.options.loss is not None or fused is not None
-    if asked and not any(what == "loss" for what, _ in skipped):
+    fused_asked = state.options.loss is not None or fused is not None
+    if fused_asked and not any(what == "loss" for what, _ in skipped):
         reason = _why_no_fused_loss(head, state, target)
         note = "loss: fused in training with labels=, where out.logits is None" if fused is None else fused.describe()
         skipped += () if reason is None else (("loss", reason),)
         notes += (note,) if reason is None else ()
     return replace(
-        known,
+        planned,
         **mixing.describe(),
-        swapped={**known.swapped, **mixing.kinds()},
+        swapped={**planned.swapped, **mixing.kinds()},
         projections=count_projections(backbone),
-        as_modules=count_opaque(backbone) if _PROJECTING & known.swapped.keys() else {},
+        as_modules=count_opaque(backbone) if _PROJECTING & planned.swapped.keys() else {},
         skipped=skipped,
         notes=notes,
     )
 
 
 def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:
-    """Return what a wrapper that learns prompts, put on before the patch or after it, makes of a batch."""
+    """Return notes on wrappers that learn prompts, whether they came before the patch or after it."""
     return tuple(
-        "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever is said above"
+        "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever this report says"
         if passes_a_cache(wrapper)
         else "PEFT's prompts: for batches padded on the right"
         for wrapper in filter(learns_prompts, way_in(model))
@@ -75,14 +80,14 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
     notes: list[str] = []
     drop_ins, unknown = count_drop_ins(backbone, state.changes), count_unknown(backbone)
     if drop_ins:
-        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: what a layer fuses, it computes itself instead")
+        notes.append(f"Liger's forwards of {drop_ins} norms and MLPs: layers compute themselves what they fuse")
     if unknown:
         notes.append(f"{unknown} modules are of Liger's own classes: they are called as modules")
     return tuple(notes)
 
 
 def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object) -> str | None:
-    """Say why the loss is not fused that was to be, as far as only a look at the target now tells; or None."""
+    """Return why the loss that was asked for is not fused, as far as the target shows it now; or None."""
     of_trainer = kept_on(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
         return str(rejected)
@@ -96,7 +101,7 @@ def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object
 
 
 def why_no_fused_loss(trainer: TrainerLike) -> str | None:
-    """Say why a trainer that was given the fused loss, or its head, would compute another one now, or None."""
+    """Return why a trainer with the fused loss, or its head, would compute another loss now; or None."""
     parts = find_parts(trainer.model)
     state = state_of(parts.backbone)
     if state is None:

@@ -1,4 +1,4 @@
-"""Settle the classes whose sources were not proved: fast where a twin matches, else their own forwards, aloud."""
+"""Decide on classes whose sources were not proved: fast if a twin matches, else their own forwards, with a warning."""
 
 from __future__ import annotations
 
@@ -18,50 +18,57 @@ from fastpack.utils.classes import replaced_forward, stock_class
 from fastpack.utils.versions import version_of
 
 Match = Callable[[nn.Module, Family, Mapping[str, Spec]], Mapping[str, str]]
-"""Say of each class of a backbone's family why a forward of this form does not compute what it does, or nothing."""
+"""A function that returns, for each class, why its spec does not match it; an empty string if it does."""
 
 
-def settle(found: Recognised, match: Match, *, head: bool) -> Recognised:
+def settle(recognised: Recognised, match: Match, *, head: bool) -> Recognised:
     """Match the classes whose source was not proved.
 
     Args:
-        head: whether it matters how the head makes logits.
+        recognised: The model.
+        match: Tries specs against the model's classes.
+        head: Whether to match the head's class, too.
+
+    Returns:
+        The model, with the specs of the classes that matched.
 
     Warns:
-        FastpackWarning: a class does not compute what its row says, and keeps its own forward.
-        UntriedVersionWarning: a class mixes tokens in its stock forward, and has a source that was not tried.
+        FastpackWarning: A class does not compute what its row says, and keeps its own forward.
+        UntriedVersionWarning: A class mixes tokens in its stock forward, and has a source that was not tried.
     """
-    if found.untried:
+    if recognised.untried:
         warnings.warn(
-            f"{', '.join(found.untried)} of transformers {version_of('transformers')} mix tokens, and have sources "
-            "that fastpack was not tried with. fastpack.verify(model) tries yours.",
+            f"{', '.join(recognised.untried)} of transformers {version_of('transformers')} mix tokens, and have "
+            "sources that fastpack was not tried with. fastpack.verify(model) tries yours.",
             UntriedVersionWarning,
             stacklevel=5,
         )
-    names = [name for name in found.unknown if head or not isinstance(found.family.fast[name], HeadSpec)]
-    forms, left = match_specs(found.backbone, found.family, names, match)
-    return with_specs(found, {**found.specs, **forms}, matched=tuple(forms), skipped=found.skipped + left)
+    names = [name for name in recognised.unknown if head or not isinstance(recognised.family.fast[name], HeadSpec)]
+    forms, skipped = match_specs(recognised.backbone, recognised.family, names, match)
+    return with_specs(
+        recognised, {**recognised.specs, **forms}, matched=tuple(forms), skipped=recognised.skipped + skipped
+    )
 
 
 def match_specs(
     backbone: nn.Module, family: Family, names: Sequence[str], match: Match
 ) -> tuple[dict[str, Spec], Skipped]:
-    """Return the forms of these classes that match, today's or an earlier one; and why the others don't.
+    """Return the specs that match these classes, today's or an earlier form, and why the other classes don't match.
 
     Warns:
-        FastpackWarning: one of them does not match.
+        FastpackWarning: A class does not match.
     """
     matched: dict[str, Spec] = {}
     reasons: dict[str, str] = {}
     for forms in (family.fast, family.earlier):
         candidates = {name: forms[name] for name in names if name in forms and name not in matched}
-        found = match(backbone, family, candidates) if candidates else {}
-        matched |= {name: candidates[name] for name, why in found.items() if not why}
-        reasons = {name: why for name, why in {**found, **reasons}.items() if name not in matched}
+        results = match(backbone, family, candidates) if candidates else {}
+        matched |= {name: candidates[name] for name, why in results.items() if not why}
+        reasons = {name: why for name, why in {**results, **reasons}.items() if name not in matched}
     for name, why in reasons.items():
         warnings.warn(
-            f"{name} of transformers {version_of('transformers')} is not as fastpack was proved on, and a twin of it "
-            f"does not match: {why}. Its own forward runs: as exact, and slower.",
+            f"{name} of transformers {version_of('transformers')} is not the one that fastpack was proved on, and a "
+            f"twin of it does not match: {why}. Its own forward runs: as exact, and slower.",
             FastpackWarning,
             stacklevel=6,
         )
@@ -71,10 +78,10 @@ def match_specs(
 
 
 def head_spec(parts: Parts, match: Match) -> HeadSpec | None:
-    """Return how a model's head makes logits, where its class is the family's, and proved or matched; else None.
+    """Return the spec of a model's head, or None if its class is not the family's own, or not proved or matched.
 
     Warns:
-        FastpackWarning: it does not compute what its row says.
+        FastpackWarning: The head does not compute what its row says.
     """
     family, head = covered_family(parts), parts.head
     cls: Any = type(None) if head is None else stock_class(head)

@@ -1,4 +1,4 @@
-"""The choices that a user has about a patch, checked in one place."""
+"""The options of a patch, and the check of their values."""
 
 from __future__ import annotations
 
@@ -23,16 +23,21 @@ OFFLOADS: tuple[str, ...] = get_args(OffloadKind)
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The most tokens that a micro-batch may have, and what becomes of the trainer's own batches.
+    """The most tokens that a micro-batch may have, for ``fastpack.patch(trainer, max_tokens=...)``.
+
+    Example:
+        >>> budget = fastpack.TokenBudget(8192, same_steps=True)
+        >>> fastpack.patch(trainer, max_tokens=budget)  # doctest: +SKIP
 
     Attributes:
-        max_tokens: of a micro-batch on each rank, at most; a pair counts with both sides.
+        max_tokens: The most tokens of a micro-batch on each rank. A preference pair counts with both of its sides.
         same_steps: False fills micro-batches from the whole data set, whatever ``per_device_train_batch_size`` is, and
-            an optimiser step has ``gradient_accumulation_steps`` of them. True leaves the trainer its own batches, so
-            that each optimiser step holds the examples that it would hold without a budget, and splits those over it;
-            so with a stream too, where nobody knows beforehand of an example that is over it, which then runs alone.
-        too_long: what becomes of an example longer than ``max_tokens``: ``error``; or ``truncate``, which keeps its
-            first tokens, for data sets of ``input_ids`` (``max_length`` of a trainer's config cuts pairs).
+            makes an optimiser step of ``gradient_accumulation_steps`` of them. True keeps the trainer's own batches, so
+            that each optimiser step holds the examples that it would hold without a budget, and splits the batches that
+            are over it. That works with a streamed data set, too; there an example over the budget is not known
+            beforehand, and runs alone.
+        too_long: The treatment of an example longer than ``max_tokens``. ``error`` raises. ``truncate`` keeps its first
+            tokens, for data sets of ``input_ids``; pairs are cut by ``max_length`` of the trainer's config.
     """
 
     max_tokens: int
@@ -41,7 +46,7 @@ class TokenBudget:
 
 
 class PatchKeywords(TypedDict, total=False):
-    """The same as keywords of another call."""
+    """The keywords of :func:`fastpack.patch`, for functions that pass them on."""
 
     attention: str
     kernels: Implementation
@@ -54,7 +59,7 @@ class PatchKeywords(TypedDict, total=False):
 
 
 def not_a_choice(name: str, value: object, allowed: Sequence[Any]) -> PatchError:
-    """The error for a value that an option does not take."""
+    """Return the error for a value that an option does not take."""
     return PatchError(f"{name}={value!r} is not a choice. Choose one of: {', '.join(map(repr, allowed))}.")
 
 
@@ -71,13 +76,13 @@ class PatchOptions:
     strict: bool = False
 
     def check(self) -> None:
-        """Raise unless each value is one of those allowed.
+        """Raise unless each option has one of its allowed values.
 
         Raises:
-            BackendUnavailableError: no attention backend has this name.
-            KernelUnavailableError: Triton was asked for, and nothing here can run it.
-            PatchError: another option has a value that it doesn't take; ``graphs`` was asked for together with
-                ``share_prefixes``.
+            BackendUnavailableError: No attention backend has this name.
+            KernelUnavailableError: ``kernels="triton"``, and Triton kernels can't run here.
+            PatchError: Another option has a value that it doesn't take, or ``graphs`` and ``share_prefixes`` are both
+                set.
         """
         check_name(self.attention)
         for name, allowed in (
@@ -96,6 +101,6 @@ class PatchOptions:
         if self.graphs is not None and self.share_prefixes is not None:
             raise PatchError(
                 f"graphs={self.graphs!r} and share_prefixes={self.share_prefixes!r} exclude each other: a recorded "
-                "step has sizes that come again, and every batch shares another number of tokens. Pass one of them; "
-                "graphs gain where layers are small, shared prefixes where they are big."
+                "step needs sizes that come again, and every batch shares another number of tokens. Pass one of them: "
+                "graphs save time where layers are small, shared prefixes where they are big."
             )

@@ -1,4 +1,4 @@
-"""Decide what to swap on a model, and why not the rest, without touching it."""
+"""PatchPlan which forwards to swap on a model, and say why the rest stays, without changing anything."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from fastpack.patching.recognise import (
     Recognised,
     Skipped,
     own_class,
-    put_on,
     recognise,
+    replaced_on_instance,
     with_mask_window,
 )
 from fastpack.patching.report import PatchReport
@@ -69,7 +69,7 @@ KINDS: dict[Callable[..., Any], str] = {
     packed_alibi: "alibi",
     rotary_forward: "rotary",
 }
-"""The report's names for replacements, by their functions; mixers are counted by what serves them."""
+"""The report's names for replacements, by their functions. Mixers are counted by the kernels that serve them."""
 FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
     (AnyAttentionSpec, attention_forward),
     (DecoderSpec, decoder_forward),
@@ -80,13 +80,17 @@ FAST: tuple[tuple[Any, Callable[..., Any]], ...] = (
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PatchPlan:
     """Everything that ``patch`` will do to one model.
 
     Attributes:
-        replacements: of methods, not put on yet.
-        interface_modules: attention that keeps its own forward, and attends through our interface.
-        report: what is known beforehand; :func:`fastpack.patching.inspection.inspect_patch` adds what may change.
+        backbone: The model's backbone.
+        runtime: The runtime that the replacements share.
+        replacements: New methods of modules, not installed yet.
+        interface_modules: Attention that keeps its own forward, and attends through our interface.
+        pre_hook: The hook before the head, or before a bare backbone.
+        mixing: The modules that mix tokens, each with its tier.
+        report: What is known before the patch; :func:`fastpack.patching.inspection.inspect_patch` adds what may change.
     """
 
     backbone: nn.Module
@@ -98,11 +102,13 @@ class Plan:
     report: PatchReport
 
 
-def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
-    """Plan a patch; see :func:`fastpack.patch` for arguments, errors and warnings.
+def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> PatchPlan:
+    """Plan a patch; :func:`fastpack.patch` documents the errors and warnings.
 
     Args:
-        match: judges the classes whose sources were not proved.
+        model: The model, without our forwards.
+        options: The options of the patch.
+        match: Judges the classes whose sources were not proved.
     """
     refuse_wrapped(model)
     parts = find_parts(model)
@@ -110,65 +116,65 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> Plan:
     if parts.head is None:
         for wrapper in way_in(model):
             refuse_dropped_positions(wrapper)
-    found = settle(recognise(parts), match, head=options.loss is not None)
-    return plan_recognised(parts, found, options)
+    recognised = settle(recognise(parts), match, head=options.loss is not None)
+    return plan_recognised(parts, recognised, options)
 
 
-def plan_recognised(parts: Parts, found: Recognised, options: PatchOptions) -> Plan:
-    """Plan a patch of a model that is known to be this."""
-    _refuse_options(options, found)
-    backbone, family, specs = found.backbone, found.family, found.specs
+def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions) -> PatchPlan:
+    """Plan a patch of a model that is already recognised."""
+    _refuse_options(options, recognised)
+    backbone, family, specs = recognised.backbone, recognised.family, recognised.specs
     own = {module: own_class(module, family) or "" for module in backbone.modules()}
-    wanted = (*family.attention, *family.mixers)
-    if not (family.repadded or any(name in wanted for name in own.values())):
-        raise PatchError(f"no {' or '.join(wanted)} found in {type(backbone).__name__}: nothing to patch.")
-    forms = {id(m): family.mixers.get(name, _form(m, found)) for m, name in own.items() if name in wanted}
-    runtime = _make_runtime(found, options, forms)
-    around, skipped = _plan_model(parts, found, runtime, options)
+    mixing_names = (*family.attention, *family.mixers)
+    if not (family.repadded or any(name in mixing_names for name in own.values())):
+        raise PatchError(f"no {' or '.join(mixing_names)} found in {type(backbone).__name__}: nothing to patch.")
+    forms = {id(m): family.mixers.get(name, _form(m, recognised)) for m, name in own.items() if name in mixing_names}
+    runtime = _make_runtime(recognised, options, forms)
+    around, skipped = _plan_model(parts, recognised, runtime, options)
     attentions = [module for module, name in own.items() if name in family.attention]
     refuse_misplaced(backbone, forms)
-    inside = [each for module in backbone.modules() for each in _plan_module(module, found, runtime.layers)]
-    skipped += _replaced_norms_and_mlps(found)
-    tables = _plan_alibi(found, runtime.layers) + _plan_rotary(backbone, runtime.layers)
+    inside = [each for module in backbone.modules() for each in _plan_module(module, recognised, runtime.layers)]
+    skipped += _replaced_norms_and_mlps(recognised)
+    tables = _plan_alibi(recognised, runtime.layers) + _plan_rotary(backbone, runtime.layers)
     replacements = (*around, *inside, *tables)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
     computed = _computed_here(replacements, through_interface, family)
     runtime.watch.classes.watch((each.module for each in replacements), forwards=computed)
-    report = _make_report(parts, found, options, runtime, replacements, attentions)
-    return Plan(
+    report = _make_report(parts, recognised, options, runtime, replacements, attentions)
+    return PatchPlan(
         backbone,
         runtime,
         replacements,
         through_interface,
         _plan_hook(parts, runtime, around),
-        Mixing(backbone, tuple(_mixing_modules(found, replacements, through_interface))),
-        replace(report, skipped=tuple(dict.fromkeys(found.skipped + skipped))),
+        Mixing(backbone, tuple(_mixing_modules(recognised, replacements, through_interface))),
+        replace(report, skipped=tuple(dict.fromkeys(recognised.skipped + skipped))),
     )
 
 
-def _refuse_options(options: PatchOptions, found: Recognised) -> None:
-    """Raise where an option can't be kept in this model: ``strict``, or shared prefixes."""
-    family, specs = found.family, found.specs
+def _refuse_options(options: PatchOptions, recognised: Recognised) -> None:
+    """Raise if ``strict`` or ``share_prefixes`` can't be met by this model."""
+    family, specs = recognised.family, recognised.specs
     fast = family.tier == "fast" and all(name in specs for name in family.attention)
     tier = "varlen" if family.tier == "fast" and not fast else family.tier
-    if options.strict and (not fast or found.skipped):
-        why = "; ".join(f"{what}: {reason}" for what, reason in found.skipped) or (
+    if options.strict and (not fast or recognised.skipped):
+        why = "; ".join(f"{what}: {reason}" for what, reason in recognised.skipped) or (
             f"family {family.model_type} has no fast forwards; it would run on the {tier} tier"
         )
         raise PatchError(f"strict=True, but not every layer is on the fast tier: {why}.")
-    not_shared = None if options.share_prefixes is None else sharing_rejects(found.backbone, family)
+    not_shared = None if options.share_prefixes is None else sharing_rejects(recognised.backbone, family)
     if not_shared is not None:
         raise PatchError(
-            f"share_prefixes={options.share_prefixes!r} can't be exact for {type(found.backbone).__name__}: "
+            f"share_prefixes={options.share_prefixes!r} can't be exact for {type(recognised.backbone).__name__}: "
             f"{not_shared}. Leave the option out. Nothing was changed."
         )
 
 
-def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, Form]) -> ModelRuntime:
-    """Make the runtime that the replacements share, as the options ask for it."""
-    backbone = found.backbone
-    # a layer's forward that nobody has read may drop the keyword, and the mask with it
-    context = PackingContext() if found.family.needs_packing_context or found.replaced_layers else None
+def _make_runtime(recognised: Recognised, options: PatchOptions, forms: Mapping[int, Form]) -> ModelRuntime:
+    """Make the runtime that the replacements share, as the options ask."""
+    backbone = recognised.backbone
+    # an unknown forward of a layer may drop the packing keyword, and the mask with it
+    context = PackingContext() if recognised.family.needs_packing_context or recognised.replaced_layers else None
     graphs = offload = None
     if options.graphs == "auto" and context is None:
         from fastpack.cuda_graphs.runner import GraphRunner  # late, since heavy
@@ -181,7 +187,7 @@ def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, 
     return ModelRuntime(
         layers=Runtime(options.attention, options.kernels, context),
         watch=Watch(
-            order=LayerOrder.of(backbone), attention=found.attends_by, window=narrowest_window(backbone, forms)
+            order=LayerOrder.of(backbone), attention=recognised.attends_by, window=narrowest_window(backbone, forms)
         ),
         graphs=graphs,
         offload=offload,
@@ -190,14 +196,14 @@ def _make_runtime(found: Recognised, options: PatchOptions, forms: Mapping[int, 
 
 
 def _plan_model(
-    parts: Parts, found: Recognised, runtime: ModelRuntime, options: PatchOptions
+    parts: Parts, recognised: Recognised, runtime: ModelRuntime, options: PatchOptions
 ) -> tuple[list[Replacement[Any, Any]], Skipped]:
-    """The backbone's forward, and the head's; and a loss that was to be fused and can't be."""
-    planned = [_replacement(parts.backbone, backbone_forward, found.family, runtime)]
+    """Return the replacements of the backbone and the head, and a note if the loss can't be fused."""
+    planned = [_replacement(parts.backbone, backbone_forward, recognised.family, runtime)]
     if parts.head is None:
         return planned, ()
     kind = _head_kind(parts.head)
-    loss, reason = _head_loss(parts.head, kind, options, found)
+    loss, reason = _head_loss(parts.head, kind, options, recognised)
     planned.append(_replacement(parts.head, head_forward, Head(kind, loss), runtime))
     if hasattr(type(parts.head), GENERATE):
         planned.append(Replacement(parts.head, GENERATE, generate, None, runtime))
@@ -205,7 +211,7 @@ def _plan_model(
 
 
 def _plan_hook(parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement[Any, Any]]) -> PreHook[Any, Any]:
-    """The hook before the head, or before a bare backbone."""
+    """Return the hook before the head, or before a bare backbone."""
     if parts.head is None:
         return PreHook(parts.backbone, replica_pre_hook, None, None)
     spec = next(each.spec for each in around if each.function is head_forward)
@@ -215,7 +221,7 @@ def _plan_hook(parts: Parts, runtime: ModelRuntime, around: Sequence[Replacement
 def _head_loss(
     head: HeadLike, kind: HeadKind, options: PatchOptions, recognised: Recognised
 ) -> tuple[HeadSpec | None, str | None]:
-    """The head's loss, where it is to be fused and can be; and why it can't."""
+    """Return the spec of the head's fused loss, or None, and why it can't be fused, or None."""
     if options.loss is None:
         return None, None
     spec = recognised.specs.get(own_class(head, recognised.family) or "")
@@ -237,22 +243,22 @@ def _head_kind(head: nn.Module) -> HeadKind:
     return "causal_lm"
 
 
-def _plan_module(module: nn.Module, found: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
-    """The forwards of one module of the backbone."""
-    family = found.family
+def _plan_module(module: nn.Module, recognised: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
+    """Return the replacements of one module of the backbone."""
+    family = recognised.family
     own = own_class(module, family)
     mixer = family.mixers.get(own or "")
     planned = [] if mixer is None else [_replacement(module, mixer_forward, mixer, runtime)]
-    spec = _form(module, found)
+    spec = _form(module, recognised)
     forward = next((forward for kind, forward in FAST if isinstance(spec, kind)), None)
-    if spec is None or forward is None or _is_replaced(module, spec, found):
+    if spec is None or forward is None or _is_replaced(module, spec, recognised):
         return planned
     if forward is attention_forward and getattr(module, "is_causal", True) is False:
         raise PatchError(
             f"a {own} was set to attend in both directions (is_causal=False); only causal attention is covered. "
             "Train it unpatched, or set it to True. Nothing was changed."
         )
-    # a layer whose forward was replaced (offloading hooks do this) calls its own modules, which are fast each
+    # a layer with accelerate's hooks keeps its forward, and calls its own modules, each of which is fast
     hooked_layer = forward is decoder_forward and hasattr(module, "_hf_hook")
     norm_without_weight = forward is norm_forward and getattr(module, "weight", None) is None
     if not (hooked_layer or norm_without_weight):
@@ -260,49 +266,52 @@ def _plan_module(module: nn.Module, found: Recognised, runtime: Runtime) -> list
     return planned
 
 
-def _form(module: nn.Module, found: Recognised) -> Spec | None:
-    """The spec of a module that may have a fast forward; None for others."""
-    own = own_class(module, found.family)
-    spec = found.specs.get(own) if own else spec_of(module, found.backbone)
-    return with_mask_window(module, spec, found.family) if isinstance(spec, AttentionSpec) else spec
+def _form(module: nn.Module, recognised: Recognised) -> Spec | None:
+    """Return the spec of a module that may have a fast forward, or None."""
+    own = own_class(module, recognised.family)
+    spec = recognised.specs.get(own) if own else spec_of(module, recognised.backbone)
+    return with_mask_window(module, spec, recognised.family) if isinstance(spec, AttentionSpec) else spec
 
 
-def _is_replaced(module: nn.Module, spec: Spec, found: Recognised) -> bool:
-    """True where somebody has put a forward on a module, which computes something else; or methods that it calls."""
-    if own_class(module, found.family) and shadowed(module):
+def _is_replaced(module: nn.Module, spec: Spec, recognised: Recognised) -> bool:
+    """Return whether other code has replaced a module's forward, or methods that it calls, with different ones.
+
+    A forward that computes the same, such as Liger's, doesn't count.
+    """
+    if own_class(module, recognised.family) and shadowed(module):
         return True
-    forward = put_on(module)
-    return forward is not None and not stands_for(module, forward, spec, found.backbone)
+    forward = replaced_on_instance(module)
+    return forward is not None and not stands_for(module, forward, spec, recognised.backbone)
 
 
-def _replaced_norms_and_mlps(found: Recognised) -> Skipped:
-    """Norms and MLPs that would have a fast forward, had nobody put another on them."""
+def _replaced_norms_and_mlps(recognised: Recognised) -> Skipped:
+    """Return a note on each norm and MLP that has no fast forward because other code has replaced its own."""
     return tuple(
         (
-            own_class(module, found.family) or type(module).__name__,
+            own_class(module, recognised.family) or type(module).__name__,
             "its forward was already replaced by someone else: left alone",
         )
-        for module in found.backbone.modules()
-        if isinstance(spec := _form(module, found), (NormSpec, MlpSpec)) and _is_replaced(module, spec, found)
+        for module in recognised.backbone.modules()
+        if isinstance(spec := _form(module, recognised), (NormSpec, MlpSpec)) and _is_replaced(module, spec, recognised)
     )
 
 
-def _plan_alibi(found: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
-    """The backbone's own method that makes ALiBi's biases."""
-    name = found.family.alibi
+def _plan_alibi(recognised: Recognised, runtime: Runtime) -> list[Replacement[Any, Any]]:
+    """Return the replacement of the backbone's method that makes ALiBi's biases."""
+    name = recognised.family.alibi
     if name is None or runtime.context is None:
         return []
-    return [Replacement(found.backbone, name, packed_alibi, None, runtime)]
+    return [Replacement(recognised.backbone, name, packed_alibi, None, runtime)]
 
 
 def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> list[Replacement[Any, Any]]:
-    """Tables of positions whose frequencies depend on a sequence's length."""
+    """Return the replacements of rotary tables whose frequencies depend on a sequence's length."""
     modules = list(filter(depends_on_length, backbone.modules()))
     for module in modules:
         if not gives_known_tables(module):
             raise UnsupportedModelError(
                 f"{type(module).__name__} has rotary type {module.rope_type!r}, whose frequencies depend on the "
-                "length, and a forward or a hook that is not transformers', which is not covered. Take it off, or "
+                "length, and a forward or a hook that is not transformers', which is not covered. Remove it, or "
                 "train the model unpatched. Nothing was changed."
             )
         if mentions(module, "polar"):  # cos and sin are one complex table
@@ -317,7 +326,7 @@ def _plan_rotary(backbone: nn.Module, runtime: Runtime) -> list[Replacement[Any,
 def _replacement(
     module: nn.Module, function: Callable[..., Any], spec: object, runtime: Runtime | ModelRuntime
 ) -> Replacement[Any, Any]:
-    """A replacement of a module's forward."""
+    """Return a replacement of a module's forward."""
     # accelerate keeps the forward that its hooks wrap under this name
     name = "_old_forward" if hasattr(module, "_hf_hook") else "forward"
     return Replacement(module, name, function, spec, runtime)
@@ -326,43 +335,46 @@ def _replacement(
 def _computed_here(
     planned: Sequence[Replacement[Any, Any]], through_interface: Sequence[nn.Module], family: Family
 ) -> list[nn.Module]:
-    """The modules of a class's own forward that would be bypassed, or is called with packed tokens, if another were put
-    there; what runs on rows, and a head, may have any."""
+    """Return the modules for which a later replacement of the class's forward has to be noticed.
+
+    Our forwards bypass such a replacement, or the class's own forward is called with packed tokens. Modules that run on
+    rows, and the head, may have any forward.
+    """
     functions = [forward for _, forward in FAST] + ([] if family.repadded else [backbone_forward])
     return [*(each.module for each in planned if each.function in functions), *through_interface]
 
 
 def _mixing_modules(
-    found: Recognised, planned: Sequence[Replacement[Any, Any]], through_interface: Sequence[nn.Module]
+    recognised: Recognised, planned: Sequence[Replacement[Any, Any]], through_interface: Sequence[nn.Module]
 ) -> list[tuple[nn.Module, Tier | MixerSpec]]:
-    """The modules that mix tokens; the whole backbone where nobody knows which they are."""
-    if found.family.repadded:
-        return [(found.backbone, "re-padded model")]
-    inside = {id(module) for layer in found.replaced_layers for module in layer.modules()}
+    """Return the modules that mix tokens, each with its tier or mixer; in a re-padded model the backbone."""
+    if recognised.family.repadded:
+        return [(recognised.backbone, "re-padded model")]
+    inside = {id(module) for layer in recognised.replaced_layers for module in layer.modules()}
     how: dict[int, Tier | MixerSpec] = {id(module): "varlen" for module in through_interface}
     for each in planned:
         if each.function is attention_forward:
             how[id(each.module)] = "varlen" if id(each.module) in inside else "fast"
         elif each.function is mixer_forward:
             how[id(each.module)] = each.spec
-    return [(module, how[id(module)]) for module in found.backbone.modules() if id(module) in how]
+    return [(module, how[id(module)]) for module in recognised.backbone.modules() if id(module) in how]
 
 
 def _make_report(
     parts: Parts,
-    found: Recognised,
+    recognised: Recognised,
     options: PatchOptions,
     runtime: ModelRuntime,
     replacements: Sequence[Replacement[Any, Any]],
     attentions: Sequence[nn.Module],
 ) -> PatchReport:
-    backbone: Any = found.backbone
-    specs = [found.specs.get(own_class(module, found.family) or "") for module in attentions]
+    backbone: Any = recognised.backbone
+    specs = [recognised.specs.get(own_class(module, recognised.family) or "") for module in attentions]
     shapes = [attention_shape(backbone, module, spec) for module, spec in zip(attentions, specs, strict=True)]
     backends, backend_notes = serving_backends(list(dict.fromkeys(shapes)), options.attention)
     notes: list[str] = []
     if options.graphs == "auto" and runtime.graphs is None:
-        notes.append("graphs: off, some of its layers look each batch up on the host, which a recording can't")
+        notes.append("graphs: off, since some of its layers look each batch up on the host, which a recording can't do")
     notes += [
         f"rotary type {each.module.rope_type!r}: each sequence gets the frequencies of its own length; the stock "
         "padded model takes those of the longest in the batch"
@@ -371,16 +383,18 @@ def _make_report(
     ]
     notes += backend_notes
     if getattr(backbone.config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
-        notes.append("reentrant checkpointing loses gradients of the keys and values that layers share, stock too")
+        notes.append(
+            "reentrant checkpointing loses gradients of the keys and values that layers share, in the stock model, too"
+        )
     swapped = Counter(KINDS[each.function] for each in replacements if each.function in KINDS)
     swapped += Counter({"attention (interface)": specs.count(None)})
     return PatchReport(
         model=type(parts.head or backbone).__name__,
-        family=found.family.model_type,
+        family=recognised.family.model_type,
         attention=options.attention,
         backend=", ".join(backends) or None,
         backends=explain(shapes[0]) if shapes else {},
         swapped=dict(swapped),
-        matched=found.matched,
+        matched=recognised.matched,
         notes=tuple(dict.fromkeys(notes)),
     )

@@ -1,4 +1,4 @@
-"""Recognise which classes of a model are the family's own, which of them are proved, and what stands for them."""
+"""Recognise a model: which classes are its family's own, which of them are proved, and what they compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from fastpack.utils.hooks import own_forward
 
 
 def own_class(module: nn.Module, family: Family) -> str | None:
-    """The name of a class of this family's upstream module, None for a look-alike of the same name and all others."""
+    """Return the name of a module's class if it is of this family's upstream module, else None.
+
+    A class of the same name from elsewhere gives None, too.
+    """
     cls = stock_class(module)
     return cls.__name__ if cls.__module__ == family.module else None
 
@@ -32,17 +35,19 @@ Skipped = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, eq=False)
 class Recognised:
-    """The things that are known of a model.
+    """Everything that is known of a model.
 
     Attributes:
-        family: as this very model is of it.
-        specs: what the classes compute that get fast forwards, those whose source was proved.
-        unknown: classes of which the family's row says what they compute, and whose source was not proved.
-        untried: classes that mix tokens in their stock forward, with a source that was not tried.
-        replaced_layers: modules around attention with a forward of somebody's.
-        attends_by: what the stock model attends by.
-        skipped: classes that keep their own forward, and why.
-        matched: classes among ``specs`` whose source was not proved, and whose forms a twin matched.
+        backbone: The model's backbone.
+        family: The family, adjusted to this very model.
+        specs: What the classes with fast forwards compute, by class name. Their sources are proved, or their forms were
+            matched by a twin.
+        unknown: Classes with a row in the family's table whose source was not proved.
+        untried: Classes that mix tokens in their stock forward, with a source that was not tried.
+        replaced_layers: Modules around attention whose forward other code has replaced.
+        attends_by: The attention functions of the stock model.
+        skipped: Classes that keep their own forward, and why.
+        matched: The classes among ``specs`` that a twin matched.
     """
 
     backbone: nn.Module
@@ -57,18 +62,19 @@ class Recognised:
 
 
 def recognise(parts: Parts, family: Family | None = None) -> Recognised:
-    """Say what a model is.
+    """Recognise a model's family and classes.
 
     Args:
-        family: the one that it is of; None for the one that covers it.
+        parts: The model's backbone and head.
+        family: The model's family; None looks it up.
 
     Raises:
-        UnsupportedModelError: no family of these is known to be exact.
-        PatchError: something that mixes tokens, or an adapter, is not known.
+        UnsupportedModelError: No family that is known to be exact covers the model.
+        PatchError: A module that mixes tokens, or an adapter, is not known.
     """
     family, backbone = family or covered_family(parts), parts.backbone
     refuse_rows((parts.head or backbone).modules())
-    refuse_look_alikes(backbone, family)
+    refuse_unknown_mixers(backbone, family)
     refuse_replaced_attention(backbone, family)
     attends_by = stock_attention(backbone, family)
     attends_by.check(" Nothing was changed.")
@@ -95,13 +101,13 @@ def recognise(parts: Parts, family: Family | None = None) -> Recognised:
     )
 
 
-def with_specs(found: Recognised, specs: Mapping[str, Spec], **others: Any) -> Recognised:
-    """The same model, whose classes compute these."""
-    return replace(found, specs=specs, family=_keeping_windows(found.family, specs), **others)
+def with_specs(recognised: Recognised, specs: Mapping[str, Spec], **others: Any) -> Recognised:
+    """Return the same model with these specs of its classes."""
+    return replace(recognised, specs=specs, family=_keeping_windows(recognised.family, specs), **others)
 
 
 def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
-    """The classes of a model that are the family's own, with their own forwards; and those that run another."""
+    """Return the family's own classes with their own forwards, and the skipped classes, which run another."""
     own: list[Any] = []
     skipped: list[tuple[str, str]] = []
     classes: dict[Any, str | None] = {stock_class(m): replaced_forward(m) for m in backbone.modules()}
@@ -115,10 +121,11 @@ def known_classes(backbone: Any, family: Family) -> tuple[list[Any], Skipped]:
     return own, tuple(skipped)
 
 
-def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
-    """Raise for a class of somebody's own that stands for one which mixes tokens, and would get none of the packing.
+def refuse_unknown_mixers(backbone: nn.Module, family: Family) -> None:
+    """Raise for a class of unknown origin in the place of one that mixes tokens: it would not know of the packing.
 
-    It has that one's name, as in a copied file; or it stands where other layers have a recurrent module.
+    Such a class has the name of one that mixes tokens, as in a copied file, or stands where other layers have a
+    recurrent module.
     """
     mixing = {*family.attention, *family.mixers}
     named = dict(backbone.named_modules())
@@ -129,8 +136,8 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
             continue
         if any(base.__module__ == family.module for base in cls.__mro__):
             continue
-        stands = _place(name) in places and not any(own_class(m, family) in mixing for m in module.modules())
-        if cls.__name__ in mixing or stands:
+        replaces_mixer = _place(name) in places and not any(own_class(m, family) in mixing for m in module.modules())
+        if cls.__name__ in mixing or replaces_mixer:
             raise PatchError(
                 f"{name} is a {cls.__name__} of {cls.__module__}, which is not the class of {family.module}: how it "
                 "mixes tokens is not known, and its sequences would see each other. Give it a class of that module. "
@@ -139,16 +146,17 @@ def refuse_look_alikes(backbone: nn.Module, family: Family) -> None:
 
 
 def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
-    """Raise where somebody has put a forward on a module that mixes tokens by attention, or on its class; or on the
-    module a method that its forward calls.
+    """Raise if other code has replaced the forward of a module that mixes tokens by attention.
+
+    The forward may be on the module or on its class. A method of the module that its forward calls counts as well.
 
     Raises:
-        PatchError: how it mixes them is not known, and nothing says that it would be told of the packing.
+        PatchError: Nobody knows how the new forward mixes tokens, or whether it would know of the packing.
     """
     for module in backbone.modules():
         if own_class(module, family) not in family.attention:
             continue
-        own, replaced = put_on(module) or ", ".join(shadowed(module)), replaced_forward(module)
+        own, replaced = replaced_on_instance(module) or ", ".join(shadowed(module)), replaced_forward(module)
         if own:
             raise PatchError(
                 f"the forward of a {stock_class(module).__name__} was already replaced ({own!r}); undo that first: its "
@@ -163,50 +171,54 @@ def refuse_replaced_attention(backbone: nn.Module, family: Family) -> None:
             )
 
 
-def put_on(module: nn.Module) -> Any:
-    """The forward that somebody has put on an instance; None for none, and for accelerate's hooks."""
+def replaced_on_instance(module: nn.Module) -> Any:
+    """Return the forward that other code has set on a module, or None; accelerate's hooks don't count."""
     return None if hasattr(module, "_hf_hook") else own_forward(module)
 
 
 def layers_replaced(backbone: nn.Module, family: Family) -> tuple[list[nn.Module], Skipped]:
-    """Modules around attention, the backbone apart, with a forward that somebody put on them or on their class.
+    """Return the modules around attention whose forward other code has replaced, and what is skipped for that.
 
-    What reaches their attention is for that forward to say.
+    The forward may be on the module or on its class. It decides what reaches the attention inside. The backbone doesn't
+    count.
     """
     attentions = {id(module) for module in backbone.modules() if own_class(module, family) in family.attention}
-    found: list[nn.Module] = []
+    layers: list[nn.Module] = []
     skipped: list[tuple[str, str]] = []
     for module in backbone.modules():
         if module is backbone or id(module) in attentions or not attentions.intersection(map(id, module.modules())):
             continue
-        own = put_on(module)
+        own = replaced_on_instance(module)
         if own is not None:
-            skipped.append((type(module).__name__, f"its forward is {place_of(own)}, somebody's own: that runs"))
+            skipped.append((type(module).__name__, f"its forward is {place_of(own)}, of other code: that runs"))
         if own is not None or replaced_forward(module) is not None:
-            found.append(module)
-    return found, tuple(skipped)
+            layers.append(module)
+    return layers, tuple(skipped)
 
 
 def with_known_backbone(backbone: nn.Module, family: Family) -> Family:
-    """The family; where somebody has put a forward on the backbone's class, of which it may make anything, its last
-    tier: the backbone runs on rows of equal length, as it would on each sequence alone."""
+    """Return the family, on its last tier if other code has replaced the forward of the backbone's class.
+
+    Nobody knows what such a forward makes of a batch. So the backbone runs on rows of equal length, as it would on each
+    sequence alone.
+    """
     if replaced_forward(backbone) is None:
         return family
     return replace(family, attention=(), mixers={}, fast={}, repadded=True)
 
 
 def stock_attention(backbone: Any, family: Family) -> StockAttention:
-    """Find every module that reads transformers' table of attention functions, by which the stock model attends."""
-    found: dict[tuple[int, type], tuple[nn.Module, str]] = {}
+    """Find every module that reads transformers' table of attention functions: by these the stock model attends."""
+    readers: dict[tuple[int, type], tuple[nn.Module, str]] = {}
     bypassed = False
     for module in backbone.modules():
         attends = own_class(module, family) in family.attention
         bypassed = bypassed or attends
         if hasattr(module, "config") and (attends or mentions(module, "ALL_ATTENTION_FUNCTIONS")):
             cls = stock_class(module)
-            found.setdefault((id(module.config), cls), (module, cls.__module__))
+            readers.setdefault((id(module.config), cls), (module, cls.__module__))
     usable = ("sdpa", "eager") if getattr(backbone, "_supports_sdpa", False) else ("eager",)
-    return StockAttention(tuple(found.values()), bypassed, usable)
+    return StockAttention(tuple(readers.values()), bypassed, usable)
 
 
 def _place(name: str) -> str:
@@ -214,7 +226,11 @@ def _place(name: str) -> str:
 
 
 def _own_class_skipped(cls: Any, family: Family) -> Skipped:
-    """A class of somebody's own over one of this family's, with something of its own in place of what that has."""
+    """Return the note on a subclass of one of the family's classes, which overrides some of its code.
+
+    Raises:
+        PatchError: The class mixes tokens.
+    """
     bases = [base.__name__ for base in cls.__mro__ if base.__module__ == family.module]
     if not bases:
         return ()
@@ -222,13 +238,13 @@ def _own_class_skipped(cls: Any, family: Family) -> Skipped:
     if any(name in family.attention or name in family.mixers for name in bases):
         raise PatchError(
             f"{cls.__name__} is {what}: how it mixes tokens is not known, and its sequences would see each other. Give "
-            f"it another class, or change what {bases[0]} holds instead. Nothing was changed."
+            f"it another class, or change the attributes of {bases[0]} instead. Nothing was changed."
         )
     return ((cls.__name__, f"{what}: its own forward runs"),) if bases[0] in family.fast else ()
 
 
 def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> AttentionSpec:
-    """The form of an attention whose window upstream has in its mask alone."""
+    """Return an attention's spec, with the window that upstream has in its mask alone."""
     kinds = getattr(module.config, "layer_types", None)
     if family.mask_window is None or (kinds is not None and kinds[module.layer_idx] != "sliding_attention"):
         return spec
@@ -236,7 +252,10 @@ def with_mask_window(module: Any, spec: AttentionSpec, family: Family) -> Attent
 
 
 def _keeping_windows(family: Family, specs: Mapping[str, Spec]) -> Family:
-    """The family, whose attention without a fast form runs on rows where windows are in upstream's masks alone."""
+    """Return the family with attention on rows, if it needs windows that are in upstream's masks alone.
+
+    That is the case where a class of attention has no fast form.
+    """
     if family.mask_window is None or all(name in specs for name in family.attention):
         return family
     masked = MixerSpec("added", window=f"config.{family.mask_window}")

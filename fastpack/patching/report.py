@@ -1,4 +1,4 @@
-"""``PatchReport``: what a patch did to a model, for people and for programs."""
+"""``PatchReport``: the account of a patch, as a table for people and as plain data for programs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 WORDS: dict[str, str] = {
     "fast": "fastpack's own forwards: packed attention, the family's norms, gated MLPs",
-    "varlen": "packed attention, and norms and MLPs that are known; the rest is the stock model, on real tokens only",
-    "re-padded mixer": "what mixes tokens and knows no boundaries runs on one row a sequence; attention is packed, and "
+    "varlen": "packed attention, and known norms and MLPs; the rest is the stock model, on real tokens only",
+    "re-padded mixer": "token mixers that know no sequence bounds run on one row a sequence; attention is packed, and "
     "the rest runs on real tokens only",
     "re-padded model": "the stock model on rows of equal length: exact, no faster",
 }
@@ -27,25 +27,30 @@ WORDS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class PatchReport:
-    """The account of a patch: what was swapped, which backend serves, and what was left alone.
+    """The account of a patch: the forwards that were swapped, the attention backend, and what was left alone.
+
+    Example:
+        >>> report = fastpack.report(model)  # doctest: +SKIP
+        >>> print(report)  # doctest: +SKIP
+        >>> report.to_dict()["tier"]  # doctest: +SKIP
+        'fast'
 
     Attributes:
-        model: class name of the head, or of a bare backbone.
-        family: transformers' model_type.
-        tier: the lowest that any layer is on (:data:`WORDS` says what each means), or ``stock``
-            (not patched).
-        layers: names of the modules that mix tokens, by tier.
-        unpadded: the share of the backbone's products with weights that runs on real tokens alone, from 0 to 1.
-        attention: the backend asked for.
-        backend: the one that serves a batch of this model's dtype on its device.
-        backends: for each backend, why it can't serve, or None.
-        swapped: how many modules of each kind have another forward now.
-        projections: how many linear layers of each kind there are.
-        as_modules: why projections are called as modules, where their weights can't be read and fused, and how many;
-            those that would share a Function with one are called so too.
-        matched: classes whose sources were not proved, and whose fast forwards a twin of them matched.
-        skipped: what was left alone, and why.
-        notes: what a user should know.
+        model: The class name of the head, or of a bare backbone.
+        family: transformers' ``model_type``.
+        tier: The lowest tier of any layer (:data:`WORDS` explains each), or ``stock`` for a model that is not patched.
+        layers: The names of the modules that mix tokens, by tier.
+        unpadded: The share of the backbone's matmuls with weights that runs on real tokens alone, from 0 to 1.
+        attention: The attention backend asked for.
+        backend: The backend that serves a batch of this model's dtype on its device.
+        backends: Each backend with the reason why it can't serve, or None.
+        swapped: The number of modules with a new forward, by kind.
+        projections: The number of linear layers, by kind.
+        as_modules: The number of projections that are called as modules, by the reason why their weights can't be read
+            and fused. Projections that would share an autograd Function with such a one count, too.
+        matched: Classes whose source was not proved, and whose fast forward was proved on a tiny twin.
+        skipped: Pairs of what was left alone, and why.
+        notes: Sentences that a user should know.
     """
 
     model: str
@@ -64,13 +69,15 @@ class PatchReport:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return plain dicts, lists, strings and numbers."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        """Return the table as text."""
         return as_text(self)
 
     def __rich__(self) -> RenderableType:
+        """Return the table for rich."""
         from rich import box
         from rich.table import Table
 
@@ -86,10 +93,10 @@ class PatchReport:
         for tier, names in self.layers.items() if len(self.layers) > 1 else ():
             table.add_row(tier, describe(names))
         if self.unpadded is not None:
-            table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the backbone's products with weights")
+            table.add_row("without padding", f"{100 * self.unpadded:.3g}% of the backbone's matmuls with weights")
         if self.backend is not None:
-            asked = "" if self.attention == "auto" else " (asked for by name)"
-            table.add_row("attention", f"{self.backend}{asked}")
+            by_name = "" if self.attention == "auto" else " (asked for by name)"
+            table.add_row("attention", f"{self.backend}{by_name}")
         for kind, count in self.swapped.items():
             table.add_row(f"  {kind}", f"{count} swapped")
         if self.projections:
@@ -109,7 +116,10 @@ class PatchReport:
 
 
 def describe(names: Sequence[str]) -> str:
-    """``self_attn of 4 layers: 3, 7, 11, 15`` for ``layers.3.self_attn`` and the others; a kind a line."""
+    """Return names as text, one line a kind.
+
+    ``layers.3.self_attn`` and its like become ``self_attn of 4 layers: 3, 7, 11, 15``.
+    """
     split = [_split(name) for name in names]
     lines = []
     for tail in dict.fromkeys(tail for _, tail in split):
@@ -122,14 +132,14 @@ def describe(names: Sequence[str]) -> str:
 
 
 def _split(name: str) -> tuple[int | None, str]:
-    """The index of the layer, and what of it; None where the name has no index."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
-    if found is None:
+    """Return the layer's index, or None, and the rest of the name."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", name)
+    if match is None:
         return None, name
-    return int(found[1]), name[found.end() :] or name[: found.start()]
+    return int(match[1]), name[match.end() :] or name[: match.start()]
 
 
 def _ranges(at: Iterable[int]) -> str:
-    """``0-2, 4`` for 0, 1, 2 and 4."""
+    """Return ``0-2, 4`` for 0, 1, 2 and 4."""
     runs = [[i for _, i in run] for _, run in groupby(enumerate(sorted(set(at))), lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

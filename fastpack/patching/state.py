@@ -1,4 +1,4 @@
-"""The record of a patch, kept on the model's backbone, and of what a trainer was given."""
+"""The records of a patch: one on the model's backbone, and those of a trainer's token budget and fused loss."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fastpack.patching.report import PatchReport
 from fastpack.patching.token_mixers import Mixing
 
 BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
-"""The attributes of a trainer under which its token budget, and the loss in place of its own, are kept."""
+"""The attributes of a trainer that hold its token budget, and the loss that replaces its own."""
 
 
 def kept_on(target: object, name: str) -> Any:
-    """The thing that a trainer has under one of these; None where it has nothing, and for a model."""
+    """Return a trainer's record under one of these names, or None; a model has none."""
     return getattr(target, "__dict__", {}).get(name)
 
 
 @dataclass
 class PatchState:
-    """The record of one model's patch: what was changed, in order, and what was known of it beforehand."""
+    """The record of one model's patch: its options, the report made beforehand, and the changes in order."""
 
     options: PatchOptions
     report: PatchReport
@@ -35,27 +35,33 @@ class PatchState:
     changes: list[Change]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # A model that comes out of a pickle in a fresh process needs our name in AttentionInterface again.
+        """Restore the record, and register our attention in this process."""
+        # In a fresh process an unpickled model needs our name in AttentionInterface again.
         self.__dict__.update(state)
         register_interface(self.options.attention)
 
 
 def options_of(model: nn.Module) -> PatchOptions | None:
-    """The options of the patch in force on a model, None where there is none."""
+    """Return the options of the patch in force on a model, or None."""
     state = state_of(find_parts(model).backbone)
     return None if state is None else state.options
 
 
 def state_of(backbone: nn.Module) -> PatchState | None:
-    """The record of the patch in force on a backbone."""
+    """Return the record of the patch in force on a backbone, or None."""
     return backbone.__dict__.get(STATE)
 
 
 def carries(module: nn.Module, state: PatchState) -> bool:
-    """True where a patch changed this very module."""
+    """Return whether a patch changed this very module."""
     return any(change.module is module for change in state.changes)
 
 
 def is_patched(target: object) -> bool:
-    """True where ``patch`` is in force on this model; for a trainer, on the model that it trains."""
+    """Return whether a model is patched; for a trainer, the model that it trains.
+
+    Example:
+        >>> fastpack.is_patched(fastpack.patch(model))  # doctest: +SKIP
+        True
+    """
     return state_of(find_parts(models_of(target)[0]).backbone) is not None

@@ -1,4 +1,4 @@
-"""Find a model's family, or say why it has none."""
+"""Find the family that covers a model, or say why none does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from fastpack.utils.protocols import ModelLike
 
 
 def covered_family(parts: Parts) -> Family:
-    """The family of the backbone, or a refusal that says why there is none."""
+    """Return the family that covers a model.
+
+    Raises:
+        UnsupportedModelError: No family does.
+    """
     backbone, config = parts.backbone, parts.backbone.config
     name = type(parts.head or backbone).__name__
     family = family_of(backbone)
@@ -36,8 +40,8 @@ def covered_family(parts: Parts) -> Family:
                 f"{name} with {setting} in its config can't be patched: {why}. Train it unpatched, or without "
                 f"{setting}. Nothing was changed."
             )
-    text = config.get_text_config(decoder=True)  # of a composite
-    # "vision" means that of images, which a patched model refuses
+    text = config.get_text_config(decoder=True)  # a composite config has one inside
+    # "vision" means attention over images, which a patched model refuses
     set_to = [getattr(each, "use_bidirectional_attention", False) for each in (config, text)]
     bidirectional = any(value not in (False, None, "vision") for value in set_to)
     if not family.repadded and (bidirectional or getattr(text, "is_causal", True) is False):
@@ -51,7 +55,7 @@ def covered_family(parts: Parts) -> Family:
     by_length = [k for k, rope in nested.items() if rope in LENGTH_DEPENDENT and (kinds is None or k in kinds)]
     if by_length:
         raise UnsupportedModelError(
-            f"{name} has rotary frequencies that depend on the length for each kind of layer by itself "
+            f"{name} has rotary frequencies that depend on the length, set for each kind of layer separately "
             f"({', '.join(f'{k}: {nested[k]}' for k in by_length)}), which is not covered. Other rotary types are (set "
             "rope_parameters of the config); or train it unpatched. Nothing was changed."
         )
@@ -61,7 +65,7 @@ def covered_family(parts: Parts) -> Family:
 
 
 def too_old(family: Family) -> str | None:
-    """Say why this release of transformers can't have the family, or None."""
+    """Return why this release of transformers can't run the family, or None."""
     import transformers
 
     if family.since is None:

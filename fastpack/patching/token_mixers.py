@@ -1,4 +1,4 @@
-"""The modules of one model that mix tokens: what is said of them, anew each time, since a model may move."""
+"""The modules of one model that mix tokens, and their tiers, found anew each time since a model may move."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Mixing:
     """The modules of a backbone that mix tokens, in order.
 
     Attributes:
-        modules: each with its tier, or with what decides it: the kernels that serve where its weights are.
+        backbone: The backbone that holds them.
+        modules: Each module with its tier, or with the spec that decides it by the kernels that serve on its device.
     """
 
     backbone: nn.Module
@@ -44,37 +45,37 @@ class Mixing:
         }
 
     def kinds(self) -> dict[str, int]:
-        """Count the mixers that run packed, and on rows."""
-        found: Counter[str] = Counter(mixer_tier(module, how) for module, how in self._mixers())
-        return {name: found[tier] for tier, name in _KINDS.items() if found[tier]}
+        """Count the mixers that run packed, and those that run on rows."""
+        tiers: Counter[str] = Counter(mixer_tier(module, how) for module, how in self._mixers())
+        return {name: tiers[tier] for tier, name in _KINDS.items() if tiers[tier]}
 
     def notes(self) -> tuple[str, ...]:
-        """Name the kernels that run them, or say why none do."""
+        """Return the kernels that run the mixers, or why none do."""
         return tuple(dict.fromkeys(note for module, how in self._mixers() for note in mixer_notes(module, how)))
 
-    def strangers(self) -> tuple[tuple[str, str], ...]:
-        """Modules of these classes that were put into the model since and are no part of the patch."""
+    def unknown_modules(self) -> tuple[tuple[str, str], ...]:
+        """Return notes on modules of these classes that came into the model after the patch, and are not part of it."""
         known = {id(module) for module, _ in self._now()}
         classes = {type(module) for module, _ in self.modules}
-        found = Counter(
+        unpatched = Counter(
             type(module).__name__
             for module in self.backbone.modules()
             if type(module) in classes and id(module) not in known
         )
-        why = "put into the model after the patch, where packed batches are not right: patch(unpatch(model))"
-        return tuple((name, f"{count} {why}") for name, count in found.items())
+        why = "put into the model after the patch, and wrong for packed batches: call patch(unpatch(model))"
+        return tuple((name, f"{count} {why}") for name, count in unpatched.items())
 
     def _mixers(self) -> list[tuple[nn.Module, MixerSpec]]:
         return [(module, how) for module, how in self._now() if isinstance(how, MixerSpec)]
 
     def _now(self) -> list[tuple[nn.Module, Tier | MixerSpec]]:
-        """The ones that are there still, and copies that were made of them since (PEFT's replicated layers)."""
+        """Return the modules that are still there, and copies made of them since (PEFT's replicated layers)."""
         known = {id(module): how for module, how in self.modules}
         by_class = {type(module): how for module, how in self.modules}
         contexts = {None, *(context for module, _ in self.modules for context in contexts_of(module))}
 
         def runs_as_its_original(module: nn.Module) -> bool:
-            """True unless another context than this backbone's is to tell it the packing."""
+            """Return whether only this backbone's contexts tell the module of the packing."""
             return carries_ours(module) and contexts.issuperset(contexts_of(module))
 
         return [
@@ -88,41 +89,44 @@ _KINDS: dict[str, str] = {"varlen": "packed mixer", "re-padded mixer": "re-padde
 
 
 def unpadded_share(backbone: Any, on_rows: Sequence[nn.Module]) -> float:
-    """The share of a backbone's products with weights that runs on real tokens alone: from 0 to 1.
+    """Return the share of a backbone's matmuls with weights that runs on real tokens alone, from 0 to 1.
 
-    Of experts, as many count as each token takes; a module that is run several times counts once. Attention's scores
-    and recurrences have no weights and don't count.
+    Of a layer's experts, as many count as each token takes. A module that runs several times counts once. Attention
+    scores and recurrences have no weights, and don't count.
 
     Args:
-        on_rows: the modules that run on padded rows.
+        backbone: The model's backbone.
+        on_rows: The modules that run on padded rows.
     """
     config = backbone.config.get_text_config(decoder=True)
     padded = {id(inner) for module in on_rows for inner in module.modules()}
-    whole = sum(_products(module, config) for module in backbone.modules())
-    rows = sum(_products(module, config) for module in backbone.modules() if id(module) in padded)
+    whole = sum(_multiplications(module, config) for module in backbone.modules())
+    rows = sum(_multiplications(module, config) for module in backbone.modules() if id(module) in padded)
     return 1 - rows / whole if whole else 1.0
 
 
-def _products(module: nn.Module, config: ConfigLike) -> float:
-    """Multiplications a token with the weights that a module itself holds."""
+def _multiplications(module: nn.Module, config: ConfigLike) -> float:
+    """Return the multiplications a token of a module's own weights."""
     if isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return 0
     sizes = linear_sizes(module)
     if sizes is not None:
-        return float(sizes[0] * sizes[1])  # in 4 bits, a weight's own size is another
-    taken, experts = _experts(config)
+        return float(sizes[0] * sizes[1])  # a 4-bit weight tensor has another size
+    active, experts = _experts(config)
     total = 0.0
     for name, weight in module._parameters.items():
         if weight is None or not ("weight" in name or "proj" in name):
             continue
-        share = taken / experts if weight.ndim == 3 and len(weight) == experts else 1
+        share = active / experts if weight.ndim == 3 and len(weight) == experts else 1
         total += weight.numel() * share if weight.ndim > 1 else 0
     return total
 
 
 def _experts(config: ConfigLike) -> tuple[int, int]:
-    """The number of experts that each token takes, and of all; 1 and 0 where there are none."""
-    taken = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
-    all_of_them = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
-    found = [next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (taken, all_of_them)]
-    return (int(found[0]), int(found[1])) if all(isinstance(x, int) and x for x in found) else (1, 0)
+    """Return the number of experts that each token takes, and of all experts; 1 and 0 for a dense model."""
+    active_names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "num_experts_per_token")
+    all_names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+    counts = [
+        next((getattr(config, n) for n in names if getattr(config, n, None)), 0) for names in (active_names, all_names)
+    ]
+    return (int(counts[0]), int(counts[1])) if all(isinstance(x, int) and x for x in counts) else (1, 0)

@@ -1,9 +1,10 @@
-"""``verify``: proof, on a user's own model, that sequences don't see each other and that nothing else has changed.
+"""``verify``: proof, on a user's own model, that sequences don't see each other and that results have not changed.
 
-The oracle is the stock model on each sequence alone. Compared are logits, the gradient of every token's embedding and
-the gradient of everything that trains, by the rule of :mod:`fastpack.exactness.rule`. How far two right results may be
-apart is measured on the stock model itself (:mod:`fastpack.exactness.runs`), and both are held to the same experts
-(:mod:`fastpack.exactness.choices`), since a choice that flips with rounding says nothing.
+The oracle is the stock model on each sequence alone. It is compared with the patched model by logits, by the gradient
+of every token's embedding, and by the gradients of all trained weights; :mod:`fastpack.exactness.rule` defines the
+errors. How far two correct results may be apart is measured on the stock model itself
+(:mod:`fastpack.exactness.runs`). Both models are made to choose the same experts (:mod:`fastpack.exactness.choices`),
+since a choice that flips with rounding says nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fastpack.exactness.verification import ContaminationError, InconclusiveErro
 from fastpack.families.registry import family_of
 from fastpack.layers.read_projection import not_isolated
 from fastpack.model.unwrap import find_parts, models_of, refuse_wrapped
-from fastpack.patching.apply import disabled, uncovered
+from fastpack.patching.apply import disabled, without_wrappers
 from fastpack.patching.state import is_patched
 from fastpack.utils.modules import evaluating
 
@@ -33,30 +34,36 @@ _VERIFY_FIRST = (
 
 
 def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -> Verification:
-    """Check a patched model against itself unpatched, on random tokens.
+    """Check a patched model against its own stock forward, on random tokens.
 
-    Packed, and padded on the right, each sequence must give what it gives alone: logits, and the gradients of its
-    tokens' embeddings and of all that trains. Where the tokens of one sequence are others, no other sequence may move;
-    and taken for one long sequence the same tokens must give something else, or the check could not have seen a leak.
-    Takes some thirty forwards and backwards of so many tokens, 160 in half precision, and memory for the
-    gradients of all that trains. The model is in evaluation mode meanwhile, and without what others have put over its
-    forwards (TRL's loss, accelerate's autocast); it is left as it was found.
+    Three things are checked. Each sequence, packed, and padded on the right, must give what it gives alone: logits, the
+    gradients of its tokens' embeddings, and the gradients of all trained weights. If the tokens of one sequence are
+    replaced, the results of the others must stay. And if the same tokens are taken for one long sequence, the results
+    must differ, since otherwise the check could not have seen a leak.
+
+    This takes some thirty forwards and backwards on all tokens (160 in half precision), and memory for the gradients of
+    all trained weights. Meanwhile the model is in evaluation mode, and without what other code has put over its
+    forwards (TRL's loss, accelerate's autocast). It is restored afterwards.
+
+    Example:
+        >>> fastpack.patch(model)  # doctest: +SKIP
+        >>> print(fastpack.verify(model))  # a table of all checks  # doctest: +SKIP
 
     Args:
-        target: a patched model, or a trainer that holds one.
-        lengths: tokens of each sequence, three or more of them.
-        seed: of the tokens.
+        target: A patched model, or a trainer that holds one.
+        lengths: The number of tokens of each sequence, for three or more sequences.
+        seed: The seed of the tokens.
 
     Returns:
-        Every figure with its bound: 1.5 times what two right results of the stock model are apart in its dtypes, and
-        in float32 1e-5 of the largest value of a tensor where that is more.
+        Every error with its bound. The bound is 1.5 times the distance of two correct results of the stock model in its
+        dtypes, and in float32 at least 1e-5 of the largest value of a tensor.
 
     Raises:
-        ContaminationError: a check failed. It holds the :class:`~fastpack.exactness.verification.Verification`.
-        InconclusiveError: rounding moves this model by so much in its dtypes that a leak would not be seen.
-        ValueError: fewer than three sequences, or one without a token.
-        PatchError: the model is not patched, classifies whole sequences, has too small a vocabulary for so many
-            different tokens, embeds them in several tables, or others beside them.
+        ContaminationError: A check failed. It holds the :class:`~fastpack.exactness.verification.Verification`.
+        InconclusiveError: Rounding moves this model so far in its dtypes that a leak would not be seen.
+        ValueError: There are fewer than three sequences, or one has no token.
+        PatchError: The model is not patched; or it classifies whole sequences; or its vocabulary is too small for so
+            many different tokens; or it embeds tokens in several tables, or embeds others beside the batch's.
     """
     if len(lengths) < 3 or min(lengths) < 1:
         raise ValueError(f"lengths={tuple(lengths)}: verify takes three sequences or more, each of a token or more.")
@@ -72,7 +79,7 @@ def verify(target: object, *, lengths: Sequence[int] = LENGTHS, seed: int = 0) -
         raise PatchError("verify compares a patched model with itself unpatched: call fastpack.patch(model) first.")
     family = family_of(parts.backbone)
     names = () if family is None else family.routers
-    with torch.inference_mode(False), evaluating(model), uncovered(model) as state:
+    with torch.inference_mode(False), evaluating(model), without_wrappers(model) as state:
         probes = [Probe.of(model, parts.backbone, lengths, seed=DRAWS * seed + draw) for draw in range(DRAWS)]
         stock = functools.partial(disabled, state)
         result = Runs(probes, parts.head or model, stock, choosers_of(model, names)).compare()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness.choices import choosers_of, held, recorded
+from fastpack.exactness.choices import choosers_of, recorded, replayed
 from fastpack.exactness.special import GEMMA4_EXPERTS, NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families.registry import FAMILIES
@@ -23,13 +23,13 @@ class Router(nn.Module):
         return values, picked, torch.where(scores > best - 0.5, scores, 0.0).sum(-1)
 
 
-def test_held_to_what_it_would_not_choose() -> None:
+def test_a_module_repeats_choices_that_it_would_not_make() -> None:
     router = Router()
     scores = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
     other = scores.flip(-1).clone().requires_grad_()
     with recorded([router]) as choices:
         _, picked, _ = router(scores)
-    with held([router], choices()):
+    with replayed([router], choices()):
         values, as_before, masked = router(other)
     assert torch.equal(as_before, picked)
     assert torch.equal(values, other.gather(-1, picked))
@@ -37,7 +37,7 @@ def test_held_to_what_it_would_not_choose() -> None:
     values.sum().backward()
     assert torch.equal(other.grad, torch.zeros_like(other).scatter(-1, picked, 1.0))
     free = router(other)[2]
-    assert not torch.equal(masked, free), "comparisons are held too"
+    assert not torch.equal(masked, free), "comparisons are replayed too"
 
 
 def test_one_sequence_after_the_other_or_all_at_once() -> None:
@@ -49,7 +49,7 @@ def test_one_sequence_after_the_other_or_all_at_once() -> None:
         router(scores)
     for a, b in zip(one_by_one()[0], at_once()[0], strict=True):
         assert torch.equal(a, b)
-    with held([router], at_once()):
+    with replayed([router], at_once()):
         for _ in range(2):  # checkpointing runs a forward again
             found = [router(-part)[1] for part in scores.split([1, 4, 2])]
             assert torch.equal(torch.cat(found), router(scores)[1])
@@ -59,22 +59,22 @@ def test_other_tokens_are_an_error() -> None:
     router = Router()
     with recorded([router]) as choices:
         router(torch.randn(5, 4))
-    with held([router], choices()), pytest.raises(ValueError, match="is to be held to those from 0 on"):
+    with replayed([router], choices()), pytest.raises(ValueError, match="can't repeat those from 0 on"):
         router(torch.randn(6, 4))
     with recorded([router]) as nothing:
         pass
     assert nothing() == ((),)
-    with held([router], nothing()), pytest.raises(ValueError, match="where none was noted"):
+    with replayed([router], nothing()), pytest.raises(ValueError, match="where none was recorded"):
         router(torch.randn(6, 4))
 
 
-def test_nothing_outside_of_the_module_is_held() -> None:
+def test_nothing_outside_of_the_module_is_replayed() -> None:
     router, scores = Router(), torch.randn(5, 4)
     with recorded([router]) as choices:
         router(-scores)
         torch.topk(scores, 3)
     assert len(choices()[0]) == 3
-    with held([router], choices()):
+    with replayed([router], choices()):
         assert torch.equal(torch.topk(scores, 2).indices, scores.topk(2).indices)
     assert not router._forward_hooks
     assert not router._forward_pre_hooks

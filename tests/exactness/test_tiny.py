@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from known_families import KNOWN, MOST_USED, OTHERS
-from tiny_figures import LEAST_INFLUENCE, LENGTH, ROWS, Figures, figures, influence, share_with_gradient
+from tiny_measures import LEAST_INFLUENCE, LENGTH, ROWS, Measures, influence, measure, share_with_gradient
 from torch import nn
 
 from fastpack.exactness import tiny
@@ -19,13 +19,13 @@ MANY_PARAMETERS = 1_000_000
 
 
 def check(model_type: str) -> None:
-    found: Figures = figures(model_type)
-    assert found.shape == (ROWS, LENGTH, tiny.VOCAB)
-    assert found.finite
-    assert found.parameters < MANY_PARAMETERS
-    assert found.influence > LEAST_INFLUENCE
-    assert found.share_with_gradient > 0.5
-    assert found.repeats
+    result: Measures = measure(model_type)
+    assert result.shape == (ROWS, LENGTH, tiny.VOCAB)
+    assert result.finite
+    assert result.parameters < MANY_PARAMETERS
+    assert result.influence > LEAST_INFLUENCE
+    assert result.share_with_gradient > 0.5
+    assert result.repeats
 
 
 @pytest.mark.parametrize("model_type", MOST_USED)

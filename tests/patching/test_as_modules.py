@@ -1,4 +1,4 @@
-"""What ``report(model).as_modules`` says: each reason where its cause is, and nothing without the cause.
+"""``report(model).as_modules`` gives each reason if its cause is there, and nothing without the cause.
 
 A projection that can't be read is called as a module, which is checked too: it is called, with the stock result.
 Reasons that have tests of their own: adapters that read rows, and a compute dtype that is not the input's
@@ -70,7 +70,7 @@ class Doubled(nn.Linear):
 
 
 class Halved(nn.Module):
-    """What stands where an adapter's dropout does, and draws nothing."""
+    """A module in the place of an adapter's dropout that draws nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / 2
@@ -136,7 +136,7 @@ def forget_compute_dtype(module: Any) -> None:
 
 
 def pack_for_a_cpu(module: Any) -> None:
-    """What bitsandbytes does to a weight in evaluation."""
+    """The change that bitsandbytes makes to a weight in evaluation."""
     if not pytest.importorskip("bitsandbytes").functional.has_avx512bf16():
         pytest.skip("bitsandbytes packs weights for CPUs with AVX512-BF16 alone")
     module.eval()
@@ -221,7 +221,7 @@ def found_at(model: Any, where: str = WHERE) -> Any:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often each module was called, which no hook of it tells: that would be a reason itself."""
+    """Count the calls of each module without a hook, since a hook would be a reason itself."""
     found: Counter[int] = Counter()
     stock = nn.Module.__call__
 

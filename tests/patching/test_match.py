@@ -92,7 +92,7 @@ def test_a_head_whose_loss_is_to_be_fused(why: str, fused: bool, monkeypatch: py
     assert [what for what, _ in fastpack.report(model).skipped] == ([] if fused else ["LlamaForCausalLM", "loss"])
 
 
-def test_a_forward_of_somebody_is_never_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replaced_forward_is_never_matched(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = judged_by(Judge(), monkeypatch)
     for cls in (llama.LlamaMLP, llama.LlamaForCausalLM):
         monkeypatch.setattr(cls, "forward", lambda self, *args, **kwargs: None)
@@ -114,7 +114,7 @@ def test_a_form_of_earlier_releases_is_tried_too(
     assert len(judge.asked) == 1 + (form != OLMO2_NORM)
 
 
-def test_stock_attention_that_was_not_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_untried_stock_attention_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     fastpack.patch(build_tiny("gpt2"))  # a warning is an error here
     monkeypatch.delitem(lock.proved(), "GPT2Attention")
     with pytest.warns(UntriedVersionWarning, match="GPT2Attention of transformers") as told:

@@ -1,4 +1,4 @@
-"""Attention that somebody else brought: refused by name, at the patch and in the forward; transformers' own is not."""
+"""Attention of other code is refused by name, at the patch and in the forward; transformers' own is not."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_selective_checkpointing_of_the_whole_model() -> None:
 
 
 def hidden_in(attention: str, where: str, changed: pytest.MonkeyPatch, model: Any) -> Any:
-    """Brings somebody's own; returns what is to be entered for it."""
+    """Bring in other code's attention, and return the context to enter for it."""
     if where in ("assigned", "registered"):
         (assigned if where == "assigned" else registered)(changed, attention, mine)
     elif where == "torch's":
@@ -283,7 +283,7 @@ PLACES = ("assigned", "registered", "torch's", "a mode", "its own name", "a help
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_looks(whole: bool, monkeypatch: pytest.MonkeyPatch, compile_anew: None) -> None:
-    """What comes after the compilation is seen, by guards, and what goes again is forgotten."""
+    """Guards notice attention that comes after the compilation, and forget it when it goes again."""
     model: Any = fastpack.patch(model_of("llama"))
     runtime = runtime_of(model.base_model)
     watch = None if runtime is None else runtime.watch

@@ -37,7 +37,7 @@ VARLEN = "olmo"
 
 
 def installed(families: Iterable[Family]) -> list[Family]:
-    """Those that this version of transformers has."""
+    """Return the families that this version of transformers has."""
     return [family for family in families if family.model_type in model_types()]
 
 
@@ -165,7 +165,7 @@ def test_what_would_leave_a_patched_head_stock() -> None:
 
 
 class Holder:
-    """What a trainer looks like: a policy and a reference model."""
+    """A stand-in for a trainer, with a policy and a reference model."""
 
     def __init__(self, model: nn.Module, ref_model: nn.Module) -> None:
         self.model, self.ref_model = model, ref_model
@@ -193,7 +193,7 @@ def test_what_is_no_model(other: Any, error: type[Exception], words: str) -> Non
             ask(other)
 
 
-def test_a_model_held_twice_is_patched_once() -> None:
+def test_a_model_that_a_trainer_has_twice_is_patched_once() -> None:
     model = tiny_model("llama")
     before = fingerprint(model)
     fastpack.patch(Holder(model, model))
@@ -380,12 +380,12 @@ def test_a_model_that_gets_no_faster_warns() -> None:
 
 
 @pytest.mark.parametrize(("model_type", "said"), [("gemma4_text", True), ("gemma3n_text", True), ("llama", False)])
-def test_what_checkpointing_would_lose_is_said(model_type: str, said: bool) -> None:
+def test_the_report_notes_what_checkpointing_would_lose(model_type: str, said: bool) -> None:
     notes = fastpack.report(fastpack.patch(build_tiny(model_type))).notes
     assert any("reentrant checkpointing loses gradients" in note for note in notes) == said
 
 
-def test_what_autocast_will_bring_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_notes_what_autocast_will_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over float32 weights a kernel that wants half precision serves as soon as there is autocast."""
     monkeypatch.setattr(torch_varlen, "rejects", lambda s: None if s.dtype == torch.bfloat16 else f"not {s.dtype}")
     report = fastpack.report(fastpack.patch(tiny_model("llama")))

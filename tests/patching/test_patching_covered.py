@@ -1,4 +1,4 @@
-"""What others put over our forwards after the patch: unpatch, another patch and verify leave it where it is."""
+"""Wrappers that other code puts over our forwards: unpatch, another patch and verify leave them in place."""
 
 from __future__ import annotations
 

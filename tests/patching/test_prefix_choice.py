@@ -1,4 +1,4 @@
-"""Which models may share prefixes, in which batches that is done, and what the report says of it."""
+"""Prefix sharing: the models that may share, the batches that do, and the report's notes."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_compiled(compile_anew: None) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
 def test_compiled_layers(model_type: str, compile_anew: None) -> None:
-    """The door is not compiled, and shares: attention in compiled layers gets every sequence whole too."""
+    """The backbone's forward is not compiled, and shares; attention in compiled layers still gets whole sequences."""
     model, sequences = tiny_model(model_type), pairs()
     alone = run_alone(model, sequences)
     patched(model)

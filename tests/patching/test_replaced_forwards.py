@@ -1,4 +1,4 @@
-"""Forwards that somebody has put on a family's classes: said by name, on a lower tier, or refused; before and after."""
+"""Replaced forwards of a family's classes, before and after the patch: named, on a lower tier, or refused."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_on_instances() -> None:
     fastpack.patch(model)
     report = fastpack.report(model)
     assert report.tier == "varlen"
-    assert report.skipped[0] == ("LlamaDecoderLayer", f"its forward is {HERE}layer, somebody's own: that runs")
+    assert report.skipped[0] == ("LlamaDecoderLayer", f"its forward is {HERE}layer, of other code: that runs")
     check_exact(model, alone)
 
 

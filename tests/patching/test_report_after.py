@@ -1,4 +1,4 @@
-"""What ``report`` says of what came after the patch: layers copied, cut or put in, and a loss that no longer runs."""
+"""``report`` after changes since the patch: layers copied, cut or added, and a loss that no longer runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def loss_of(model: Any) -> float:
 
 @pytest.mark.parametrize(("model_type", "tier"), [("llama", "fast"), ("gpt_neox", "varlen")])
 def test_copied_layers(model_type: str, tier: str) -> None:
-    """They are patched as what they are copies of, and taken back with the patch."""
+    """Copies are patched as their originals are, and restored with them."""
     stock = tiny_model(model_type)
     model = fastpack.patch(copy.deepcopy(stock))
     before = fastpack.report(model)

@@ -1,4 +1,4 @@
-"""What the report says of linear layers that are not torch's, of LoRA on experts, and of what is not isolated."""
+"""The report on linear layers that are not torch's, on LoRA of experts, and on batches that are not isolated."""
 
 from __future__ import annotations
 

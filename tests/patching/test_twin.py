@@ -144,7 +144,7 @@ def test_wrong_rows(wrong: Wrong) -> None:
 def same_results(
     backbone: Any, family: Family, right: Mapping[str, Spec], wrong: Mapping[str, Spec], dtype: torch.dtype
 ) -> bool:
-    """Whether a twin patched by either gives the same bits."""
+    """Return whether a twin gives the same bits when patched by either."""
     found = []
     with apart(), torch.no_grad():
         model = build_twin(type(backbone), backbone.config, dtype)

@@ -47,7 +47,7 @@ def test_families(model_type: str) -> None:
 
 
 @pytest.mark.parametrize("model_type", UNTELLABLE)
-def test_where_tokens_cannot_be_told(model_type: str) -> None:
+def test_models_in_which_tokens_cannot_be_told_apart_are_refused(model_type: str) -> None:
     model = fastpack.patch(build_tiny(model_type))
     with pytest.raises(fastpack.PatchError, match=UNTELLABLE[model_type]):
         fastpack.verify(model)

@@ -1,6 +1,6 @@
-"""What a tiny model shows when it is run: its size, whether it is finite, and whether a leak could be seen in it.
+"""Measure tiny models: their size, whether results are finite, and whether a leak could be seen.
 
-``python tests/exactness/tiny_figures.py [FAMILY ...]`` prints a line for each family, all of them by default.
+``python tests/exactness/tiny_measures.py [FAMILY ...]`` prints a line for each family, all of them by default.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ROWS, LENGTH = 2, 12
 
 LEAST_INFLUENCE = 1e-4
 NOT_TEXT = ("vision", "visual", "image", "audio", "multi_modal", "embed_tokens_extend", "vq_adaptor")
-"""In the names of parameters that token ids alone never reach."""
+"""Words in the names of parameters that token ids alone never reach."""
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Of one family; ``influence`` and ``share_with_gradient`` are ratios."""
+class Measures:
+    """The measures of one family; ``influence`` and ``share_with_gradient`` are ratios."""
 
     parameters: int
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Figures:
 
 
 def influence(model: Any, length: int = LENGTH) -> float:
-    """How far the last position's logits move when the first token changes, over their largest value."""
+    """Return how far the last position's logits move when the first token changes, over their largest value."""
     ids_BS = tiny.plain_tokens(ROWS, length)
     changed_BS = ids_BS.clone()
     changed_BS[:, 0] = tiny.FIRST_PLAIN + (ids_BS[:, 0] - tiny.FIRST_PLAIN + 7) % (tiny.AFTER_PLAIN - tiny.FIRST_PLAIN)
@@ -50,13 +50,13 @@ def influence(model: Any, length: int = LENGTH) -> float:
 
 
 def share_with_gradient(model: nn.Module) -> float:
-    """Which share of the text model's parameters has a gradient that is finite and not all zeros."""
+    """Return the share of the text model's parameters with a gradient that is finite and not all zeros."""
     of_text = [p for name, p in model.named_parameters() if not any(word in name for word in NOT_TEXT)]
     reached = [p for p in of_text if p.grad is not None and bool(p.grad.isfinite().all()) and bool(p.grad.any())]
     return len(reached) / len(of_text)
 
 
-def figures(model_type: str) -> Figures:
+def measure(model_type: str) -> Measures:
     """Build the family's tiny model, run it forwards and backwards on two short rows, and measure."""
     start = time.perf_counter()
     model: Any = tiny.build_tiny(model_type)
@@ -65,9 +65,9 @@ def figures(model_type: str) -> Figures:
     model.train()
     ids_BS = tiny.plain_tokens(ROWS, LENGTH)
     logits_BSV = model(input_ids=ids_BS).logits
-    again_BSV = model(input_ids=ids_BS).logits  # with gradients too, or another kernel rounds otherwise
+    again_BSV = model(input_ids=ids_BS).logits  # with gradients, too, since another kernel would round differently
     logits_BSV.square().mean().backward()
-    return Figures(
+    return Measures(
         parameters=sum(p.numel() for p in model.parameters()),
         shape=tuple(logits_BSV.shape),
         finite=bool(logits_BSV.isfinite().all()),
@@ -91,16 +91,16 @@ def main(names: list[str]) -> int:
             print(f"{name:26} not built: {tiny.NOT_BUILT[name]}")
             continue
         try:
-            found = figures(name)
+            result = measure(name)
         except Exception as error:  # noqa: BLE001 - the table is there to show what fails, and goes on
             failed += 1
             print(f"{name:26} FAILED: {type(error).__name__}: {str(error)[:200]}")
             continue
         print(
-            f"{name:26}{found.parameters:>9,} parameters {found.seconds:6.2f} s ({found.building:.2f} building)  "
-            f"influence {found.influence:.0e}  gradients {found.share_with_gradient:4.0%}"
-            + ("" if found.finite else "  NOT FINITE")
-            + ("" if found.repeats else "  draws in training mode"),
+            f"{name:26}{result.parameters:>9,} parameters {result.seconds:6.2f} s ({result.building:.2f} building)  "
+            f"influence {result.influence:.0e}  gradients {result.share_with_gradient:4.0%}"
+            + ("" if result.finite else "  NOT FINITE")
+            + ("" if result.repeats else "  draws in training mode"),
             flush=True,
         )
     return failed
