@@ -6,12 +6,12 @@ A program takes a few tokens of one sequence with all the query heads that share
 times heads, so keys and values are read once for the group, and a tile on the diagonal is a few tokens wide, not 128.
 A group that is no power of two leaves the last rows of a tile unused (64 rows are 9 tokens of 7 heads).
 
-Where sequences begin, only the device knows. Tile j of sequence i sits in slot ``offset_i // tokens + i + j``, of which
+Where sequences begin, only the device knows. AttentionTile j of sequence i sits in slot ``offset_i // tokens + i + j``, of which
 there are ``T // tokens + N``: a tile's sequence is the number of sequences whose first slot is no later, less one, and
 slots behind a sequence's last tile are empty. So a launch depends on T and N alone, and can be recorded.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao, "FlashAttention-2",
-arXiv:2307.08691 (one division at the end, log-sum-exp kept for the backward). Exponents are of base 2.
+arXiv:2307.08691 (one division at the end, log-sum-exp valid for the backward). Exponents are of base 2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_TILE = 256  # no tile has more rows or keys
 
 
 @dataclass(frozen=True)
-class Tile:
+class AttentionTile:
     """How a kernel is cut up.
 
     Attributes:
@@ -62,17 +62,17 @@ class Tile:
         return dict(zip(names, values, strict=True))
 
 
-FORWARD: dict[int, Tile] = {
+FORWARD: dict[int, AttentionTile] = {
     # the larger of head and value size, rounded up to a power of two
-    64: Tile(rows=64, keys=64, warps=4, stages=2, split=True),
-    128: Tile(rows=64, keys=32, warps=4, stages=2, split=True, registers=128),
-    256: Tile(rows=64, keys=32, warps=8, stages=2),
+    64: AttentionTile(rows=64, keys=64, warps=4, stages=2, split=True),
+    128: AttentionTile(rows=64, keys=32, warps=4, stages=2, split=True, registers=128),
+    256: AttentionTile(rows=64, keys=32, warps=8, stages=2),
 }
-FLOAT32: dict[int, Tile] = {
+FLOAT32: dict[int, AttentionTile] = {
     # of every kernel: without matrix units, so what counts is that no register is spilled
-    64: Tile(rows=32, keys=32, warps=8, stages=1),
-    128: Tile(rows=16, keys=32, warps=8, stages=1),
-    256: Tile(rows=16, keys=16, warps=8, stages=1),
+    64: AttentionTile(rows=32, keys=32, warps=8, stages=1),
+    128: AttentionTile(rows=16, keys=32, warps=8, stages=1),
+    256: AttentionTile(rows=16, keys=16, warps=8, stages=1),
 }
 
 
@@ -104,12 +104,12 @@ def rows_of(first, end, part, ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.
     row = tl.arange(0, ROWS)
     token = first + row // PART
     head = part * PART + row % PART
-    kept = token < end
+    valid = token < end
     if ROWS % PART != 0:
-        kept = kept & (row < ROWS // PART * PART)
+        valid = valid & (row < ROWS // PART * PART)
     if GROUP % PART != 0:
-        kept = kept & (head < GROUP)
-    return token, head, kept
+        valid = valid & (head < GROUP)
+    return token, head, valid
 
 
 @triton.jit
@@ -120,10 +120,10 @@ def load_rows(
     """``[ROWS, BLOCK]`` of the group whose first head ``pointer`` is, zeros where there is no row or column."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    _, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
     start = pointer + tl.cast(first, tl.int64) * token_stride + tl.cast(part * PART, tl.int64) * head_stride
     offset = row // PART * token_stride + row % PART * head_stride
-    mask = kept[:, None]
+    mask = valid[:, None]
     if SIZE < BLOCK:
         mask = mask & (column < SIZE)[None, :]
     return tl.load(start + offset[:, None] + column[None, :], mask=mask, other=0.0)
@@ -146,10 +146,10 @@ def store_rows(
     """Write ``[ROWS, BLOCK]`` into a contiguous ``[T, HEADS, SIZE]``, as :func:`load_rows` reads."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    _, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
     start = pointer + tl.cast(first, tl.int64) * (HEADS * SIZE) + part * (PART * SIZE)
     offset = row // PART * (HEADS * SIZE) + row % PART * SIZE
-    mask = kept[:, None]
+    mask = valid[:, None]
     if SIZE < BLOCK:
         mask = mask & (column < SIZE)[None, :]
     tl.store(start + offset[:, None] + column[None, :], value.to(pointer.dtype.element_ty), mask=mask)
@@ -238,12 +238,12 @@ def forward_kernel(
     if tile >= tiles:
         return
     first = begin + (tiles - 1 - tile) * BLOCK_T  # a sequence's last tile sees most keys: it starts first
-    token, head, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    token, head, valid = rows_of(first, end, part, ROWS, GROUP, PART)
     lse_rows = per_row(LSE + kv_head * GROUP, first, part, KV_HEADS * GROUP, ROWS, PART)
     result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     OUT += kv_head * (GROUP * VALUES)
     if begin >= rows_that_count(count, end):
-        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=kept)  # no sink has a weight there
+        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=valid)  # no sink has a weight there
         store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
         return
 
@@ -256,7 +256,7 @@ def forward_kernel(
     largest = tl.full((ROWS,), -1.0e30, dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if SINKS is not None:
-        sink = tl.load(SINKS + kv_head * GROUP + head, mask=kept, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(SINKS + kv_head * GROUP + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         largest = tl.maximum(largest, sink)
         total = tl.exp2(sink - largest)
 
@@ -278,7 +278,7 @@ def forward_kernel(
     )
     # fmt: on
     lse = largest + tl.log2(total)
-    tl.store(lse_rows, lse, mask=kept)
+    tl.store(lse_rows, lse, mask=valid)
     result /= total[:, None]
     store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
 
@@ -384,7 +384,7 @@ def _block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))  # matrix units want no less
 
 
-def chosen(table: dict[int, Tile], q: Tensor, v: Tensor, *, streams_keys: bool) -> Tile:
+def chosen(table: dict[int, AttentionTile], q: Tensor, v: Tensor, *, streams_keys: bool) -> AttentionTile:
     """The tile for these sizes, with as many stages as this device has shared memory for.
 
     Args:

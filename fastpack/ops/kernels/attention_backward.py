@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastpack.ops.kernels.attention import (
     Scores,
-    Tile,
+    AttentionTile,
     bounded,
     chosen,
     load_keys,
@@ -40,16 +40,16 @@ from fastpack.ops.kernels.attention import (
 )
 from fastpack.ops.kernels.launch import early, on_device, processors, rows_that_count, wait_for_inputs
 
-QUERIES: dict[int, Tile] = {
+QUERIES: dict[int, AttentionTile] = {
     # as attention.FORWARD
-    64: Tile(rows=64, keys=32, warps=4, stages=3, registers=96),
-    128: Tile(rows=64, keys=32, warps=4, stages=2, split=True, registers=168),
-    256: Tile(rows=64, keys=32, warps=8, stages=2),
+    64: AttentionTile(rows=64, keys=32, warps=4, stages=3, registers=96),
+    128: AttentionTile(rows=64, keys=32, warps=4, stages=2, split=True, registers=168),
+    256: AttentionTile(rows=64, keys=32, warps=8, stages=2),
 }
-KEYS: dict[int, Tile] = {
-    64: Tile(rows=64, keys=64, warps=4, stages=2, sharing=9),
-    128: Tile(rows=32, keys=64, warps=4, stages=3, sharing=4),
-    256: Tile(rows=32, keys=32, warps=8, stages=1),
+KEYS: dict[int, AttentionTile] = {
+    64: AttentionTile(rows=64, keys=64, warps=4, stages=2, sharing=9),
+    128: AttentionTile(rows=32, keys=64, warps=4, stages=3, sharing=4),
+    256: AttentionTile(rows=32, keys=32, warps=8, stages=1),
 }
 MOST_PIECES, LEAST_STEPS = 4, 8
 """Of a long walk over queries, and of each of its pieces."""
@@ -102,14 +102,14 @@ def queries_kernel(
     if tile >= tiles:
         return
     first = begin + (tiles - 1 - tile) * BLOCK_T
-    token, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    token, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
 
     group = kv_head.to(tl.int64) * GROUP
     dq = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     delta_rows = per_row(DELTA + group, first, part, KV_HEADS * GROUP, ROWS, PART)
     DQ += group * D
     if begin >= rows_that_count(count, end):
-        tl.store(delta_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=kept)
+        tl.store(delta_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=valid)
         store_rows(DQ, dq, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, D, BLOCK_D)
         return
     # fmt: off
@@ -125,8 +125,8 @@ def queries_kernel(
     )
     # fmt: on
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    lse = tl.load(per_row(LSE + group, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
-    tl.store(delta_rows, delta, mask=kept)
+    lse = tl.load(per_row(LSE + group, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
+    tl.store(delta_rows, delta, mask=valid)
 
     K += kv_head.to(tl.int64) * k_head
     V += kv_head.to(tl.int64) * v_head
@@ -165,15 +165,15 @@ def _walk_rows(
     for step in tl.range(0, steps * PARTS):
         first, part = start + step // PARTS * (ROWS // PART), step % PARTS
         q = load_rows(Q, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D)
-        token, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
-        lse = tl.load(per_row(LSE, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
+        token, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
+        lse = tl.load(per_row(LSE, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
         score = bounded(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, CAPPED)
         weight = tl.exp2(score * outer - lse[None, :])
         if MASKED:
             weight = tl.where(visible(token[None, :], key[:, None], window, WINDOWED), weight, 0.0)
         grad = load_rows(GRAD, first, end, part, grad_token, grad_head, ROWS, GROUP, PART, VALUES, BLOCK_V)
         dv = tl.dot(weight.to(grad.dtype), grad, dv, input_precision="ieee")
-        delta = tl.load(per_row(DELTA, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
+        delta = tl.load(per_row(DELTA, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
         slope = weight * (tl.dot(v, tl.trans(grad), input_precision="ieee") - delta[None, :])
         if CAPPED:
             slope *= 1.0 - score * score
@@ -369,7 +369,7 @@ def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor
     return torch.empty(tiles, dtype=torch.int32, device=q.device)
 
 
-def pieces_of(tile: Tile, tiles: int, device: torch.device) -> int:
+def pieces_of(tile: AttentionTile, tiles: int, device: torch.device) -> int:
     """In how many pieces a long walk over queries is cut, where there are so many tiles of keys."""
     return max(1, min(MOST_PIECES, tile.sharing * processors(device) // max(1, tiles)))
 

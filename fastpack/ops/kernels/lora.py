@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.kernels.launch import (
-    MOST,
+    MAX_GROUP,
     early,
     on_device,
     processors,
@@ -319,5 +319,5 @@ def stages(kernel: str, thins: Sequence[Tensor]) -> int:
         "reduce": REDUCE["BLOCK_T"] * (REDUCE["BLOCK_M"] + ranks),
     }[kernel]
     return stages_that_fit(
-        thins[0].device, MOST_STAGES[kernel], RESERVED + held * size, streamed * size * min(MOST, len(thins))
+        thins[0].device, MOST_STAGES[kernel], RESERVED + held * size, streamed * size * min(MAX_GROUP, len(thins))
     )

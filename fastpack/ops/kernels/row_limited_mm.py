@@ -23,7 +23,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpack.ops.kernels.launch import MOST, early, filled, on_device, processors, rows_that_count, wait_for_inputs
+from fastpack.ops.kernels.launch import (
+    MAX_GROUP,
+    early,
+    filled,
+    on_device,
+    processors,
+    rows_that_count,
+    wait_for_inputs,
+)
 from fastpack.ops.row_count import TERMS, RowCount, Sum
 from fastpack.ops.tile_plan import BLOCK_BELOW, BLOCK_T, MOST_MEMBERS
 
@@ -287,7 +295,7 @@ def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs
     assert len(outs[0]) <= count.tokens, "the plans end there"
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
-    pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)
+    pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MAX_GROUP)
     lengths = [x.shape[1] for x, _ in pairs[:TERMS]]
     blocks, transposed = tuple(map(_block, lengths)), tuple(_is_transposed(m) for _, m in pairs[:TERMS])
     xs: list[list[TensorDescriptor]] = [[], []]
@@ -323,7 +331,7 @@ def go_together(sums: Sequence[Sum]) -> bool:
     """Whether one launch makes several sums: of one or two terms, which are as long and lie as those of the first, and
     all with a bias or none."""
     shapes = {tuple((x.shape, _is_transposed(m)) for x, m in one.terms) for one in sums}
-    few = len(sums) <= MOST and len(sums[0].terms) <= 2
+    few = len(sums) <= MAX_GROUP and len(sums[0].terms) <= 2
     return few and len(shapes) == 1 and len({one.bias is None for one in sums}) == 1
 
 
