@@ -15,7 +15,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import attention, attention_backward
-from fastpack.ops.kernels.attention import Scores, AttentionTile
+from fastpack.ops.kernels.attention import AttentionTile, Scores
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 FLOAT, HALF = torch.float32, torch.float16

@@ -32,7 +32,7 @@ from torch import Tensor
 from fastpack.backends import reference, triton_packed
 from fastpack.backends.call import AttentionCall
 from fastpack.ops.kernels import attention, attention_backward, launch
-from fastpack.ops.kernels.attention import Scores, AttentionTile
+from fastpack.ops.kernels.attention import AttentionTile, Scores
 from fastpack.packing.seqlens import PackedSeqLens
 
 # Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled

@@ -52,7 +52,7 @@ KEYS: dict[int, AttentionTile] = {
     256: AttentionTile(rows=32, keys=32, warps=8, stages=1),
 }
 MOST_PIECES, LEAST_STEPS = 4, 8
-"""Of a long walk over queries, and of each of its pieces."""
+"""The most pieces of a long walk over queries, and the fewest steps of a piece."""
 
 
 # --- gradient of the queries ------------------------------------------------------------------------------------------
@@ -88,8 +88,7 @@ def queries_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid as of the forward. Writes DQ, and for :func:`keys_kernel` DELTA ``[T, H]`` and as many zeros as ARRIVALS
-    has."""
+    """Write DQ, and for :func:`keys_kernel` DELTA ``[T, H]`` and zeros to all of ARRIVALS. Grid as in the forward."""
     wait_for_inputs(EARLY)
     if ARRIVALS is not None:
         tl.store(ARRIVALS + tl.program_id(0), 0, mask=tl.program_id(0) < arrivals)
@@ -161,7 +160,7 @@ def _walk_rows(
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Take in ``steps`` tiles of queries from token ``start`` on, each in all parts of the group."""
+    """Add ``steps`` tiles of queries from token ``start`` on, each in all parts of the group."""
     for step in tl.range(0, steps * PARTS):
         first, part = start + step // PARTS * (ROWS // PART), step % PARTS
         q = load_rows(Q, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D)
@@ -183,7 +182,7 @@ def _walk_rows(
 
 @triton.jit
 def _places(tile, most, piece, column, SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of one piece's sums ``[KEYS, SIZE]``, which begin at a column of ``WIDTH``."""
+    """Return the offsets of one piece's sums ``[KEYS, SIZE]``, which begin at a column of ``WIDTH``."""
     start = (tile.to(tl.int64) * most + piece) * (KEYS * WIDTH) + column
     return start + tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, SIZE)[None, :]
 
@@ -207,8 +206,11 @@ def keys_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots of ``KEYS`` tokens times pieces times key/value heads, heads first. A sequence's first tile has most
-    to do: in as many pieces as there are ``LEAST`` steps, at most ``most``; 1 without SUMS."""
+    """Grid: slots of ``KEYS`` tokens times pieces times key/value heads, heads first.
+
+    A walk has a piece for each ``LEAST`` steps, at most ``most``; without SUMS it has one. A sequence's first tile has
+    the longest walk.
+    """
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // KV_HEADS
@@ -301,13 +303,13 @@ def queries(
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of q, and what :func:`keys` needs.
+    """Return the gradient of q and the delta that :func:`keys` needs.
 
     Args:
-        grad: ``[T, H, V]``, of the result, :func:`~fastpack.ops.kernels.attention.readable`.
+        grad: ``[T, H, V]``, the gradient of the result, :func:`~fastpack.ops.kernels.attention.readable`.
         q, k, v, cu_seqlens, scores, rows: as the forward took them.
-        out, lse: what it returned.
-        arrivals: what :func:`make_arrivals` made, to be set to zero on the way.
+        out, lse: the results of the forward.
+        arrivals: the result of :func:`make_arrivals`; the kernel sets it to zero.
 
     Returns:
         ``[T, H, D]`` contiguous in the dtype of q, and delta, float32 ``[T, H]``: the products of result and gradient
@@ -337,8 +339,10 @@ def keys(
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`,
-    which has set ``arrivals`` to zero."""
+    """Return the gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtypes.
+
+    The arguments are those of :func:`queries`, which must have set ``arrivals`` to zero.
+    """
     tile = chosen(KEYS, q, v, streams_keys=False)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tiles, constants = slots(cu_seqlens, len(q), tile.keys) * k.shape[1], sizes(q, k, v)
@@ -358,7 +362,7 @@ def keys(
 
 
 def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-    """int32, one for each tile of keys: how many pieces of its walk are done. None where no walk is shared."""
+    """Return int32 counters of finished pieces, one for each tile of keys; None if no walk is shared."""
     tile = chosen(KEYS, q, v, streams_keys=False)
     tiles = slots(cu_seqlens, len(q), tile.keys) * k.shape[1]
     if pieces_of(tile, tiles, q.device) == 1:
@@ -370,10 +374,10 @@ def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor
 
 
 def pieces_of(tile: AttentionTile, tiles: int, device: torch.device) -> int:
-    """In how many pieces a long walk over queries is cut, where there are so many tiles of keys."""
+    """Return how many pieces a long walk over queries is cut into, for this number of tiles of keys."""
     return max(1, min(MOST_PIECES, tile.sharing * processors(device) // max(1, tiles)))
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of tokens and of heads."""
+    """Return the strides of tokens and of heads."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])

@@ -61,7 +61,7 @@ def _can_launch_early(device: torch.device) -> bool:
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of an NVIDIA GPU, or (0, 0) for other devices, whose numbers mean something else."""
+    """Return the compute capability of an NVIDIA GPU, or (0, 0) for other GPUs, which count otherwise."""
     return torch.cuda.get_device_capability(device) if torch.version.cuda is not None else (0, 0)
 
 
@@ -96,7 +96,7 @@ def threes(entries: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any
 
 
 def in_rows(x: Tensor, width: int) -> tuple[Tensor, int]:
-    """Return ``x`` as rows ``[*, width]`` and their stride: a view if rows are evenly spaced, else a contiguous copy."""
+    """Return ``x`` as rows ``[*, width]`` and their stride: a view if they lie evenly, else a contiguous copy."""
     if x.is_contiguous():
         return x, width
     rows = x.reshape(-1, width)

@@ -46,7 +46,7 @@ NORM_TILE = RopeTile(4096, 8192, 1024)
 
 @triton.jit
 def share_of(program, tokens, HEADS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Return a program's tokens ``[tokens, 1, 1]``, its heads ``[1, heads, 1]``, and the masks of tokens and of both."""
+    """Return a program's tokens ``[tokens, 1, 1]``, heads ``[1, heads, 1]``, and the masks of tokens and of both."""
     SHARES: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     token = (program // SHARES).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None, None]
     head = (program % SHARES).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :, None]

@@ -25,7 +25,9 @@ TILES_OF_FEW_ROWS = (
 STAGES_OF_FEW_PROGRAMS, STAGES_OF_MANY_PROGRAMS = 3, 1
 """Pipeline stages if a multiprocessor has at most two programs, and if it has more. Measured on an H200."""
 MOST_BYTES = 2**19
-"""The largest column block if there are fewer blocks than multiprocessors. Torch is faster beyond it: it splits sums."""
+"""Bytes of the largest column block if there are fewer blocks than multiprocessors.
+
+Beyond it torch is faster, which splits sums between programs."""
 
 
 @triton.jit
