@@ -337,7 +337,7 @@ def forward(
         cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
         scores: how products become scores.
         dtype: of the result; None for that of q.
-        rows: int32 ``[1]``, or None: sequences that begin at this row or later don't count, and their results are zeros.
+        rows: int32 ``[1]``, or None: sequences that begin at this row or later have zeros as results.
 
     Returns:
         ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks included.

@@ -307,8 +307,14 @@ def queries(
 
     Args:
         grad: ``[T, H, V]``, the gradient of the result, :func:`~fastpack.ops.kernels.attention.readable`.
-        q, k, v, cu_seqlens, scores, rows: as the forward took them.
-        out, lse: the results of the forward.
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: the forward's result.
+        lse: the forward's log-sum-exp.
+        cu_seqlens: as in the forward.
+        scores: as in the forward.
+        rows: as in the forward.
         arrivals: the result of :func:`make_arrivals`; the kernel sets it to zero.
 
     Returns:

@@ -72,7 +72,8 @@ def first_factor(pointer, row, column, rows, tokens, rank, BLOCK_R: tl.constexpr
 @triton.jit
 def _expand(
     base, base_row, low, low_row, low_rank, weight, weight_rank, weight_column, out, out_row, width, rank, block,
-    tokens, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
+    tokens,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     columns = block * BLOCK_O + tl.arange(0, BLOCK_O)
     factor = second_factor(weight, weight_rank, weight_column, columns, width, rank, BLOCK_R)

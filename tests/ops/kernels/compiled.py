@@ -62,13 +62,13 @@ def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
         types |= {f"x{i}": (height, block), f"lower_x{i}": (products.BLOCK_BELOW, block)}
         types[f"m{i}"] = (width, block) if transposed[i] else (block, width)
     signature: dict[str, str] = {}
-    for name in products._products_kernel.arg_names:
+    for name in products._matmul_kernel.arg_names:
         if name in types:
             signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
         else:
             pointers = {"count": "*i32", "plans": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
             signature[name] = "constexpr" if name in constants else pointers.get(name.rstrip("012"), "i32")
-    kernel: Any = products._products_kernel
+    kernel: Any = products._matmul_kernel
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": products.WARPS, "num_stages": products.STAGES}
     return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
