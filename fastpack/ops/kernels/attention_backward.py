@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.kernels.attention import (
-    Scores,
     AttentionTile,
+    Scores,
     bounded,
     chosen,
     load_keys,

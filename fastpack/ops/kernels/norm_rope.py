@@ -17,16 +17,16 @@ from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 from fastpack.ops.kernels.rope import (
     NORM_TILE,
     compute_dtype,
+    launch_shape,
     load_angles,
     load_pairs,
     load_unrotated,
     load_weight,
     normalise,
-    launch_shape,
+    rotate_kernel,
     share_of,
     store_pairs,
     store_unrotated,
-    rotate_kernel,
 )
 from fastpack.ops.kernels.row_sums import sum_rows
 
