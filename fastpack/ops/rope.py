@@ -206,7 +206,7 @@ class _NormRope(torch.autograd.Function):
         from fastpack.ops.kernels import norm_rope as kernels
 
         ctx.save_for_backward(q, k, q_weight, k_weight, cos, sin, positions)
-        ctx.settings = kernels.Norm(eps, unit_offset, layout == "interleaved")
+        ctx.settings = kernels.NormConstants(eps, unit_offset, layout == "interleaved")
         q_out, k_out = (
             x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype) if round_before else x.dtype)
             for x, weight in ((q, q_weight), (k, k_weight))

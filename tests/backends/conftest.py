@@ -14,7 +14,7 @@ from fastpack.backends import flash_attn, flex, limits, torch_varlen, xformers
 if TYPE_CHECKING:
     from packed_kernels import Cut
 
-    from fastpack.ops.kernels.attention import Tile
+    from fastpack.ops.kernels.attention import AttentionTile
 
 PROBES = (
     flash_attn._installed,
@@ -72,7 +72,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Cut:
     """``cut(tile)``: every one of our own attention kernels is cut up so."""
     from fastpack.ops.kernels import attention, attention_backward
 
-    def cut(tile: Tile) -> None:
+    def cut(tile: AttentionTile) -> None:
         if tile.sharing:
             monkeypatch.setattr(attention_backward, "LEAST_STEPS", 1)
         for module in (attention, attention_backward):

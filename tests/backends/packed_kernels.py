@@ -15,14 +15,15 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 pytest.importorskip("triton")
 from fastpack.ops.kernels import attention, attention_backward
-from fastpack.ops.kernels.attention import Scores, Tile
+from fastpack.ops.kernels.attention import AttentionTile, Scores
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter, where there is no GPU")
 FLOAT, HALF = torch.float32, torch.float16
 
 # several tiles of keys and of rows in a sequence of 33 tokens, and rows that belong to no token
 ONE_LOOP, TWO_LOOPS, WIDE = (
-    Tile(rows=rows, keys=16, warps=4, stages=1, split=split) for rows, split in ((16, False), (16, True), (32, True))
+    AttentionTile(rows=rows, keys=16, warps=4, stages=1, split=split)
+    for rows, split in ((16, False), (16, True), (32, True))
 )
 TILED = [
     (Case(groups=7, head_dim=8), ONE_LOOP),
@@ -35,7 +36,7 @@ TILED = [
     (Case(groups=17, head_dim=8), WIDE),
 ]
 
-Cut = Callable[[Tile], None]
+Cut = Callable[[AttentionTile], None]
 """Cuts every kernel up so: a fixture of :mod:`conftest`."""
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from fastpack.backends import reference, triton_packed
 from fastpack.backends.call import AttentionCall
 from fastpack.ops.kernels import attention, attention_backward, launch
-from fastpack.ops.kernels.attention import Scores, Tile
+from fastpack.ops.kernels.attention import AttentionTile, Scores
 from fastpack.packing.seqlens import PackedSeqLens
 
 # Triton's interpreter multiplies the bits of bfloat16: that is tested where it is compiled
@@ -70,7 +70,7 @@ def test_sizes_and_groups(case: Case) -> None:
 @interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # in rows that are not stored
 @pytest.mark.parametrize(("case", "tile"), TILED, ids=str)
-def test_many_tiles(case: Case, tile: Tile, cut: Cut) -> None:
+def test_many_tiles(case: Case, tile: AttentionTile, cut: Cut) -> None:
     cut(tile)
     assert_exact(triton_packed.run, case, FLOAT)
 
@@ -266,7 +266,7 @@ def test_gradients_that_nobody_needs_are_not_computed(monkeypatch: pytest.Monkey
 def test_stages_that_fit_a_small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory holds one side of a tile, and one of the other for each stage."""
     q = v = torch.empty(1, 4, 128, dtype=HALF)
-    table = {128: Tile(rows=64, keys=32, warps=4, stages=3)}
+    table = {128: AttentionTile(rows=64, keys=32, warps=4, stages=3)}
     each = 32 * 256 * 2
     for room, stages in ((2 * each + 3 * each, 3), (2 * each + 3 * each - 1, 2), (2 * each + each, 1), (0, 1)):
         monkeypatch.setattr(launch, "shared_memory", lambda device, room=room: room)

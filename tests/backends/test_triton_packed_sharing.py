@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastpack.backends import triton_packed
 from fastpack.ops.kernels import attention, attention_backward
-from fastpack.ops.kernels.attention import Tile
+from fastpack.ops.kernels.attention import AttentionTile
 
 # at most so many pieces, of at least so many steps
 SHARED = [(case, tile, 4, 1) for case, tile in TILED]
@@ -37,7 +37,9 @@ SHARED += [(Case(groups=4, head_dim=8), ONE_LOOP, 3, 1), (Case(groups=4, head_di
 @interpreted
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 @pytest.mark.parametrize(("case", "tile", "most", "least"), SHARED, ids=str)
-def test_shared_walks(case: Case, tile: Tile, most: int, least: int, cut: Cut, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_walks(
+    case: Case, tile: AttentionTile, most: int, least: int, cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several programs add up the gradients of a tile of keys; the others have it to themselves."""
     cut(replace(tile, sharing=1000))
     monkeypatch.setattr(attention_backward, "MOST_PIECES", most)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpack.bench.ops.case import PLAIN, Case, Inputs, Maker, Run
-from fastpack.bench.ops.product_cases import _attend
+from fastpack.bench.ops.loss_attention_cases import _attend
 from fastpack.bench.ops.runner import random_gradients, runs_of, trained
 from fastpack.exactness.rule import bound_of, is_half, largest, middle, relative, worst
 from fastpack.ops.dequantize import definition

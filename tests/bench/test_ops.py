@@ -19,7 +19,7 @@ from fastpack.bench.measure import time_calls
 from fastpack.bench.models import make_config
 from fastpack.bench.ops import runner
 from fastpack.bench.ops.case import LIGER, OURS, PLAIN, SMALL, Case, Maker
-from fastpack.bench.ops.runner import CASES, OpFigures, run_case
+from fastpack.bench.ops.runner import CASES, OpResult, run_case
 from fastpack.cli.main import main
 
 LLAMA_8B = make_config("llama8b")
@@ -168,7 +168,7 @@ def test_attention_takes_lengths_that_are_asked_for(
     assert "--lengths none.json: no such file" in capsys.readouterr().err
 
 
-def measured(case: Case, tokens: int = 8) -> list[OpFigures]:
+def measured(case: Case, tokens: int = 8) -> list[OpResult]:
     return run_case(case, maker(tokens), CEILING)
 
 
@@ -221,9 +221,9 @@ def test_a_table_is_there_before_the_next_op_is_measured(
 ) -> None:
     printed: list[str] = []
 
-    def run_case(case: Case, make: Maker, _: Ceiling) -> list[OpFigures]:
+    def run_case(case: Case, make: Maker, _: Ceiling) -> list[OpResult]:
         printed.append(capsys.readouterr().out)
-        return [OpFigures(case.name, PLAIN, make.tokens)]
+        return [OpResult(case.name, PLAIN, make.tokens)]
 
     monkeypatch.setattr(runner, "run_case", run_case)
     monkeypatch.setattr(runner, "measure", lambda: CEILING)

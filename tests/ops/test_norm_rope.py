@@ -85,8 +85,8 @@ def test_kernel_is_the_two_ops(
 
     expected = run("torch")
     with (
-        count_launches(monkeypatch, "norm_rope", "turn_kernel") as (forward, _),
-        count_launches(monkeypatch, "norm_rope", "_norm_turn_backward_kernel") as (backward, _),
+        count_launches(monkeypatch, "norm_rope", "rotate_kernel") as (forward, _),
+        count_launches(monkeypatch, "norm_rope", "_norm_rotate_backward_kernel") as (backward, _),
     ):
         actual = run("triton")
     assert (forward.count, backward.count) == (1, 2)
@@ -167,10 +167,10 @@ def test_forward_and_frozen_backward_are_one_launch_and_nothing_else(monkeypatch
     (q, k, *weights), cotangents = inputs((5, 4, 2, 8, 8))
     cos, sin = tables(5, 8, "half")
     frozen = [w.detach() for w in weights]
-    with count_launches(monkeypatch, "norm_rope", "turn_kernel") as (launches, others):
+    with count_launches(monkeypatch, "norm_rope", "rotate_kernel") as (launches, others):
         out = norm_rope(q, k, *frozen, EPS, cos, sin, implementation="triton")
     assert (launches.count, others) == (1, [])
-    with count_launches(monkeypatch, "norm_rope", "_norm_turn_backward_kernel") as (launches, others):
+    with count_launches(monkeypatch, "norm_rope", "_norm_rotate_backward_kernel") as (launches, others):
         torch.autograd.grad(out, (q, k), cotangents)
     assert (launches.count, others) == (1, [])
 

@@ -44,7 +44,7 @@ def test_kernel_is_the_definition(
         return *out, *torch.autograd.grad(out, (q, k), cotangents)
 
     expected = run("torch")
-    with count_launches(monkeypatch, "rope", "turn_kernel") as (launches, others):
+    with count_launches(monkeypatch, "rope", "rotate_kernel") as (launches, others):
         actual = run("triton")
     assert launches.count == 2
     assert not others
@@ -87,7 +87,7 @@ def test_a_side_without_gradient_is_not_rotated_back(monkeypatch: pytest.MonkeyP
         x[needy].requires_grad_()
         out = apply_rope(*x, cos, sin, implementation="triton")
         expected = apply_rope(*x, cos, sin, implementation="torch")
-        with count_launches(monkeypatch, "rope", "turn_kernel") as (launches, _):
+        with count_launches(monkeypatch, "rope", "rotate_kernel") as (launches, _):
             (grad,) = torch.autograd.grad(out[needy].square().sum(), x[needy])
         assert launches.count == 1
         assert launches.elements == grad.numel()
@@ -173,14 +173,14 @@ def test_native_kernel_reaches_past_two_to_the_31_elements() -> None:
 
 @pytest.mark.gpu
 def test_a_new_number_of_tokens_compiles_nothing() -> None:
-    from fastpack.ops.kernels.rope import turn_kernel
+    from fastpack.ops.kernels.rope import rotate_kernel
 
     def run(tokens: int) -> int:
         cos, sin = tables(tokens, 128, "half", torch.bfloat16)
         q, k = (random_tensor(tokens, n, 128, dtype=torch.bfloat16).requires_grad_() for n in (4, 2))
         out = apply_rope(q, k, cos, sin)
         torch.autograd.grad(out, (q, k), out)
-        return len(turn_kernel.device_caches[torch.cuda.current_device()][0])
+        return len(rotate_kernel.device_caches[torch.cuda.current_device()][0])
 
     compiled = run(37)
     assert {run(tokens) for tokens in (1, 2, 16, 100, 128, 4096, 5000)} == {compiled}

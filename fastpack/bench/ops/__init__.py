@@ -1,5 +1,5 @@
 """``fastpack bench --ops``: each op by itself, against plain torch and Liger.
 
-``case`` says what an op's entry in the benchmark is, the ``*_cases`` modules hold the entries, ``runner``
-measures and shows. Whether they are exact, the tests say.
+``case`` defines an op's entry in the benchmark, the ``*_cases`` modules hold the entries, and ``runner`` measures them
+and prints tables. The tests check that they are exact.
 """

@@ -20,24 +20,27 @@ from fastpack.bench.lengths import make_lengths
 PLAIN, OURS, LIGER = "torch", "fastpack", "Liger"
 
 Inputs = list[Any]
-"""Tensors, and whatever else a run takes; lists and tuples may be nested."""
+"""Tensors and other arguments of a run; lists and tuples may be nested."""
 Run = Callable[..., Any]
-"""Takes a case's inputs, returns a tensor or a tuple of tensors."""
+"""A function of a case's inputs that returns a tensor or a tuple of tensors."""
 
 
 SMALL: Any = LlamaConfig(
     hidden_size=256, intermediate_size=704, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000
 )
-"""The sizes on a CPU. Rows of weights hold whole blocks of 4-bit ones: there bitsandbytes begins a block with each."""
+"""The sizes on a CPU. Each row holds whole 4-bit blocks: on a CPU bitsandbytes begins a block with each row."""
 
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes inputs of one size: random, scaled like activations and weights.
+    """A maker of random inputs of one size, scaled like activations and weights.
 
     Attributes:
-        sizes: the config of a Llama, the model whose tensors are taken.
-        lengths: of the sequences, as :func:`fastpack.bench.lengths.make_lengths` takes them.
+        tokens: T.
+        sizes: the config of the Llama whose tensors are imitated.
+        dtype: the dtype of the tensors.
+        generator: the source of randomness; its device is that of the tensors.
+        lengths: the kind of sequence lengths, as :func:`fastpack.bench.lengths.make_lengths` takes them.
     """
 
     tokens: int
@@ -55,11 +58,11 @@ class Maker:
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return a normally distributed tensor."""
-        made = mean + scale * torch.randn(*shape, generator=self.generator, device=self.generator.device)
-        return made.to(dtype or self.dtype).requires_grad_(grad)
+        values = mean + scale * torch.randn(*shape, generator=self.generator, device=self.generator.device)
+        return values.to(dtype or self.dtype).requires_grad_(grad)
 
     def sequence_lengths(self) -> list[int]:
-        """Return lengths of sequences that fill T, the last one cut off."""
+        """Return sequence lengths that sum to T; the last sequence is truncated."""
         ends = itertools.accumulate(make_lengths(self.tokens, kind=self.lengths))
         bounds = [0, *itertools.takewhile(lambda end: end < self.tokens, ends), self.tokens]
         return [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -67,14 +70,15 @@ class Maker:
 
 @dataclass(frozen=True)
 class Case:
-    """One op.
+    """An op of the benchmark.
 
     Attributes:
-        name: what the user calls it; what: one line about it.
-        inputs: makes them; tensors that require grad get a gradient.
-        runs: the implementations by name for such inputs, plain torch first. Liger's runs where it is installed.
-        work: what forward and backward can't do without, for T tokens: bytes read and written, or operations.
-        bound: which of the machine's rates bounds that.
+        name: its name on the command line.
+        what: a one-line description.
+        inputs: makes the inputs; tensors that require grad get a gradient.
+        runs: returns the implementations by name, plain torch first. Liger's runs if it is installed.
+        work: the least that forward and backward need for T tokens: bytes read and written, or operations.
+        bound: the rate of the machine that limits this work.
     """
 
     name: str
@@ -86,7 +90,7 @@ class Case:
 
 
 def liger_run(module: str, name: str, *more: Any) -> Run:
-    """Return a run of one of Liger's autograd Functions; ``more`` is what it takes behind the inputs."""
+    """Return a run of one of Liger's autograd Functions; ``more`` are its arguments after the inputs."""
 
     def run(*inputs: Any) -> Any:
         return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name).apply(*inputs, *more)

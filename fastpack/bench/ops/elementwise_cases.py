@@ -20,7 +20,7 @@ from fastpack.ops.norm import layer_norm, rms_norm
 from fastpack.ops.rope import apply_rope, norm_rope
 
 EPS = 1e-6
-"""Of all norms."""
+"""The epsilon of all norms."""
 GELU_TANH = functools.partial(F.gelu, approximate="tanh")
 
 
@@ -75,7 +75,7 @@ def _our_norm_rope(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos
 
 
 def _rope_bytes(make: Maker, passes: int) -> int:
-    """Count so many passes over q and k, and one in each direction over the halves of the tables that hold all."""
+    """Count the bytes of ``passes`` over q and k, and of one pass in each direction over half of each table."""
     heads = make.sizes.num_attention_heads + make.sizes.num_key_value_heads
     return make.tokens * (passes * heads + 2) * make.sizes.head_dim * make.dtype.itemsize
 

@@ -1,4 +1,4 @@
-"""Cases of projections with LoRA, and of 4-bit weights made dense.
+"""Cases of projections with LoRA, and of the dequantisation of 4-bit weights.
 
 The projections have dense weights, or 4-bit ones if bitsandbytes is installed, and are bound by matmuls. Making 4-bit
 weights dense is bound by memory. The plain run is PEFT's formula, with bitsandbytes' own functions on a GPU.
@@ -22,14 +22,14 @@ from fastpack.ops.linear.projections import project
 
 LORA_SCALE = 2.0
 BLOCK = 64
-"""Weights that share a scale."""
+"""The number of weights that share a scale."""
 
 Adapted = tuple[Tensor, Any, Tensor, Tensor]
 """A projection: its frozen weight, the state of a 4-bit one or None, and LoRA's A and B."""
 
 
 def _four_bit(dense: Tensor) -> tuple[Tensor, Any]:
-    """Return a weight as bitsandbytes holds it, and its state; its scales are quantised too."""
+    """Return a weight quantised by bitsandbytes, and its state; its scales are quantised too."""
     from bitsandbytes.functional import quantize_4bit
 
     return quantize_4bit(dense, blocksize=BLOCK, compress_statistics=True, quant_type="nf4")
@@ -52,7 +52,7 @@ def _lora_inputs(make: Maker, shapes: list[tuple[int, int]], *, four_bit: bool) 
     return [make.tensor(make.tokens, shapes[0][0]), projections]
 
 
-def _base_product(x: Tensor, weight: Tensor, state: Any) -> Any:
+def _base_matmul(x: Tensor, weight: Tensor, state: Any) -> Any:
     if state is not None and x.is_cuda and x.dtype == state.dtype:
         from bitsandbytes import matmul_4bit  # type: ignore[attr-defined]
 
@@ -61,13 +61,13 @@ def _base_product(x: Tensor, weight: Tensor, state: Any) -> Any:
 
 
 def _peft(x: Tensor, weight: Tensor, state: Any, a: Tensor, b: Tensor) -> Tensor:
-    """Compute a LoRA layer of PEFT: the update in A's dtype, added to the base product and rounded."""
-    base: Tensor = _base_product(x, weight, state)
+    """Compute a LoRA layer of PEFT: the update in A's dtype, added to the base matmul and rounded."""
+    base: Tensor = _base_matmul(x, weight, state)
     return (base + F.linear(F.linear(x.to(a.dtype), a), b) * LORA_SCALE).to(base.dtype)
 
 
 def _mixed(x: Tensor) -> torch.autocast:
-    """Return what a trainer's bf16 does: in half precision LoRA's products are, too."""
+    """Return the autocast context of a trainer's bf16: LoRA's matmuls use half precision, too."""
     return torch.autocast(x.device.type, dtype=x.dtype, enabled=x.dtype.itemsize < 4)
 
 
@@ -104,7 +104,7 @@ def _shapes(size: Any, *, mlp: bool) -> list[tuple[int, int]]:
 
 
 def _lora_flops(make: Maker, shapes: list[tuple[int, int]]) -> int:
-    """Count base products and updates; backward again both, and the gradients of A and B."""
+    """Count base matmuls and updates; the backward has both again, and the gradients of A and B."""
     base = sum(2 * make.tokens * ins * outs for ins, outs in shapes)
     low = sum(2 * make.tokens * LORA_RANK * (ins + outs) for ins, outs in shapes)
     return 2 * base + 3 * low

@@ -16,15 +16,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fastpack.bench.ceiling import Ceiling, machine, measure
 from fastpack.bench.measure import peak_extra_memory, time_calls
 from fastpack.bench.models import make_config
-from fastpack.bench.ops import elementwise_cases, lora_cases, product_cases
+from fastpack.bench.ops import elementwise_cases, lora_cases, loss_attention_cases
 from fastpack.bench.ops.case import LIGER, PLAIN, SMALL, Case, Inputs, Maker, Run
 from fastpack.bench.settings import OUT_OF_MEMORY
 from fastpack.utils.console import headed, room_for, without_empty
 
-CASES = {case.name: case for module in (elementwise_cases, product_cases, lora_cases) for case in module.CASES}
+CASES = {case.name: case for module in (elementwise_cases, loss_attention_cases, lora_cases) for case in module.CASES}
 SWEEP = {"cuda": [2**n for n in range(8, 16)], "cpu": [64, 256]}
 CACHES = 3
-"""Inputs in turn hold at least so many times what the cache does."""
+"""All sets of inputs together are at least so many times as large as the cache."""
 MOST_SETS = 128
 
 WIDTH = 110
@@ -32,13 +32,13 @@ COLUMNS = ("T", "", "forward us", "both us", "share", "x torch", "MiB")
 
 
 @dataclass
-class OpFigures:
+class OpResult:
     """The measurements of one implementation at one T.
 
     Attributes:
         forward, both: seconds of the forward, and of forward and backward (of ops without gradients the forward);
-            None where memory did not suffice, which ``error`` then says.
-        share: of the machine's limit, for what both can't do without.
+            None if memory ran out; ``error`` then says so.
+        share: of the machine's limit, for the least work that both need.
         peak_memory: bytes beyond inputs and gradients, for forward and backward; None on a CPU.
     """
 
@@ -53,47 +53,47 @@ class OpFigures:
 
 
 def run_ops(cases: Sequence[Case], sweep: Sequence[int] | None = None, lengths: str = "alpaca") -> dict[str, Any]:
-    """Time each op at each T, and return everything measured. An op's table is printed when its sweep has ended."""
+    """Time each op at each T, and return all results. An op's table is printed when its sweep ends."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     sizes, dtype = (make_config("llama8b"), torch.bfloat16) if device.type == "cuda" else (SMALL, torch.float32)
     ceiling = measure()
     measured_on = machine()
-    figures: list[OpFigures] = []
+    results: list[OpResult] = []
     for case in cases:
-        found: list[OpFigures] = []
+        rows: list[OpResult] = []
         for tokens in sweep or SWEEP[device.type]:
-            found += run_case(case, Maker(tokens, sizes, dtype, torch.Generator(device), lengths), ceiling)
-        print_op(case, found)
-        figures += found
+            rows += run_case(case, Maker(tokens, sizes, dtype, torch.Generator(device), lengths), ceiling)
+        print_op(case, rows)
+        results += rows
     print_end(ceiling, measured_on)
-    return {"machine": measured_on, "ceiling": asdict(ceiling), "ops": [asdict(row) for row in figures]}
+    return {"machine": measured_on, "ceiling": asdict(ceiling), "ops": [asdict(row) for row in results]}
 
 
-def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpFigures]:
+def run_case(case: Case, make: Maker, ceiling: Ceiling) -> list[OpResult]:
     """Time all implementations of one op at one T."""
     device = make.generator.device
     make.generator.manual_seed(0)
     inputs, limit = case.inputs(make), getattr(ceiling, case.bound)
-    found: list[OpFigures] = []
+    rows: list[OpResult] = []
     for name, run in runs_of(case, inputs).items():
-        row = OpFigures(case.name, name, make.tokens)
+        row = OpResult(case.name, name, make.tokens)
         try:
             sets = [leaves(inputs) for _ in range(_how_many(inputs, device))]
-            calls = [_both(run, given, make.generator) for given in sets]
-            row.forward = time_calls([partial(run, *given) for given in sets], device)
+            calls = [_both(run, each, make.generator) for each in sets]
+            row.forward = time_calls([partial(run, *each) for each in sets], device)
             row.both = time_calls(calls, device)
             row.share = case.work(make) / row.both / limit
             row.peak_memory = peak_extra_memory(calls[0], device)
         except torch.OutOfMemoryError:
             row.error = OUT_OF_MEMORY
-        found.append(row)
+        rows.append(row)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return found
+    return rows
 
 
 def runs_of(case: Case, inputs: Inputs) -> dict[str, Run]:
-    """Return every implementation that can run on such inputs, Liger's on a GPU where it is installed."""
+    """Return every implementation that can run on such inputs, Liger's on a GPU if it is installed."""
     runs = case.runs(inputs)
     if not inputs[0].is_cuda or importlib.util.find_spec("liger_kernel") is None:
         runs.pop(LIGER, None)
@@ -105,22 +105,22 @@ def leaves(inputs: Inputs) -> Inputs:
     return list(tree_map_only(Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs))
 
 
-def trained(given: Inputs) -> list[Tensor]:
+def trained(inputs: Inputs) -> list[Tensor]:
     """Return the tensors that get a gradient."""
-    return [value for value in tree_leaves(given) if isinstance(value, Tensor) and value.requires_grad]
+    return [value for value in tree_leaves(inputs) if isinstance(value, Tensor) and value.requires_grad]
 
 
-def _both(run: Run, given: Inputs, generator: torch.Generator) -> Callable[[], Any]:
-    """Return a call of forward and backward, as training asks for them."""
-    wanted = trained(given)
-    if not wanted:
-        return lambda: tree_leaves(run(*given))
-    gradients = random_gradients(tree_leaves(run(*given)), generator)
-    return lambda: torch.autograd.grad(run(*given), wanted, gradients)
+def _both(run: Run, inputs: Inputs, generator: torch.Generator) -> Callable[[], Any]:
+    """Return a call of forward and backward, as in training."""
+    trainable = trained(inputs)
+    if not trainable:
+        return lambda: tree_leaves(run(*inputs))
+    gradients = random_gradients(tree_leaves(run(*inputs)), generator)
+    return lambda: torch.autograd.grad(run(*inputs), trainable, gradients)
 
 
 def random_gradients(outputs: Sequence[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """Return normally distributed gradients; one for a scalar, which is a loss."""
+    """Return normally distributed gradients; a scalar is a loss, whose gradient is one."""
     return [
         torch.randn(out.shape, generator=generator, device=out.device).to(out.dtype)
         if out.ndim
@@ -130,7 +130,7 @@ def random_gradients(outputs: Sequence[Tensor], generator: torch.Generator) -> l
 
 
 def _how_many(inputs: Inputs, device: torch.device) -> int:
-    """Return how many sets of inputs together are too large for the cache."""
+    """Return how many sets of inputs are too large together for the cache."""
     if device.type != "cuda":
         return 2
     size = sum(value.nbytes for value in tree_leaves(inputs) if isinstance(value, Tensor))
@@ -138,7 +138,7 @@ def _how_many(inputs: Inputs, device: torch.device) -> int:
     return max(1, min(MOST_SETS, -(-CACHES * cache // size)))
 
 
-def print_op(case: Case, rows: list[OpFigures]) -> None:
+def print_op(case: Case, rows: list[OpResult]) -> None:
     """Print the table of one op."""
     table = headed(*COLUMNS, title=f"{case.name}: {case.what}", right=[name for name in COLUMNS if name])
     plain = {row.tokens: row.both for row in rows if row.implementation == PLAIN}

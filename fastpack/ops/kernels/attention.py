@@ -6,12 +6,12 @@ A program takes a few tokens of one sequence with all the query heads that share
 times heads, so keys and values are read once for the group, and a tile on the diagonal is a few tokens wide, not 128.
 A group that is no power of two leaves the last rows of a tile unused (64 rows are 9 tokens of 7 heads).
 
-Where sequences begin, only the device knows. Tile j of sequence i sits in slot ``offset_i // tokens + i + j``, of which
-there are ``T // tokens + N``: a tile's sequence is the number of sequences whose first slot is no later, less one, and
-slots behind a sequence's last tile are empty. So a launch depends on T and N alone, and can be recorded.
+Only the device knows where sequences begin. Tile j of sequence i sits in slot ``offset_i // tokens + i + j``; there are
+``T // tokens + N`` slots. The index of a tile's sequence is the number of sequences whose first slot is no later, less
+one. Slots behind a sequence's last tile are empty. So a launch depends on T and N alone, and can be recorded.
 
 Sources: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867; Dao, "FlashAttention-2",
-arXiv:2307.08691 (one division at the end, log-sum-exp kept for the backward). Exponents are of base 2.
+arXiv:2307.08691 (one division at the end, log-sum-exp valid for the backward). Exponents are of base 2.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MAX_TILE = 256  # no tile has more rows or keys
 
 
 @dataclass(frozen=True)
-class Tile:
-    """How a kernel is cut up.
+class AttentionTile:
+    """The tile sizes and compiler options of a kernel.
 
     Attributes:
         rows: tokens times query heads of a program (of a step, in the kernel that walks over queries).
         keys: tokens of a step (of a program there).
         warps, stages: Triton's.
-        split: the tiles that every row sees in full have a loop of their own, without masks. A window has one loop.
-        registers: at most so many a thread, or None to leave it to the compiler, which likes to take all.
-        sharing: a long walk of a program is shared while all programs are at most so many a multiprocessor.
+        split: whether tiles that every row sees in full have their own loop, without masks. A window has one loop.
+        registers: the most a thread may have, or None: the compiler then tends to take all.
+        sharing: programs a multiprocessor up to which several programs share a long walk.
     """
 
     rows: int
@@ -56,23 +56,23 @@ class Tile:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of a launch."""
+        """The keyword arguments of a launch."""
         names = ("ROWS", "KEYS", "SPLIT", "num_warps", "num_stages", "maxnreg")
         values = (self.rows, self.keys, self.split, self.warps, self.stages, self.registers)
         return dict(zip(names, values, strict=True))
 
 
-FORWARD: dict[int, Tile] = {
+FORWARD: dict[int, AttentionTile] = {
     # the larger of head and value size, rounded up to a power of two
-    64: Tile(rows=64, keys=64, warps=4, stages=2, split=True),
-    128: Tile(rows=64, keys=32, warps=4, stages=2, split=True, registers=128),
-    256: Tile(rows=64, keys=32, warps=8, stages=2),
+    64: AttentionTile(rows=64, keys=64, warps=4, stages=2, split=True),
+    128: AttentionTile(rows=64, keys=32, warps=4, stages=2, split=True, registers=128),
+    256: AttentionTile(rows=64, keys=32, warps=8, stages=2),
 }
-FLOAT32: dict[int, Tile] = {
+FLOAT32: dict[int, AttentionTile] = {
     # of every kernel: without matrix units, so what counts is that no register is spilled
-    64: Tile(rows=32, keys=32, warps=8, stages=1),
-    128: Tile(rows=16, keys=32, warps=8, stages=1),
-    256: Tile(rows=16, keys=16, warps=8, stages=1),
+    64: AttentionTile(rows=32, keys=32, warps=8, stages=1),
+    128: AttentionTile(rows=16, keys=32, warps=8, stages=1),
+    256: AttentionTile(rows=16, keys=16, warps=8, stages=1),
 }
 
 
@@ -81,18 +81,18 @@ FLOAT32: dict[int, Tile] = {
 
 @triton.jit
 def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
-    """First token and end of the sequence that a slot of tiles of ``BLOCK`` tokens belongs to, and which of its tiles.
+    """Return the first token and the end of a slot's sequence, and the index of its tile of ``BLOCK`` tokens.
 
-    The tile may be behind the sequence's last one: that slot is empty.
+    A tile behind the sequence's last one means that the slot is empty.
     """
     CHUNK: tl.constexpr = 256
-    found = 0
+    started = 0
     for at in range(0, sequences, CHUNK):
         index = at + tl.arange(0, CHUNK)
         exists = index < sequences
         begin = tl.load(cu_seqlens + index, mask=exists, other=0)
-        found += tl.sum((exists & (begin // BLOCK + index <= slot)).to(tl.int32), 0)
-    sequence = found - 1
+        started += tl.sum((exists & (begin // BLOCK + index <= slot)).to(tl.int32), 0)
+    sequence = started - 1
     begin = tl.load(cu_seqlens + sequence)
     end = tl.load(cu_seqlens + sequence + 1)
     return begin, end, slot - (begin // BLOCK + sequence)
@@ -100,16 +100,16 @@ def locate(cu_seqlens, slot, sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def rows_of(first, end, part, ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr):
-    """Token and head within its group of each row ``[ROWS]`` of the tile at ``first``, and which rows there are."""
+    """Return the token and the head within the group of each row ``[ROWS]`` of the tile at ``first``, and a mask."""
     row = tl.arange(0, ROWS)
     token = first + row // PART
     head = part * PART + row % PART
-    kept = token < end
+    valid = token < end
     if ROWS % PART != 0:
-        kept = kept & (row < ROWS // PART * PART)
+        valid = valid & (row < ROWS // PART * PART)
     if GROUP % PART != 0:
-        kept = kept & (head < GROUP)
-    return token, head, kept
+        valid = valid & (head < GROUP)
+    return token, head, valid
 
 
 @triton.jit
@@ -117,13 +117,13 @@ def load_rows(
     pointer, first, end, part, token_stride, head_stride,
     ROWS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``[ROWS, BLOCK]`` of the group whose first head ``pointer`` is, zeros where there is no row or column."""
+    """Load ``[ROWS, BLOCK]`` of the group whose first head is at ``pointer``; missing rows and columns are zeros."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    _, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
     start = pointer + tl.cast(first, tl.int64) * token_stride + tl.cast(part * PART, tl.int64) * head_stride
     offset = row // PART * token_stride + row % PART * head_stride
-    mask = kept[:, None]
+    mask = valid[:, None]
     if SIZE < BLOCK:
         mask = mask & (column < SIZE)[None, :]
     return tl.load(start + offset[:, None] + column[None, :], mask=mask, other=0.0)
@@ -131,7 +131,7 @@ def load_rows(
 
 @triton.jit
 def per_row(pointer, first, part, HEADS: tl.constexpr, ROWS: tl.constexpr, PART: tl.constexpr):
-    """Pointers ``[ROWS]`` into a contiguous ``[T, HEADS]``, at whose first head of the group ``pointer`` is."""
+    """Return pointers ``[ROWS]`` into a contiguous ``[T, HEADS]``; ``pointer`` is at the group's first head."""
     row = tl.arange(0, ROWS)
     start = pointer + tl.cast(first, tl.int64) * HEADS + part * PART
     return start + (row // PART * HEADS + row % PART)
@@ -146,10 +146,10 @@ def store_rows(
     """Write ``[ROWS, BLOCK]`` into a contiguous ``[T, HEADS, SIZE]``, as :func:`load_rows` reads."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    _, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    _, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
     start = pointer + tl.cast(first, tl.int64) * (HEADS * SIZE) + part * (PART * SIZE)
     offset = row // PART * (HEADS * SIZE) + row % PART * SIZE
-    mask = kept[:, None]
+    mask = valid[:, None]
     if SIZE < BLOCK:
         mask = mask & (column < SIZE)[None, :]
     tl.store(start + offset[:, None] + column[None, :], value.to(pointer.dtype.element_ty), mask=mask)
@@ -159,7 +159,7 @@ def store_rows(
 def load_keys(
     pointer, first, end, stride, KEYS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    """``[KEYS, BLOCK]`` of one head from token ``first`` on; zeros from ``end`` on, if there may be any (MASKED)."""
+    """Load ``[KEYS, BLOCK]`` of one head from token ``first`` on; MASKED puts zeros from ``end`` on."""
     key = tl.arange(0, KEYS)
     column = tl.arange(0, BLOCK)
     pointers = pointer + tl.cast(first, tl.int64) * stride + key[:, None] * stride + column[None, :]
@@ -177,7 +177,7 @@ def load_keys(
 
 @triton.jit
 def bounded(score, inner, CAPPED: tl.constexpr):
-    """tanh of what a softcap bounds, else the product of q and k itself; times ``outer`` it is a score of base 2."""
+    """Return the tanh of a softcap, or the product of q and k itself; ``outer`` makes it a score of base 2."""
     if CAPPED:
         score = 1.0 - 2.0 / (1.0 + tl.exp2(score * inner))
     return score
@@ -185,11 +185,11 @@ def bounded(score, inner, CAPPED: tl.constexpr):
 
 @triton.jit
 def visible(token, key, window, WINDOWED: tl.constexpr):
-    """Whether a token sees a key of its sequence."""
-    seen = key <= token
+    """Return whether a token sees a key of its sequence."""
+    sees = key <= token
     if WINDOWED:
-        seen = seen & (token - key < window)
-    return seen
+        sees = sees & (token - key < window)
+    return sees
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------
@@ -201,14 +201,14 @@ def _walk(
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Take in the keys from ``low`` to ``high``: the weighted values, the largest score and the sum of all so far."""
+    """Add the keys from ``low`` to ``high`` to the weighted values, the largest score and the sum so far."""
     for first in tl.range(low, high, KEYS):
         k = load_keys(K, first, end, k_token, KEYS, D, BLOCK_D, MASKED)
         score = bounded(tl.dot(q, tl.trans(k), input_precision="ieee"), inner, CAPPED)
         if MASKED:
             key = first + tl.arange(0, KEYS)
             score = tl.where(visible(token[:, None], key[None, :], window, WINDOWED), score, float("-inf"))
-        larger = tl.maximum(largest, tl.max(score, 1) * outer)  # which is positive
+        larger = tl.maximum(largest, tl.max(score, 1) * outer)  # outer is positive
         shrink = tl.exp2(largest - larger)
         weight = tl.exp2(score * outer - larger[:, None])
         total = total * shrink + tl.sum(weight, 1)
@@ -238,12 +238,12 @@ def forward_kernel(
     if tile >= tiles:
         return
     first = begin + (tiles - 1 - tile) * BLOCK_T  # a sequence's last tile sees most keys: it starts first
-    token, head, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    token, head, valid = rows_of(first, end, part, ROWS, GROUP, PART)
     lse_rows = per_row(LSE + kv_head * GROUP, first, part, KV_HEADS * GROUP, ROWS, PART)
     result = tl.zeros((ROWS, BLOCK_V), dtype=tl.float32)
     OUT += kv_head * (GROUP * VALUES)
     if begin >= rows_that_count(count, end):
-        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=kept)  # no sink has a weight there
+        tl.store(lse_rows, tl.full((ROWS,), 1.0e30, dtype=tl.float32), mask=valid)  # no sink has a weight there
         store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
         return
 
@@ -256,7 +256,7 @@ def forward_kernel(
     largest = tl.full((ROWS,), -1.0e30, dtype=tl.float32)
     total = tl.zeros((ROWS,), dtype=tl.float32)
     if SINKS is not None:
-        sink = tl.load(SINKS + kv_head * GROUP + head, mask=kept, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(SINKS + kv_head * GROUP + head, mask=valid, other=0.0).to(tl.float32) * 1.4426950408889634
         largest = tl.maximum(largest, sink)
         total = tl.exp2(sink - largest)
 
@@ -278,7 +278,7 @@ def forward_kernel(
     )
     # fmt: on
     lse = largest + tl.log2(total)
-    tl.store(lse_rows, lse, mask=kept)
+    tl.store(lse_rows, lse, mask=valid)
     result /= total[:, None]
     store_rows(OUT, result, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, VALUES, BLOCK_V)
 
@@ -288,10 +288,10 @@ def forward_kernel(
 
 @dataclass(frozen=True)
 class Scores:
-    """What is done to the product of a query and a key: ``scale``, then a softcap; and who sees whom.
+    """The steps from the product of a query and a key to a score: scale, softcap, window.
 
     Attributes:
-        scale: multiplies it; positive.
+        scale: multiplies the product; positive.
         window: how many tokens a query sees, itself included, or None.
         softcap: c in ``c * tanh(score / c)``, or None.
     """
@@ -302,15 +302,18 @@ class Scores:
 
     @property
     def arguments(self) -> tuple[int, float, float]:
-        """``window``, ``inner`` and ``outer`` of the kernels: scores of base 2 are ``outer`` times what
-        :func:`bounded` makes with ``inner``, where tanh(x) is ``1 - 2 / (1 + 2 ** (2 x log2(e)))``."""
+        """The kernels' ``window``, ``inner`` and ``outer``.
+
+        Scores of base 2 are ``outer`` times the result of :func:`bounded` with ``inner``; tanh(x) is
+        ``1 - 2 / (1 + 2 ** (2 x log2(e)))``.
+        """
         if self.softcap is None:
             return self.window or 0, 0.0, self.scale * LOG2E
         return self.window or 0, 2 * LOG2E * self.scale / self.softcap, self.softcap * LOG2E
 
     @property
     def flags(self) -> dict[str, bool]:
-        """The constants that go with them."""
+        """The constants of the kernels that say which steps there are."""
         return {"WINDOWED": self.window is not None, "CAPPED": self.softcap is not None}
 
 
@@ -324,17 +327,20 @@ def forward(
     dtype: torch.dtype | None = None,
     rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Causal attention of each token over its own sequence.
+    """Return causal attention of each token over its own sequence.
 
     Args:
-        q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; of one dtype, contiguous in the last dimension.
+        q: ``[T, H, D]``, of one dtype with k and v; all are contiguous in the last dimension.
+        k: ``[T, K, D]``.
+        v: ``[T, K, V]``.
         sinks: ``[H]`` or None.
         cu_seqlens: int32 ``[N + 1]``, from 0 to T, never falling.
-        dtype: of the result; that of q where it is None.
-        rows: int32 ``[1]``, or None: sequences that begin so far behind don't count, and their results are zeros.
+        scores: how products become scores.
+        dtype: of the result; None for that of q.
+        rows: int32 ``[1]``, or None: sequences that begin at this row or later have zeros as results.
 
     Returns:
-        ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks among it.
+        ``[T, H, V]``, and the log-sum-exp of base 2, float32 ``[T, H]``, sinks included.
     """
     tokens, heads, _ = q.shape
     out = torch.empty(tokens, heads, v.shape[2], dtype=dtype or q.dtype, device=q.device)
@@ -351,48 +357,52 @@ def forward(
 
 
 def readable(x: Tensor) -> Tensor:
-    """``[T, heads, size]`` itself, or a copy of what the kernels can't read: its last dimension has a step, or a tile
-    of it reaches further than 2^31 elements."""
+    """Return ``x [T, heads, size]``, or a copy if the kernels can't read it.
+
+    They can't if its last dimension has a stride, or a tile of it spans more than 2^31 elements.
+    """
     furthest = max(x.stride(0), x.stride(1)) * MAX_TILE
     return x if x.stride(2) == 1 and furthest < 2**31 else x.contiguous()
 
 
 def slots(cu_seqlens: Tensor, tokens: int, block: int) -> int:
-    """At most how many tiles of ``block`` tokens there are, whatever the lengths; see :func:`locate`."""
+    """Return the most tiles of ``block`` tokens that there can be, for any lengths; see :func:`locate`."""
     return tokens // block + cu_seqlens.numel() - 1
 
 
 def parts_of(group: int) -> tuple[int, int]:
-    """How many heads of a group a program takes at once, and in how many parts the group is taken."""
+    """Return how many heads of a group a program takes at once, and how many such parts a group has."""
     parts = triton.cdiv(group, MAX_PART)
     return triton.cdiv(group, parts), parts
 
 
 def sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Constants of the kernels that follow from the shapes."""
+    """Return the constants of the kernels that follow from the shapes."""
     return _sizes(q.shape[1] // k.shape[1], k.shape[1], q.shape[2], v.shape[2])
 
 
 @functools.cache
 def _sizes(group: int, kv_heads: int, head_dim: int, values: int) -> dict[str, int]:
     names = ("KV_HEADS", "GROUP", "PART", "PARTS", "D", "VALUES", "BLOCK_D", "BLOCK_V")
-    found = (kv_heads, group, *parts_of(group), head_dim, values, _block(head_dim), _block(values))
-    return dict(zip(names, found, strict=True))
+    values_of_names = (kv_heads, group, *parts_of(group), head_dim, values, _block(head_dim), _block(values))
+    return dict(zip(names, values_of_names, strict=True))
 
 
 def _block(size: int) -> int:
-    return max(16, triton.next_power_of_2(size))  # matrix units want no less
+    return max(16, triton.next_power_of_2(size))  # the least that matrix units take
 
 
-def chosen(table: dict[int, Tile], q: Tensor, v: Tensor, *, streams_keys: bool) -> Tile:
-    """The tile for these sizes, with as many stages as this device has shared memory for.
+def chosen(table: dict[int, AttentionTile], q: Tensor, v: Tensor, *, streams_keys: bool) -> AttentionTile:
+    """Return the tile for these sizes, with as many stages as this device has shared memory for.
 
     Args:
-        table: of the kernel, for half precision.
-        streams_keys: whether the kernel holds rows and walks over keys, or the other way round.
+        table: the kernel's tiles for half precision.
+        q: the queries.
+        v: the values.
+        streams_keys: whether the kernel keeps rows and walks over keys, or the reverse.
     """
     blocks = _block(q.shape[2]), _block(v.shape[2])
     tile = (FLOAT32 if q.dtype == torch.float32 else table)[max(64, *blocks)]
-    held, streamed = (tile.rows, tile.keys) if streams_keys else (tile.keys, tile.rows)
+    resident, streamed = (tile.rows, tile.keys) if streams_keys else (tile.keys, tile.rows)
     width = sum(blocks) * q.element_size()
-    return replace(tile, stages=max(1, stages_that_fit(q.device, tile.stages, held * width, streamed * width)))
+    return replace(tile, stages=max(1, stages_that_fit(q.device, tile.stages, resident * width, streamed * width)))

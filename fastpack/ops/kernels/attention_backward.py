@@ -23,8 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastpack.ops.kernels.attention import (
+    AttentionTile,
     Scores,
-    Tile,
     bounded,
     chosen,
     load_keys,
@@ -40,19 +40,19 @@ from fastpack.ops.kernels.attention import (
 )
 from fastpack.ops.kernels.launch import early, on_device, processors, rows_that_count, wait_for_inputs
 
-QUERIES: dict[int, Tile] = {
+QUERIES: dict[int, AttentionTile] = {
     # as attention.FORWARD
-    64: Tile(rows=64, keys=32, warps=4, stages=3, registers=96),
-    128: Tile(rows=64, keys=32, warps=4, stages=2, split=True, registers=168),
-    256: Tile(rows=64, keys=32, warps=8, stages=2),
+    64: AttentionTile(rows=64, keys=32, warps=4, stages=3, registers=96),
+    128: AttentionTile(rows=64, keys=32, warps=4, stages=2, split=True, registers=168),
+    256: AttentionTile(rows=64, keys=32, warps=8, stages=2),
 }
-KEYS: dict[int, Tile] = {
-    64: Tile(rows=64, keys=64, warps=4, stages=2, sharing=9),
-    128: Tile(rows=32, keys=64, warps=4, stages=3, sharing=4),
-    256: Tile(rows=32, keys=32, warps=8, stages=1),
+KEYS: dict[int, AttentionTile] = {
+    64: AttentionTile(rows=64, keys=64, warps=4, stages=2, sharing=9),
+    128: AttentionTile(rows=32, keys=64, warps=4, stages=3, sharing=4),
+    256: AttentionTile(rows=32, keys=32, warps=8, stages=1),
 }
 MOST_PIECES, LEAST_STEPS = 4, 8
-"""Of a long walk over queries, and of each of its pieces."""
+"""The most pieces of a long walk over queries, and the fewest steps of a piece."""
 
 
 # --- gradient of the queries ------------------------------------------------------------------------------------------
@@ -88,8 +88,7 @@ def queries_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid as of the forward. Writes DQ, and for :func:`keys_kernel` DELTA ``[T, H]`` and as many zeros as ARRIVALS
-    has."""
+    """Write DQ, and for :func:`keys_kernel` DELTA ``[T, H]`` and zeros to all of ARRIVALS. Grid as in the forward."""
     wait_for_inputs(EARLY)
     if ARRIVALS is not None:
         tl.store(ARRIVALS + tl.program_id(0), 0, mask=tl.program_id(0) < arrivals)
@@ -102,14 +101,14 @@ def queries_kernel(
     if tile >= tiles:
         return
     first = begin + (tiles - 1 - tile) * BLOCK_T
-    token, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
+    token, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
 
     group = kv_head.to(tl.int64) * GROUP
     dq = tl.zeros((ROWS, BLOCK_D), dtype=tl.float32)
     delta_rows = per_row(DELTA + group, first, part, KV_HEADS * GROUP, ROWS, PART)
     DQ += group * D
     if begin >= rows_that_count(count, end):
-        tl.store(delta_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=kept)
+        tl.store(delta_rows, tl.zeros((ROWS,), dtype=tl.float32), mask=valid)
         store_rows(DQ, dq, first, end, part, KV_HEADS * GROUP, ROWS, GROUP, PART, D, BLOCK_D)
         return
     # fmt: off
@@ -125,8 +124,8 @@ def queries_kernel(
     )
     # fmt: on
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
-    lse = tl.load(per_row(LSE + group, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
-    tl.store(delta_rows, delta, mask=kept)
+    lse = tl.load(per_row(LSE + group, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
+    tl.store(delta_rows, delta, mask=valid)
 
     K += kv_head.to(tl.int64) * k_head
     V += kv_head.to(tl.int64) * v_head
@@ -161,19 +160,19 @@ def _walk_rows(
     D: tl.constexpr, VALUES: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Take in ``steps`` tiles of queries from token ``start`` on, each in all parts of the group."""
+    """Add ``steps`` tiles of queries from token ``start`` on, each in all parts of the group."""
     for step in tl.range(0, steps * PARTS):
         first, part = start + step // PARTS * (ROWS // PART), step % PARTS
         q = load_rows(Q, first, end, part, q_token, q_head, ROWS, GROUP, PART, D, BLOCK_D)
-        token, _, kept = rows_of(first, end, part, ROWS, GROUP, PART)
-        lse = tl.load(per_row(LSE, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
+        token, _, valid = rows_of(first, end, part, ROWS, GROUP, PART)
+        lse = tl.load(per_row(LSE, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
         score = bounded(tl.dot(k, tl.trans(q), input_precision="ieee"), inner, CAPPED)
         weight = tl.exp2(score * outer - lse[None, :])
         if MASKED:
             weight = tl.where(visible(token[None, :], key[:, None], window, WINDOWED), weight, 0.0)
         grad = load_rows(GRAD, first, end, part, grad_token, grad_head, ROWS, GROUP, PART, VALUES, BLOCK_V)
         dv = tl.dot(weight.to(grad.dtype), grad, dv, input_precision="ieee")
-        delta = tl.load(per_row(DELTA, first, part, KV_HEADS * GROUP, ROWS, PART), mask=kept, other=0.0)
+        delta = tl.load(per_row(DELTA, first, part, KV_HEADS * GROUP, ROWS, PART), mask=valid, other=0.0)
         slope = weight * (tl.dot(v, tl.trans(grad), input_precision="ieee") - delta[None, :])
         if CAPPED:
             slope *= 1.0 - score * score
@@ -183,7 +182,7 @@ def _walk_rows(
 
 @triton.jit
 def _places(tile, most, piece, column, SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of one piece's sums ``[KEYS, SIZE]``, which begin at a column of ``WIDTH``."""
+    """Return the offsets of one piece's sums ``[KEYS, SIZE]``, which begin at a column of ``WIDTH``."""
     start = (tile.to(tl.int64) * most + piece) * (KEYS * WIDTH) + column
     return start + tl.arange(0, KEYS)[:, None] * WIDTH + tl.arange(0, SIZE)[None, :]
 
@@ -207,8 +206,11 @@ def keys_kernel(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: slots of ``KEYS`` tokens times pieces times key/value heads, heads first. A sequence's first tile has most
-    to do: in as many pieces as there are ``LEAST`` steps, at most ``most``; 1 without SUMS."""
+    """Grid: slots of ``KEYS`` tokens times pieces times key/value heads, heads first.
+
+    A walk has a piece for each ``LEAST`` steps, at most ``most``; without SUMS it has one. A sequence's first tile has
+    the longest walk.
+    """
     wait_for_inputs(EARLY)
     BLOCK_T: tl.constexpr = ROWS // PART
     slot = tl.program_id(0) // KV_HEADS
@@ -301,13 +303,19 @@ def queries(
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of q, and what :func:`keys` needs.
+    """Return the gradient of q and the delta that :func:`keys` needs.
 
     Args:
-        grad: ``[T, H, V]``, of the result, :func:`~fastpack.ops.kernels.attention.readable`.
-        q, k, v, cu_seqlens, scores, rows: as the forward took them.
-        out, lse: what it returned.
-        arrivals: what :func:`make_arrivals` made, to be set to zero on the way.
+        grad: ``[T, H, V]``, the gradient of the result, :func:`~fastpack.ops.kernels.attention.readable`.
+        q: as in the forward.
+        k: as in the forward.
+        v: as in the forward.
+        out: the forward's result.
+        lse: the forward's log-sum-exp.
+        cu_seqlens: as in the forward.
+        scores: as in the forward.
+        rows: as in the forward.
+        arrivals: the result of :func:`make_arrivals`; the kernel sets it to zero.
 
     Returns:
         ``[T, H, D]`` contiguous in the dtype of q, and delta, float32 ``[T, H]``: the products of result and gradient
@@ -337,8 +345,10 @@ def keys(
     rows: Tensor | None = None,
     arrivals: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtype; arguments as of :func:`queries`,
-    which has set ``arrivals`` to zero."""
+    """Return the gradients of k ``[T, K, D]`` and v ``[T, K, V]``, contiguous in their dtypes.
+
+    The arguments are those of :func:`queries`, which must have set ``arrivals`` to zero.
+    """
     tile = chosen(KEYS, q, v, streams_keys=False)
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tiles, constants = slots(cu_seqlens, len(q), tile.keys) * k.shape[1], sizes(q, k, v)
@@ -358,7 +368,7 @@ def keys(
 
 
 def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor | None:
-    """int32, one for each tile of keys: how many pieces of its walk are done. None where no walk is shared."""
+    """Return int32 counters of finished pieces, one for each tile of keys; None if no walk is shared."""
     tile = chosen(KEYS, q, v, streams_keys=False)
     tiles = slots(cu_seqlens, len(q), tile.keys) * k.shape[1]
     if pieces_of(tile, tiles, q.device) == 1:
@@ -369,11 +379,11 @@ def make_arrivals(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor
     return torch.empty(tiles, dtype=torch.int32, device=q.device)
 
 
-def pieces_of(tile: Tile, tiles: int, device: torch.device) -> int:
-    """In how many pieces a long walk over queries is cut, where there are so many tiles of keys."""
+def pieces_of(tile: AttentionTile, tiles: int, device: torch.device) -> int:
+    """Return how many pieces a long walk over queries is cut into, for this number of tiles of keys."""
     return max(1, min(MOST_PIECES, tile.sharing * processors(device) // max(1, tiles)))
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Of tokens and of heads."""
+    """Return the strides of tokens and of heads."""
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])

@@ -1,8 +1,8 @@
 """Softmax cross-entropy over rows of logits, and its gradient written over them.
 
-A program owns a row and walks over it twice: once for the maximum and the sum of exponentials, each lane of the block
-for itself until the end of the row, and once to write the gradient, and for the row's statistics. The second walk finds
-much of the row in the cache still.
+A program owns a row and walks over it twice. The first walk computes the maximum and the sum of exponentials; each lane
+of the block has its own until the end of the row. The second walk writes the gradient and computes the row's
+statistics; much of the row is still in the cache then.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ WARPS = 16
 
 @triton.jit
 def _tanh(x):
-    """To 3 units in the last place: near zero by a polynomial in x^2, where one over an exponential would lose what
-    little there is. It goes through (tanh(x) / x - 1) / x^2 at Chebyshev's points up to x = 0.625."""
+    """Return tanh(x), exact to 3 units in the last place.
+
+    Near zero the formula with the exponential would cancel, so a polynomial in x^2 is used. It interpolates
+    (tanh(x) / x - 1) / x^2 at Chebyshev's points up to x = 0.625.
+    """
     LOG2E: tl.constexpr = 1.4426950408889634
     square = x * x
     near = (((-0.00615433 * square + 0.02104494) * square - 0.0538637) * square + 0.13332888) * square - 0.33333331
@@ -31,7 +34,7 @@ def _tanh(x):
 
 @triton.jit
 def _logits(AT, column, width, vocab, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    """A block of a row, scaled and capped, in float32; minus infinity past its end. And its share of the cap."""
+    """Return a block of a row, scaled and capped, in float32, and its ratio to the cap; minus infinity past the end."""
     x = tl.load(AT + column, mask=column < width, other=0.0).to(tl.float32) * logit_scale
     capped = x
     if SOFTCAP:
@@ -76,10 +79,10 @@ def _cross_entropy_kernel(
                 tl.store(AT + at, tl.zeros((BLOCK,), LOGITS.dtype.element_ty), mask=at < stride)
     else:
         # a label outside the vocabulary makes the loss and the gradient NaN: torch's own check would stop the device
-        known = (label >= 0) & (label < vocab)
-        wanted = tl.load(AT + label, mask=known, other=float("nan")).to(tl.float32) * logit_scale
+        valid = (label >= 0) & (label < vocab)
+        target = tl.load(AT + label, mask=valid, other=float("nan")).to(tl.float32) * logit_scale
         if SOFTCAP:
-            wanted = softcap * _tanh(wanted / softcap)
+            target = softcap * _tanh(target / softcap)
         highest = tl.full((BLOCK,), -3.0e38, tl.float32)  # finite: a difference of infinities would be NaN
         total = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, stride, BLOCK):
@@ -89,14 +92,14 @@ def _cross_entropy_kernel(
             highest = higher
         top = tl.max(highest, 0)
         log_total = tl.log(tl.sum(total * tl.exp2((highest - top) * LOG2E), 0))
-        tl.store(LOSSES + row, log_total + (top - wanted))
+        tl.store(LOSSES + row, log_total + (top - target))
         if GRADIENT or STATISTICS is not None:
             factor = logit_scale
             if SCALE is not None:
                 factor *= tl.load(SCALE + (row if SCALE_PER_ROW else 0)).to(tl.float32)
-            factor = tl.where(known, factor, float("nan"))
+            factor = tl.where(valid, factor, float("nan"))
             entropy = tl.zeros((BLOCK,), tl.float32)
-            is_likeliest = known & (wanted >= top)
+            is_likeliest = valid & (target >= top)
             as_likely = tl.zeros((BLOCK,), tl.int32)  # tokens before it
             tl.debug_barrier()  # every lane has read the label's logit before any writes over it
             for start in range(0, stride, BLOCK):
@@ -107,7 +110,7 @@ def _cross_entropy_kernel(
                 if STATISTICS is not None:
                     entropy -= share * tl.maximum(log_share, -1.0e30)  # no product of 0 and infinity past the end
                     if is_likeliest:
-                        as_likely += ((x == wanted) & (at < label)).to(tl.int32)
+                        as_likely += ((x == target) & (at < label)).to(tl.int32)
                 if GRADIENT:
                     slope = share - tl.where(at == label, 1.0, 0.0)
                     if SOFTCAP:
@@ -132,14 +135,17 @@ def cross_entropy_(
     gradient: bool,
     statistics: Tensor | None = None,
 ) -> None:
-    """Losses of rows of logits, and their gradient in place of them.
+    """Compute the losses of rows of logits, and write the gradient over the logits.
 
     Args:
-        logits: ``[C, V]`` of rows that lie evenly; what stands between two rows is overwritten, too.
+        logits: ``[C, V]``, evenly spaced rows; memory between two rows is overwritten, too.
         labels: ``[C]``, contiguous.
         losses: float32 ``[C]``, contiguous; written.
         scale: float32, the factor on the gradient: one for all rows, or ``[C]``, or None for 1.
-        gradient: whether to write it.
+        ignore_index: the label of rows without a loss.
+        logit_scale: multiplies the logits, before the cap.
+        softcap: c in ``c * tanh(logit / c)``, or None.
+        gradient: whether to write the gradient.
         statistics: float32 ``[C, 2]``, contiguous; written, as
             :func:`fastpack.ops.loss.cross_entropy.cross_entropy_` says.
     """
@@ -148,7 +154,7 @@ def cross_entropy_(
         return
     per_row = scale is not None and scale.ndim == 1
     block = min(BLOCK, triton.next_power_of_2(logits.stride(0)))
-    # a warp without elements of its own would read those of another, which may have written over them already
+    # a warp without elements of its own would read those of another warp, which may have overwritten them already
     warps = max(1, min(WARPS, block // 32))
     with on_device(logits):
         _cross_entropy_kernel[(rows,)](

@@ -1,12 +1,12 @@
-"""bitsandbytes' 4-bit weights to dense ones: each packed byte read once, each weight written once.
+"""Kernel that makes bitsandbytes' 4-bit weights dense: it reads each byte once and writes each weight once.
 
 Four packed bytes are read as one word, whose eight weights are one store of 16 bytes in half precision. The code's 16
-values are looked up in shared memory, and the scale of a block is read, and computed where it is quantised again, once
-for each word. A weight whose size is no multiple of eight, or which does not begin at a multiple of four bytes, is read
-byte by byte.
+values are looked up in shared memory. The scale of a block is read once for each word, and dequantised if it is
+quantised itself. A weight is read byte by byte if its size is no multiple of eight, or it does not begin at a multiple
+of four bytes.
 
-A product and a sum are never contracted: each is rounded as bitsandbytes' separate kernels round it. Weights are
-counted in int64, blocks in int32.
+A multiplication and an addition are never fused: each is rounded as bitsandbytes' separate kernels round it. Weights
+are counted in int64, blocks in int32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from fastpack.ops.kernels.launch import early, on_device, wait_for_inputs
 
 UNITS = 512
-"""Words, or single bytes, that a program reads."""
+"""The number of words, or single bytes, that a program reads."""
 WARPS = 4
 
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -29,7 +29,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 @triton.jit
 def _scales(ABSMAX, CODE2, ABSMAX2, OFFSET, block, mask, BLOCKSIZE2: tl.constexpr):
-    """The largest magnitude of each block."""
+    """Return the scale of each block, which is its largest magnitude."""
     if CODE2 is None:
         scale = tl.load(ABSMAX + block, mask=mask)
     else:
@@ -39,7 +39,7 @@ def _scales(ABSMAX, CODE2, ABSMAX2, OFFSET, block, mask, BLOCKSIZE2: tl.constexp
     return scale
 
 
-# Were PACKED known to be aligned, each thread would read 16 bytes in a row, and words be exchanged to be stored.
+# If Triton knew that PACKED is aligned, each thread would read 16 bytes in a row and exchange words before a store.
 @triton.jit(do_not_specialize=["PACKED", "count"])
 def _kernel(
     PACKED,
@@ -58,7 +58,7 @@ def _kernel(
     UNITS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """UNIT bytes are read at once; beyond the end nothing is stored, so that what is loaded there may be anything."""
+    """Read UNIT bytes at once. Nothing is stored beyond the end, so values loaded there may be anything."""
     wait_for_inputs(EARLY)
     EACH: tl.constexpr = 2 * UNIT
     TILE: tl.constexpr = EACH * UNITS
@@ -97,7 +97,7 @@ def _kernel(
 
 
 def dequantize(packed: Tensor, quant_state: Any, dtype: torch.dtype) -> Tensor:
-    """The dense weight, for what :func:`fastpack.ops.dequantize.kernel_rejects` has nothing against."""
+    """Return the dense weight, if :func:`fastpack.ops.dequantize.kernel_rejects` doesn't reject the packed weight."""
     out = torch.empty(quant_state.shape, dtype=dtype, device=packed.device)
     count = out.numel()
     unit = 4 if count % 8 == 0 and packed.data_ptr() % 4 == 0 else 1

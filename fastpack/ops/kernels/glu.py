@@ -1,8 +1,8 @@
 """Kernels of gated units: elementwise, each element read once and written once.
 
-Where every tensor is contiguous, blocks are cut from ``[T * I]``; where one has rows of its own distance, such as the
-halves of one ``[T, 2 I]`` tensor, from each row. Everything is computed in float32. Offsets of blocks are int64. The
-number of tokens is never specialised on: a new one compiles nothing.
+If every tensor is contiguous, blocks are cut from ``[T * I]``. If the rows of one are further apart, such as those of a
+half of a ``[T, 2 I]`` tensor, blocks are cut from each row. Everything is computed in float32. Offsets of blocks are
+int64. Kernels are never specialised on the number of tokens: a new one compiles nothing.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ if TYPE_CHECKING:
     from fastpack.ops.kinds import ActivationKind
 
 BLOCK, WARPS = 1024, 4
-"""Elements of a program, and its warps."""
+"""The elements and the warps of a program."""
 
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)) in half as many instructions as ``tl.sigmoid``, whose exponential and division also serve
-    numbers below 1e-38, which no share of x needs."""
+    """Return 1 / (1 + exp(-x)) in half as many instructions as ``tl.sigmoid``.
+
+    Its exponential and division are also exact for numbers below 1e-38, which the activations don't need.
+    """
     root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))  # log2(e)
     return root * root
 
 
 @triton.jit
 def _share(x, KIND: tl.constexpr):
-    """activation(x) / x."""
+    """Return activation(x) / x."""
     if KIND == "silu":
         share = _sigmoid(x)
     elif KIND == "gelu":
@@ -45,13 +47,13 @@ def _share(x, KIND: tl.constexpr):
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
-    """activation(x), of float32."""
+    """Return activation(x), for float32."""
     return x * _share(x, KIND)
 
 
 @triton.jit
 def activate_and_slope(x, KIND: tl.constexpr):
-    """activation(x) and its derivative, of float32."""
+    """Return activation(x) and its derivative, for float32."""
     share = _share(x, KIND)
     if KIND == "silu":
         slope = share + x * share * (1.0 - share)
@@ -64,7 +66,7 @@ def activate_and_slope(x, KIND: tl.constexpr):
 
 @triton.jit
 def _place(tokens, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
-    """This program's row, its first column there, and how many elements there are from it on."""
+    """Return this program's row, its first column there, and how many elements are left from there on."""
     if FLAT:
         row = 0
         column = tl.program_id(0).to(tl.int64) * BLOCK
@@ -122,7 +124,7 @@ def _backward_kernel(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """H, where it is not None, may be GRAD itself."""
+    """Write both gradients, and the forward's result to H if it isn't None; H may be GRAD itself."""
     wait_for_inputs(EARLY)
     row, column, left = _place(tokens, WIDTH, BLOCK, FLAT)
     inside = tl.arange(0, BLOCK)
@@ -139,7 +141,7 @@ def _backward_kernel(
 
 
 def forward(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
-    """``activation(gate) * up``, contiguous, of the dtype that the two promote to."""
+    """Return ``activation(gate) * up``, contiguous, in the dtype that gate and up promote to."""
     width = gate.shape[-1]
     out = torch.empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype), device=gate.device)
     gate, gate_stride = in_rows(gate, width)
@@ -156,10 +158,10 @@ def forward(gate: Tensor, up: Tensor, kind: ActivationKind) -> Tensor:
 def backward(
     grad: Tensor, gate: Tensor, up: Tensor, kind: ActivationKind, out: tuple[Tensor, Tensor], recompute: bool
 ) -> None:
-    """Gradients of gate and up into ``out``, and with ``recompute`` the forward's result over ``grad``.
+    """Write the gradients of gate and up into ``out``; ``recompute`` writes the forward's result over ``grad``.
 
     Raises:
-        ValueError: ``out``, or a ``grad`` to be overwritten, has no rows at an even distance.
+        ValueError: ``out``, or a ``grad`` to be overwritten, has rows that aren't evenly spaced.
     """
     width = gate.shape[-1]
     for tensor in (*out, grad) if recompute else out:

@@ -1,4 +1,4 @@
-"""What launchers share: where and how early a kernel is launched, groups in one launch, rows of any distance."""
+"""Helpers of the launchers: the device and time of a launch, grouped launches, and strides of rows."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST = 3
-"""Members of a group in one launch: q, k and v."""
+MAX_GROUP = 3
+"""The most members of a group in one launch: q, k and v."""
 
-_HERE = contextlib.nullcontext()
+_CURRENT_DEVICE = contextlib.nullcontext()
 
 
 def on_device(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which must be the tensor's: a model may be spread over several."""
+    """Return a context in which Triton launches on the device of ``x``: a model may be spread over several."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return _HERE
+        return _CURRENT_DEVICE
     return torch.cuda.device(x.device)
 
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    """What every kernel does first: wait until the kernel before it in the stream has ended, and can be read."""
+    """Wait until the previous kernel in the stream has ended and its results can be read: every kernel begins so."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def rows_that_count(count, rows):
-    """How many of the first rows have to be read: as many as the int32 at ``count`` says; all, where that is None."""
+    """Return how many of the first rows have to be read: the int32 at ``count``, or all rows if that is None."""
     if count is not None:
         rows = tl.minimum(rows, tl.load(count))
     return rows
 
 
 def early(x: Tensor) -> dict[str, bool]:
-    """Arguments of a launch on the device of ``x``, which need not wait until the kernel before has ended.
+    """Return the arguments that let a kernel on the device of ``x`` launch before the previous kernel ends.
 
-    Hopper and its successors can set a kernel up and place its programs while the last programs of the one before are
-    still at work (programmatic dependent launch), if it waits for them by itself, as :func:`wait_for_inputs` does: 1.4
-    us of what lies between two kernels are gone then. None of ours lets the next one begin before its own end: programs
-    that wait would take the place of those that work.
+    Hopper and its successors can set a kernel up and place its programs while the last programs of the previous kernel
+    still run (programmatic dependent launch). The kernel must then wait for them itself, as :func:`wait_for_inputs`
+    does. This saves 1.4 us between two kernels. No kernel here lets the next one begin before its own end: waiting
+    programs would take the place of working ones.
     """
     if x.is_cuda and _can_launch_early(x.device):
         return {"EARLY": True, "launch_pdl": True}
@@ -55,48 +55,48 @@ def early(x: Tensor) -> dict[str, bool]:
 
 @functools.cache
 def _can_launch_early(device: torch.device) -> bool:
-    compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter knows nothing of it
+    compiled = isinstance(wait_for_inputs, triton.JITFunction)  # Triton's interpreter has no such launches
     return compiled and capability(device) >= (9, 0)
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU; that of others, which count otherwise, is (0, 0)."""
+    """Return the compute capability of an NVIDIA GPU, or (0, 0) for other GPUs, which count otherwise."""
     return torch.cuda.get_device_capability(device) if torch.version.cuda is not None else (0, 0)
 
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors; a few on a CPU, where Triton's interpreter runs programs one after another."""
+    """Return the number of multiprocessors; 2 on a CPU, where Triton's interpreter runs one program after another."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a program may hold beside its registers; plenty on a CPU."""
+    """Return the bytes of shared memory that a program may use; plenty on a CPU."""
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return 2**20 if properties is None else int(properties.shared_memory_per_block_optin)
 
 
-def stages_that_fit(device: torch.device, most: int, held: int, streamed: int) -> int:
-    """How many tiles of ``streamed`` bytes may be on their way beside ``held`` bytes, at most so many; 0 for none."""
-    return max(0, min(most, (shared_memory(device) - held) // streamed))
+def stages_that_fit(device: torch.device, most: int, resident: int, streamed: int) -> int:
+    """Return how many pipeline stages of ``streamed`` bytes fit beside ``resident`` bytes: at most ``most``, or 0."""
+    return max(0, min(most, (shared_memory(device) - resident) // streamed))
 
 
-def filled(given: Sequence[Any], places: int = MOST) -> list[Any]:
-    """As many as there are places: the last one again in those that are not looked at."""
-    return [*given, *[given[-1]] * (places - len(given))]
+def filled(values: Sequence[Any], places: int = MAX_GROUP) -> list[Any]:
+    """Return ``values`` padded to ``places`` entries with the last one; the kernels ignore the padding."""
+    return [*values, *[values[-1]] * (places - len(values))]
 
 
-def threes(given: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:
-    """The arguments of each launch; those of its last entry again where there are not three."""
-    for first in range(0, len(given), MOST):
-        some = slice(first, first + MOST)
-        yield some, [argument for each in filled(given[some]) for argument in each]
+def threes(entries: Sequence[tuple[Any, ...]]) -> Iterator[tuple[slice, list[Any]]]:
+    """Yield the slice of entries and the arguments of each launch; missing entries repeat the last one."""
+    for first in range(0, len(entries), MAX_GROUP):
+        group = slice(first, first + MAX_GROUP)
+        yield group, [argument for entry in filled(entries[group]) for argument in entry]
 
 
 def in_rows(x: Tensor, width: int) -> tuple[Tensor, int]:
-    """``[..., width]``, and the distance of its rows: a view where they lie evenly, else a contiguous copy."""
+    """Return ``x`` as rows ``[*, width]`` and their stride: a view if they lie evenly, else a contiguous copy."""
     if x.is_contiguous():
         return x, width
     rows = x.reshape(-1, width)

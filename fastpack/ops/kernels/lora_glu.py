@@ -1,8 +1,8 @@
-"""Gated units whose gate, up and gradient have a low-rank update each, added on the way: Triton kernels.
+"""Triton kernels of the LoRA GLU: a gated unit that adds LoRA's updates to gate, up and gradient as it reads them.
 
-One program takes a tile of tokens and columns: it reads gate and up (and the gradient), multiplies the two thin
-factors of each update with the matrix units, and writes the result once. Without this, each update costs a pass over
-a ``[T, I]`` tensor of its own.
+A program takes a tile of tokens and columns. It reads gate and up (and the gradient), multiplies the two factors of
+each update with the matrix units, and writes the result once. Otherwise each update would cost one more pass over a
+``[T, I]`` tensor. The factors of an update are low-rank activations ``low`` and a LoRA factor ``weight``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from fastpack.ops.kernels.lora import LARGEST_RANK, RESERVED, block_of_ranks, fi
 from fastpack.ops.kinds import ActivationKind
 
 Factors = tuple[Tensor, Tensor] | None
-"""``[T, R]`` and ``[R, I]``, in any strides, or None for no update."""
+"""An update's factors ``[T, R]`` and ``[R, I]``, with any strides, or None for no update."""
 
 
 @triton.jit
-def _updated(base, pointer, row, column, wide, rows, tokens, rank, BLOCK_R: tl.constexpr):
-    """``base + thin @ wide`` of one tile, in float32."""
-    thin = first_factor(pointer, row, column, rows, tokens, rank, BLOCK_R)
-    return base + tl.dot(thin, wide, input_precision="ieee")
+def _updated(base, pointer, row, column, weight, rows, tokens, rank, BLOCK_R: tl.constexpr):
+    """Return ``base + low @ weight`` of one tile, in float32."""
+    low = first_factor(pointer, row, column, rows, tokens, rank, BLOCK_R)
+    return base + tl.dot(low, weight, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _forward_kernel(
     gate, gate_row, up, up_row, out, out_row,
-    gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
-    up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
+    gate_low, gate_low_row, gate_low_rank, gate_weight, gate_weight_rank, gate_weight_column, gate_rank,
+    up_low, up_low_row, up_low_rank, up_weight, up_weight_rank, up_weight_column, up_rank,
     count, tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr, STAGES: tl.constexpr,
@@ -43,8 +43,8 @@ def _forward_kernel(
     wait_for_inputs(EARLY)
     real = rows_that_count(count, tokens)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
-    of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
+    of_gate = second_factor(gate_weight, gate_weight_rank, gate_weight_column, columns, width, gate_rank, BLOCK_R)
+    of_up = second_factor(up_weight, up_weight_rank, up_weight_column, columns, width, up_rank, BLOCK_R)
     for tile in tl.range(0, TILES, num_stages=STAGES):
         rows = (tl.program_id(1) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
@@ -53,9 +53,9 @@ def _forward_kernel(
         g = tl.load(gate + at * gate_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
+            g = _updated(g, gate_low, gate_low_row, gate_low_rank, of_gate, rows, real, gate_rank, BLOCK_R)
         if HAS_UP:
-            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
+            u = _updated(u, up_low, up_low_row, up_low_rank, of_up, rows, real, up_rank, BLOCK_R)
         value = activate(g, KIND)
         tl.store(out + at * out_row + columns[None, :], (value * u).to(out.dtype.element_ty), mask=inside)
 
@@ -63,21 +63,21 @@ def _forward_kernel(
 @triton.jit(do_not_specialize=["tokens"])
 def _backward_kernel(
     grad, grad_row, gate, gate_row, up, up_row, dgate, dgate_row, dup, dup_row,
-    gate_thin, gate_thin_row, gate_thin_rank, gate_wide, gate_wide_rank, gate_wide_column, gate_rank,
-    up_thin, up_thin_row, up_thin_rank, up_wide, up_wide_rank, up_wide_column, up_rank,
-    grad_thin, grad_thin_row, grad_thin_rank, grad_wide, grad_wide_rank, grad_wide_column, grad_rank,
+    gate_low, gate_low_row, gate_low_rank, gate_weight, gate_weight_rank, gate_weight_column, gate_rank,
+    up_low, up_low_row, up_low_rank, up_weight, up_weight_rank, up_weight_column, up_rank,
+    grad_low, grad_low_row, grad_low_rank, grad_weight, grad_weight_rank, grad_weight_column, grad_rank,
     count, tokens, width,
     KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr, HAS_GRAD: tl.constexpr, RECOMPUTE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: blocks of columns; spans, which take turns at tiles of tokens, so that all have as many that count."""
+    """Grid: blocks of columns; programs that alternate over tiles of tokens, so that real tokens are shared evenly."""
     wait_for_inputs(EARLY)
     real = rows_that_count(count, tokens)
     columns = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
-    of_gate = second_factor(gate_wide, gate_wide_rank, gate_wide_column, columns, width, gate_rank, BLOCK_R)
-    of_up = second_factor(up_wide, up_wide_rank, up_wide_column, columns, width, up_rank, BLOCK_R)
-    of_grad = second_factor(grad_wide, grad_wide_rank, grad_wide_column, columns, width, grad_rank, BLOCK_R)
+    of_gate = second_factor(gate_weight, gate_weight_rank, gate_weight_column, columns, width, gate_rank, BLOCK_R)
+    of_up = second_factor(up_weight, up_weight_rank, up_weight_column, columns, width, up_rank, BLOCK_R)
+    of_grad = second_factor(grad_weight, grad_weight_rank, grad_weight_column, columns, width, grad_rank, BLOCK_R)
     for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, BLOCK_T), tl.num_programs(1), num_stages=STAGES):
         rows = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         inside = (rows[:, None] < tokens) & (columns[None, :] < width)
@@ -87,11 +87,11 @@ def _backward_kernel(
         u = tl.load(up + at * up_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         d = tl.load(grad + at * grad_row + columns[None, :], mask=counts, other=0.0).to(tl.float32)
         if HAS_GATE:
-            g = _updated(g, gate_thin, gate_thin_row, gate_thin_rank, of_gate, rows, real, gate_rank, BLOCK_R)
+            g = _updated(g, gate_low, gate_low_row, gate_low_rank, of_gate, rows, real, gate_rank, BLOCK_R)
         if HAS_UP:
-            u = _updated(u, up_thin, up_thin_row, up_thin_rank, of_up, rows, real, up_rank, BLOCK_R)
+            u = _updated(u, up_low, up_low_row, up_low_rank, of_up, rows, real, up_rank, BLOCK_R)
         if HAS_GRAD:
-            d = _updated(d, grad_thin, grad_thin_row, grad_thin_rank, of_grad, rows, real, grad_rank, BLOCK_R)
+            d = _updated(d, grad_low, grad_low_row, grad_low_rank, of_grad, rows, real, grad_rank, BLOCK_R)
         value, slope = activate_and_slope(g, KIND)
         of_g, of_u = (d * u * slope).to(dgate.dtype.element_ty), (d * value).to(dup.dtype.element_ty)
         tl.store(dgate + at * dgate_row + columns[None, :], of_g, mask=inside)
@@ -103,15 +103,20 @@ def _backward_kernel(
 
 BLOCK_T, BLOCK_I = 16, 128
 TILES, MOST_STAGES, WARPS = 8, 3, 4
-"""A program walks down ``TILES`` tiles with the second factors in registers, the next tiles already on their way."""
+"""A program walks down ``TILES`` tiles with the second factors in registers, and loads the next tiles ahead."""
 
 
 def forward(
     gate: Tensor, up: Tensor, kind: ActivationKind, of_gate: Factors, of_up: Factors, rows: Tensor | None = None
 ) -> Tensor:
-    """``activation(gate + of_gate) * (up + of_up)``, ``[T, I]``; gate and up may be halves of one tensor.
+    """Return ``activation(gate + of_gate) * (up + of_up)``, ``[T, I]``; gate and up may be halves of one tensor.
 
     Args:
+        gate: ``[T, I]``, rows of stride 1.
+        up: as gate.
+        kind: the activation.
+        of_gate: the factors of gate's update.
+        of_up: the factors of up's update.
         rows: int32 ``[1]``, how many of the first rows count; in the others gate and up are taken to be zero.
     """
     tokens, width = gate.shape
@@ -141,10 +146,19 @@ def backward(
     recompute: bool,
     rows: Tensor | None = None,
 ) -> None:
-    """Gradients of gate and up into ``out``; with ``recompute`` the forward's result over ``grad``.
+    """Write the gradients of gate and up into ``out``; ``recompute`` writes the forward's result over ``grad``.
 
     Args:
-        rows: as of :func:`forward`; there the gradient is taken to be zero too.
+        grad: the gradient of the result, ``[T, I]``.
+        gate: as in :func:`forward`.
+        up: as in :func:`forward`.
+        kind: the activation.
+        of_gate: the factors of gate's update.
+        of_up: the factors of up's update.
+        of_grad: the factors of the gradient's update.
+        out: where the gradients of gate and up go.
+        recompute: whether to write the forward's result over ``grad``.
+        rows: as in :func:`forward`; in rows that don't count the gradient is taken to be zero, too.
     """
     tokens, width = gate.shape
     dgate, dup = out
@@ -163,14 +177,14 @@ def backward(
 
 
 def stages(tiles: int, *factors: Factors) -> int:
-    """How many sets of so many tiles may be on their way beside the second factors; 0 where those don't fit."""
-    thins = [pair[0] for pair in factors if pair is not None]
-    ranks, size = block_of_ranks(thins), thins[0].element_size()
+    """Return how many pipeline stages of ``tiles`` tiles fit beside the second factors; 0 if those don't fit."""
+    lows = [pair[0] for pair in factors if pair is not None]
+    ranks, size = block_of_ranks(lows), lows[0].element_size()
     if ranks > LARGEST_RANK:
         return 0
-    held = len(thins) * ranks * BLOCK_I
-    streamed = BLOCK_T * (tiles * BLOCK_I + len(thins) * ranks)
-    return stages_that_fit(thins[0].device, MOST_STAGES, RESERVED + held * size, streamed * size)
+    resident = len(lows) * ranks * BLOCK_I
+    streamed = BLOCK_T * (tiles * BLOCK_I + len(lows) * ranks)
+    return stages_that_fit(lows[0].device, MOST_STAGES, RESERVED + resident * size, streamed * size)
 
 
 def _grid(tokens: int, width: int) -> tuple[int, int]:
@@ -185,5 +199,5 @@ def _ranks_of(*factors: Factors) -> int:
 def _arguments(factors: Factors, stand_in: Tensor) -> tuple[Any, ...]:
     if factors is None:
         return (stand_in, 0, 0, stand_in, 0, 0, 0)
-    thin, wide = factors
-    return (thin, *thin.stride(), wide, *wide.stride(), thin.shape[1])
+    low, weight = factors
+    return (low, *low.stride(), weight, *weight.stride(), low.shape[1])

@@ -1,14 +1,14 @@
 """Normalisation kernels: a row, or several narrow ones, held in the registers of one program.
 
-The forward reads each tensor once and writes each result once; so does the backward. Where the weight is trained, a
-fixed number of programs walk over all rows, each with a sum of its own for the weight, and the sums are added
-afterwards, in a fixed order: the same bits in every run. Loads come before the first store, over which the compiler may
+The forward reads each tensor once and writes each result once; so does the backward. If the weight is trained, a
+fixed number of programs walk over all rows. Each has its own sum for the weight, and the sums are added afterwards in
+a fixed order: the same bits in every run. Loads come before the first store, over which the compiler may
 not move them.
 
-Everything is computed in float32. Offsets are int64. The number of tokens is never specialised on: a new one compiles
-nothing. Arguments that are None are constants to Triton, and what belongs to them is left out.
+Everything is computed in float32. Offsets are int64. Kernels are never specialised on the number of tokens: a new one
+compiles nothing. Arguments that are None are constants to Triton: their code is left out.
 
-Suffixes: T tokens, N heads with a weight of their own (1 but for Cohere's q and k norms), H width.
+Suffixes: T tokens, N heads with a weight of their own (1 except for Cohere's q and k norms), H width.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from fastpack.ops.kernels.row_sums import sum_rows
 if TYPE_CHECKING:
     from fastpack.ops.kinds import NormKind
 
-FEW = 1024
-"""Rows below which programs that walk over them have little to walk."""
+FEW_ROWS = 1024
+"""With fewer rows, the programs that walk over rows have little to do."""
 
 
 @triton.jit
 def _rows(heads: tl.constexpr, first, tokens, counted, ROWS: tl.constexpr):
-    """Rows ``[ROWS]`` of this program's head, of ``ROWS`` tokens from ``first`` on; which of them there are, and which
-    are of the first ``counted``: of the others nothing is read, and zeros are written."""
+    """Return the rows ``[ROWS]`` of this program's head for ``ROWS`` tokens from ``first`` on, and two masks of them.
+
+    The first mask says which rows exist, the second which belong to the first ``counted`` tokens. The other rows are
+    not read, and zeros are written to them.
+    """
     token = first + tl.arange(0, ROWS)
     return token.to(tl.int64) * heads + tl.program_id(0) % heads, token < tokens, token < counted
 
@@ -52,7 +55,7 @@ def _load_weight(WEIGHT, column, HEADS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _scale(weight, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr):
-    """The w of the definitions; rounded like the weight where it is multiplied in the weight's dtype."""
+    """Return the definitions' w; it is rounded like the weight if it is multiplied in the weight's dtype."""
     scale = weight.to(tl.float32)
     if UNIT_OFFSET:
         scale += 1.0
@@ -72,9 +75,9 @@ def _weighted(normed, scale, dtype: tl.constexpr, ROUND_BEFORE: tl.constexpr):
 def _forward_kernel(
     X, WEIGHT, OUT, MEAN, RSTD, COUNT, tokens, x_stride, eps,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
-    GIVEN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    HAS_RSTD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Centred where there is a MEAN; with rstd as it is where GIVEN."""
+    """Normalise rows: centred if there is a MEAN, with the RSTD of the caller if HAS_RSTD."""
     wait_for_inputs(EARLY)
     counted = rows_that_count(COUNT, tokens)
     row, there, counts = _rows(HEADS, tl.program_id(0) // HEADS * ROWS, tokens, counted, ROWS)
@@ -85,7 +88,7 @@ def _forward_kernel(
     weight = _load_weight(WEIGHT, column, HEADS, WIDTH)
     wide = x.to(tl.float32)
 
-    if GIVEN:
+    if HAS_RSTD:
         rstd = tl.load(RSTD + row, mask=counts, other=0.0)
     else:
         if MEAN is not None:
@@ -105,7 +108,7 @@ def _load_rows(
     GRAD, X, GRAD_SUM, MEAN, RSTD, grad_stride, x_stride, grad_sum_stride, row, counts,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What the gradient of these rows takes; where there is no GRAD_SUM or MEAN, something in its place."""
+    """Load the inputs of these rows' gradient; without a GRAD_SUM or MEAN another tensor stands in."""
     column = tl.arange(0, BLOCK)
     mask = counts[:, None] & (column < WIDTH)[None, :]
     x = _load(X, x_stride, row, column, mask)
@@ -125,8 +128,10 @@ def _gradient_of_rows(
     x, grad, direct, mean, rstd, DX, NORMED, scale, row, there,
     CENTRED: tl.constexpr, ADDED: tl.constexpr, ROUND_BEFORE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes dx of these rows, and the forward's result where there is a NORMED; returns their gradient, zero outside,
-    and the normalised x, for the weight's."""
+    """Write dx of these rows, and the forward's result if there is a NORMED.
+
+    Return the rows' gradient, zero outside, and the normalised x: the weight's gradient needs both.
+    """
     column = tl.arange(0, BLOCK)
     stored = there[:, None] & (column < WIDTH)[None, :]
     grad = grad.to(tl.float32)
@@ -174,8 +179,10 @@ def _backward_weight_kernel(
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROUND_BEFORE: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same over many groups of rows, the next of which is on its way while one is worked on; DWEIGHT is
-    ``[programs, H]``."""
+    """Compute the same over many groups of rows, and DWEIGHT ``[programs, H]``.
+
+    The next group is loaded while the current one is computed.
+    """
     wait_for_inputs(EARLY)
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -205,15 +212,20 @@ def _backward_weight_kernel(
 def forward(
     x: Tensor, weight: Tensor, eps: float, kind: NormKind, rstd: Tensor | None = None, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalised, mean ``[T]`` (None unless centred) and rstd ``[T]``, which is used where it is given.
+    """Return normalised x, its mean ``[T]`` (None unless centred) and its rstd ``[T]``.
 
     Args:
+        x: ``[..., H]``.
+        weight: ``[H]`` or ``[N, H]``.
+        eps: added to the variance.
+        kind: the kind of norm.
+        rstd: float32, used instead of computing it; or None.
         count: int32 ``[1]``: how many of the first tokens count; results are zeros for the others. None for all.
     """
     device, width = x.device, x.shape[-1]
     dtype = torch.promote_types(x.dtype, weight.dtype) if kind.round_before else x.dtype
     out = torch.empty(x.shape, dtype=dtype, device=device)
-    given = rstd is not None
+    has_rstd = rstd is not None
     if rstd is None:
         rstd = torch.empty(x.numel() // width, dtype=torch.float32, device=device)
     mean = torch.empty_like(rstd) if kind.centred else None
@@ -224,7 +236,7 @@ def forward(
     with on_device(x):
         _forward_kernel[(triton.cdiv(tokens, tile) * heads,)](
             *(rows, weight.contiguous(), out, mean, rstd, count, tokens, x_stride, eps),
-            *(heads, width, kind.round_before, kind.unit_offset, given, tile, block),
+            *(heads, width, kind.round_before, kind.unit_offset, has_rstd, tile, block),
             num_warps=warps,
             **early(x),
         )
@@ -243,11 +255,19 @@ def backward(
     count: Tensor | None = None,
     normed: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and weight, those that are ``needed``.
+    """Return the gradients of x and weight, each None unless ``needed``.
 
     Args:
-        count: as of :func:`forward`.
-        normed: contiguous, where its result goes once more; may be ``grad``.
+        grad: the gradient of the result.
+        x: the input of :func:`forward`.
+        weight: the weight of :func:`forward`.
+        mean: the mean that :func:`forward` returned.
+        rstd: the rstd that :func:`forward` returned.
+        grad_summed: a gradient to add to that of x, or None.
+        kind: the kind of norm.
+        needed: whether x and weight need gradients.
+        count: as in :func:`forward`.
+        normed: contiguous; :func:`forward`'s result is written to it again. It may be ``grad``.
     """
     device, width = x.device, x.shape[-1]
     heads = weight.numel() // width
@@ -266,9 +286,9 @@ def backward(
                 *tensors, count, tokens, *strides, *constants, tile, block, num_warps=warps, **early(x)
             )
         return dx, None
-    tile, block, warps, each = backward_weight_tile(width, tokens < FEW)
+    tile, block, warps, each = backward_weight_tile(width, tokens < FEW_ROWS)
     walks = triton.cdiv(tokens, tile * max(1, each * processors(device) // heads))
-    groups = max(1, triton.cdiv(tokens, tile * max(1, walks)))  # as many as walk as far, and no more
+    groups = max(1, triton.cdiv(tokens, tile * max(1, walks)))  # no more programs than these walks need
     dweight = torch.empty(groups, weight.numel(), dtype=torch.float32, device=device)
     with on_device(x):
         _backward_weight_kernel[(groups * heads,)](
@@ -279,7 +299,10 @@ def backward(
 
 @functools.cache
 def tile_of(width: int) -> tuple[int, int, int]:
-    """Rows and columns of a program's block, and its warps: 16 elements a thread, which are two loads of 16 bytes."""
+    """Return the rows and columns of a program's block, and its warps.
+
+    A thread takes 16 elements, which are two loads of 16 bytes.
+    """
     block = triton.next_power_of_2(width)
     rows = max(1, 1024 // block)
     return rows, block, min(16, rows * block // 512)
@@ -287,8 +310,11 @@ def tile_of(width: int) -> tuple[int, int, int]:
 
 @functools.cache
 def backward_weight_tile(width: int, few: bool) -> tuple[int, int, int, int]:
-    """The same where a weight is trained, and how many programs a multiprocessor has, which walk over the rows: as few
-    as keep it busy, since each adds a row to the last sum. Measured on an H200 for ``few`` rows and for many."""
+    """Return the same for a trained weight, and the number of programs a multiprocessor.
+
+    Programs walk over the rows. As few as keep the device busy are best, since each adds a row to the last sum.
+    Measured on an H200 for ``few`` rows and for many.
+    """
     rows, block, warps = tile_of(width)
     if block < 1024:
         return 4 * 1024 // block, block, 8, 2

@@ -1,14 +1,17 @@
-"""Sums of matrix products over the first rows, as many as the device says: Triton kernel of
-:mod:`fastpack.ops.linear.row_limited_mm`, which holds its definition.
+"""Triton kernel for sums of matmuls over the first rows, whose number is on the device.
 
-One program for each processor walks over tiles of the output, of two heights. The terms of a tile are summed in
-registers, what they are added to is read at its end, and a tile behind the last row that counts has no terms. How many
-tiles there are, only the device knows, which looks up how many are tall, and who shares the last ones, in a table of
-:mod:`fastpack.ops.tile_plan`: those of a last round in which many programs would have none are shared, by teams of one
-program more than they have tiles, or of several for one tile, each of which takes as many steps as the next
-(Osama et al., "Stream-K", arXiv:2301.03598, section 4, where all programs are one team; teams read the same operands
-at the same time). Tiles come into shared memory through tensor descriptors (Hopper's TMA), which also put zeros where
-a tile sticks out. The tiles of several outputs lie beside each other, and are shared as those of one.
+The definition is in :mod:`fastpack.ops.linear.row_limited_mm`.
+
+One program for each processor walks over tiles of the output, which have two heights. The terms of a tile are summed in
+registers, and its base is read at the end. A tile behind the last row that counts has no terms. Only the device knows
+how many tiles there are. It looks up in a table of :mod:`fastpack.ops.tile_plan` how many are tall and which programs
+share the last ones.
+
+In the last round many programs would have no tile, so its tiles are shared by teams. A team has one program more than
+tiles, or several programs for one tile; each program takes equally many steps (Osama et al., "Stream-K",
+arXiv:2301.03598, section 4, where all programs are one team; a team reads the same operands at the same time). Tensor
+descriptors (Hopper's TMA) load tiles into shared memory, and put zeros where a tile extends beyond the tensor. The
+tiles of several outputs lie side by side, and are shared like those of one.
 
 Shape suffixes: T rows, K summed over, N columns.
 """
@@ -23,13 +26,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fastpack.ops.kernels.launch import MOST, early, filled, on_device, processors, rows_that_count, wait_for_inputs
+from fastpack.ops.kernels.launch import (
+    MAX_GROUP,
+    early,
+    filled,
+    on_device,
+    processors,
+    rows_that_count,
+    wait_for_inputs,
+)
 from fastpack.ops.row_count import TERMS, RowCount, Sum
 from fastpack.ops.tile_plan import BLOCK_BELOW, BLOCK_T, MOST_MEMBERS
 
 BLOCK_N, BLOCK_K = 256, 64
 GROUP = 32
-"""Tiles below each other that are made at the same time: they share what they read of the second factors."""
+"""Vertically adjacent tiles computed at the same time: they read the same tiles of the second factors."""
 STAGES, WARPS = 3, 8
 """All measured on an H200, with the shapes of an 8B model and 2,944 tokens."""
 
@@ -37,7 +48,7 @@ STAGES, WARPS = 3, 8
 @triton.jit
 def _add_term(sums, more, x, lower_x, m, begin, end, row, column, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
               BELOW: tl.constexpr):  # fmt: skip
-    """Its products, and with the rows of ``lower_x`` that begin so far BELOW, where that isn't 0."""
+    """Add a term's product; unless BELOW is 0, also the product of ``lower_x``'s rows that begin so far below."""
     for at in range(begin, end, BLOCK):
         left = x.load([row, at])
         if TRANSPOSED:
@@ -55,7 +66,7 @@ def _add_terms(
     sums, more, begin, end, row, column, xs, lower_xs, ms, lengths, FIRST: tl.constexpr, NUMBER: tl.constexpr,
     BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr, BELOW: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``begin`` to ``end`` of a tile, or where that is WHOLE all of them. Its terms are those from FIRST on."""
+    """Add steps ``begin`` to ``end`` of a tile, or all steps if it is WHOLE. Its terms are those from FIRST on."""
     before = 0
     for i in tl.static_range(NUMBER):
         length = lengths[i]
@@ -74,7 +85,7 @@ def _add_terms(
 
 @triton.jit
 def _halves(sums, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Left and right: what is done with all at once takes the shared memory of a stage, or too many registers."""
+    """Return the left and right halves: the whole would take a stage's shared memory, or too many registers."""
     return tl.split(tl.permute(tl.reshape(sums, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
 
 
@@ -102,7 +113,7 @@ def _store_rest(
     base, out, bias, program, tokens, first, columns, BLOCK_T: tl.constexpr, WIDTH: tl.constexpr,
     PROGRAMS: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of an output, from ``first`` on, that have no sums."""
+    """Store the rows of an output from ``first`` on, which have no sums."""
     nothing = tl.zeros((BLOCK_T, WIDTH), dtype=tl.float32)
     across = tl.cdiv(columns, WIDTH)
     for tile in range(program, tl.cdiv(tl.maximum(tokens - first, 0), BLOCK_T) * across, PROGRAMS):
@@ -112,7 +123,7 @@ def _store_rest(
 
 @triton.jit
 def _place(tile, down, across, GROUP: tl.constexpr):
-    """Which tile from the top and from the left is the one of this number, of ``down`` times ``across``."""
+    """Return the row and the column of the tile of this number, in a grid of ``down`` times ``across`` tiles."""
     first = tile // (GROUP * across) * GROUP
     together = tl.minimum(down - first, GROUP)
     return first + tile % (GROUP * across) % together, tile % (GROUP * across) // together
@@ -120,7 +131,7 @@ def _place(tile, down, across, GROUP: tl.constexpr):
 
 @triton.jit
 def _places_of_half(program, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Where the left half of what a program has of a tile's sums lies among the parts."""
+    """Return the offsets of the left half of a program's sums among the parts."""
     rows, columns = tl.arange(0, HEIGHT), tl.arange(0, WIDTH // 2)
     return program * HEIGHT * WIDTH + rows[:, None] * WIDTH + columns[None, :]
 
@@ -132,8 +143,10 @@ def _make_tile(
     TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_BELOW: tl.constexpr,
     BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``first`` to ``last`` of its sums. Who makes the last one takes what others have left, from program
-    ``earliest`` on, and stores it."""
+    """Compute steps ``first`` to ``last`` of a tile.
+
+    The program with the last step adds the parts of the other programs, from ``earliest`` on, and stores the tile.
+    """
     HALF: tl.constexpr = BLOCK_N // 2
     sums = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
     if BLOCK_BELOW > 0:
@@ -177,7 +190,7 @@ def _make_tile_of(
     TRANSPOSED: tl.constexpr, BASE: tl.constexpr, BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_BELOW: tl.constexpr,
     BLOCK_N: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """That of whichever output has column block ``beside``, where those of all lie beside each other."""
+    """Compute a tile of the output that has column block ``beside``: the blocks of all outputs lie side by side."""
     if OUTPUTS == 1:
         _make_tile(
             first, last, steps, row, beside * BLOCK_N, program, earliest, parts, flags, base, lower_base, biases[0],
@@ -196,17 +209,20 @@ def _make_tile_of(
             beside -= across
 
 
-@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["plans"])
-def _products_kernel(
-    count, tokens, plans, parts, flags, base, lower_base, bias0, bias1, bias2, out0, out1, out2,
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["schedule"])
+def _matmul_kernel(
+    count, tokens, schedule, parts, flags, base, lower_base, bias0, bias1, bias2, out0, out1, out2,
     lower_out0, lower_out1, lower_out2, columns0, columns1, columns2, length0, length1, length2, length3,
     x0, x1, x2, x3, x4, x5, lower_x0, lower_x1, lower_x2, lower_x3, lower_x4, lower_x5, m0, m1, m2, m3, m4, m5,
     NUMBER: tl.constexpr, OUTPUTS: tl.constexpr, BLOCKS: tl.constexpr, TRANSPOSED: tl.constexpr, BASE: tl.constexpr,
     BIAS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_BELOW: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One output has up to four terms, x0 and m0 to x3 and m3. Each of several has one or two, of lengths 0 and 1: the
-    first x0 and m0, x1 and m1, the second x2 and m2, x3 and m3, the third x4 and m4, x5 and m5."""
+    """Compute one output of up to four terms, or up to three outputs of one or two terms.
+
+    The terms of one output are x0 and m0 to x3 and m3. Several outputs have terms of lengths 0 and 1: the first x0 and
+    m0, x1 and m1, the second x2 and m2, x3 and m3, the third x4 and m4, x5 and m5.
+    """
     wait_for_inputs(EARLY)
     biases, outs, columns = (bias0, bias1, bias2), (out0, out1, out2), (columns0, columns1, columns2)
     lower_outs, lengths = (lower_out0, lower_out1, lower_out2), (length0, length1, length2, length3)
@@ -215,8 +231,8 @@ def _products_kernel(
 
     program = tl.program_id(0)
     rows = rows_that_count(count, tokens)
-    plans += tl.cdiv(rows, BLOCK_BELOW) * 3
-    above, team, members = tl.load(plans), tl.maximum(tl.load(plans + 1), 1), tl.maximum(tl.load(plans + 2), 1)
+    schedule += tl.cdiv(rows, BLOCK_BELOW) * 3
+    above, team, members = tl.load(schedule), tl.maximum(tl.load(schedule + 1), 1), tl.maximum(tl.load(schedule + 2), 1)
     across, steps = 0, 0
     for i in tl.static_range(OUTPUTS):
         across += tl.cdiv(columns[i], BLOCK_N)
@@ -230,16 +246,16 @@ def _products_kernel(
 
     # flattened, the next tile is on its way while this one is stored; a compiler does so with a single loop inside
     FLATTEN: tl.constexpr = NUMBER == 1 and OUTPUTS == 1
-    turn = PROGRAMS - 1 - program  # so that who has a tall one more is the last to share what is left
-    for tile in range(turn, tall, PROGRAMS):
+    start = PROGRAMS - 1 - program  # programs with one more tall tile are the last to share the rest
+    for tile in range(start, tall, PROGRAMS):
         below, beside = _place(tile, above, across, GROUP)
         _make_tile_of(
             0, steps, steps, below * (BLOCK_T + BLOCK_BELOW), beside, program, program, parts, flags, base, lower_base,
             biases, outs, lower_outs, columns, xs, lower_xs, ms, lengths, NUMBER, OUTPUTS, BLOCKS, TRANSPOSED, BASE,
             BIAS, BLOCK_T, BLOCK_BELOW, BLOCK_N, True,
         )  # fmt: skip
-    turn += tl.cdiv(tl.maximum(tall - turn, 0), PROGRAMS) * PROGRAMS
-    for tile in tl.range(turn, whole, PROGRAMS, flatten=FLATTEN):
+    start += tl.cdiv(tl.maximum(tall - start, 0), PROGRAMS) * PROGRAMS
+    for tile in tl.range(start, whole, PROGRAMS, flatten=FLATTEN):
         below, beside = _place(tile - tall, down, across, GROUP)
         _make_tile_of(
             0, steps, steps, top + below * BLOCK_T, beside, program, program, parts, flags, base, lower_base, biases,
@@ -253,7 +269,7 @@ def _products_kernel(
         work = shared * steps
         begin, end = work * member // members, work * (member + 1) // members
         earlier, later = begin // steps, (end - 1) // steps
-        # what somebody may wait for first; the programs that somebody waits for have lower numbers, and begin before
+        # the part that others wait for comes first; programs that are waited for have lower numbers, and start earlier
         for at in range(0, later - earlier + 1):
             tile = later - at
             first, last = tl.maximum(begin - tile * steps, 0), tl.minimum(end - tile * steps, steps)
@@ -274,30 +290,31 @@ def _block(length: int) -> int:
     return BLOCK_K if length >= BLOCK_K else max(16, triton.next_power_of_2(length))
 
 
-def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
-    """Each ``sum of x_i [T, K_i] @ m_i [K_i, N]``, with its bias, into its own of ``outs [T, N]``.
+def sum_matmuls(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
+    """Write each ``sum of x_i [T, K_i] @ m_i [K_i, N]``, with its bias, into its output.
 
     Args:
         sums: one of up to :data:`TERMS` terms, or several for which :func:`go_together` holds; rows of each x, and rows
             or columns of each m, have stride 1.
-        count: of rows. Tiles behind them hold the base and the bias alone.
+        count: the number of rows. Tiles behind them hold the base and the bias alone.
         base: ``[T, N]``, added to a single sum; may be the output itself.
+        outs: ``[T, N]`` for each sum.
     """
     assert len(sums) == 1 or base is None
-    assert len(outs[0]) <= count.tokens, "the plans end there"
+    assert len(outs[0]) <= count.tokens, "the tile schedule ends there"
     number = len(sums[0].terms)
     of_each = range(number if len(sums) == 1 else 2)
-    pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MOST)
+    pairs = filled([one.terms[min(i, number - 1)] for one in sums for i in of_each], 2 * MAX_GROUP)
     lengths = [x.shape[1] for x, _ in pairs[:TERMS]]
     blocks, transposed = tuple(map(_block, lengths)), tuple(_is_transposed(m) for _, m in pairs[:TERMS])
     xs: list[list[TensorDescriptor]] = [[], []]
     ms: list[TensorDescriptor] = []
     for x, m in pairs:
-        turned, block = _is_transposed(m), _block(x.shape[1])
-        for made, height in zip(xs, (BLOCK_T, BLOCK_BELOW), strict=True):
-            made.append(TensorDescriptor.from_tensor(x, [height, block]))
-        tile = [BLOCK_N, block] if turned else [block, BLOCK_N]
-        ms.append(TensorDescriptor.from_tensor(m.t() if turned else m, tile))
+        transposes, block = _is_transposed(m), _block(x.shape[1])
+        for descriptors, height in zip(xs, (BLOCK_T, BLOCK_BELOW), strict=True):
+            descriptors.append(TensorDescriptor.from_tensor(x, [height, block]))
+        tile = [BLOCK_N, block] if transposes else [block, BLOCK_N]
+        ms.append(TensorDescriptor.from_tensor(m.t() if transposes else m, tile))
     first, biases = outs[0], [one.bias for one in sums]
     tokens, columns = len(first), [out.shape[1] for out in outs]
     stored = [[BLOCK_T, BLOCK_N // 2], [BLOCK_BELOW, BLOCK_N // 2]]
@@ -307,10 +324,10 @@ def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs
     parts = torch.empty(programs, BLOCK_T, BLOCK_N, dtype=torch.float32, device=first.device)
     across = sum(triton.cdiv(width, BLOCK_N) for width in columns)
     steps = sum(triton.cdiv(length, block) for length, block in zip(lengths[:number], blocks, strict=False))
-    plans = count.plans_for(across, steps, programs, number == 1 and len(outs) == 1)
+    schedule = count.plans_for(across, steps, programs, number == 1 and len(outs) == 1)
     with on_device(first):
-        _products_kernel[(programs,)](
-            count.rows, tokens, plans, parts, count.flags, *bases,
+        _matmul_kernel[(programs,)](
+            count.rows, tokens, schedule, parts, count.flags, *bases,
             *filled([count.rows if bias is None else bias.contiguous() for bias in biases]), *targets,
             *filled(columns), *lengths, *xs[0], *xs[1], *ms, NUMBER=number, OUTPUTS=len(outs), BLOCKS=blocks,
             TRANSPOSED=transposed, BASE=base is not None, BIAS=biases[0] is not None, BLOCK_T=BLOCK_T,
@@ -320,10 +337,12 @@ def sum_products(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs
 
 
 def go_together(sums: Sequence[Sum]) -> bool:
-    """Whether one launch makes several sums: of one or two terms, which are as long and lie as those of the first, and
-    all with a bias or none."""
+    """Return whether one launch can compute several sums.
+
+    They need one or two terms with the shapes and strides of the first sum's, and all or none have a bias.
+    """
     shapes = {tuple((x.shape, _is_transposed(m)) for x, m in one.terms) for one in sums}
-    few = len(sums) <= MOST and len(sums[0].terms) <= 2
+    few = len(sums) <= MAX_GROUP and len(sums[0].terms) <= 2
     return few and len(shapes) == 1 and len({one.bias is None for one in sums}) == 1
 
 
@@ -332,10 +351,10 @@ def _is_transposed(m: Tensor) -> bool:
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether a tensor descriptor can hold ``x [*, *]``: rows of stride 1, a multiple of 16 bytes apart."""
+    """Return whether a tensor descriptor can hold ``x [*, *]``: rows of stride 1, a multiple of 16 bytes apart."""
     return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def tiles(tokens: int, columns: int) -> int:
-    """How many tiles an output of this shape has."""
+    """Return how many tiles an output of this shape has."""
     return triton.cdiv(tokens, BLOCK_T) * triton.cdiv(columns, BLOCK_N)

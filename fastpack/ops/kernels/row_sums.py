@@ -1,7 +1,7 @@
-"""Sums over the rows of several matrices in one launch: gradients of biases, and the last step of those of norms.
+"""Sums over the rows of several matrices in one launch: bias gradients, and the last step of norm weight gradients.
 
-A program adds up a few columns from top to bottom, in float32 and in a fixed order, and rounds once. That is quicker
-than a launch for each matrix where there are columns enough for the device, or so few rows that it does not matter.
+A program adds up a few columns from top to bottom, in float32 and in a fixed order, and rounds once. This is faster
+than a launch for each matrix if there are enough columns to fill the device, or few rows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ TILES_OF_FEW_ROWS = (
     {"BLOCK_T": 8, "BLOCK_M": 512, "num_warps": 4},
     {"BLOCK_T": 16, "BLOCK_M": 512, "num_warps": 8},
 )
-"""Where no matrix has more rows."""
-STAGES_OF_FEW, STAGES_OF_MANY = 3, 1
-"""Tiles on their way: where a multiprocessor has at most two programs, and where it has more. Measured on an H200."""
+"""Tiles for matrices with at most ``BLOCK_T`` rows."""
+STAGES_OF_FEW_PROGRAMS, STAGES_OF_MANY_PROGRAMS = 3, 1
+"""Pipeline stages if a multiprocessor has at most two programs, and if it has more. Measured on an H200."""
 MOST_BYTES = 2**19
-"""Of a column block, where there are fewer of them than multiprocessors: beyond it torch is quicker, which splits sums
-between programs."""
+"""Bytes of the largest column block if there are fewer blocks than multiprocessors.
+
+Beyond it torch is faster, which splits sums between programs."""
 
 
 @triton.jit
 def _sum(x, row, rows, width, out, block, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr):
     columns = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    there = columns < width
+    exists = columns < width
     total = tl.zeros([BLOCK_T, BLOCK_M], tl.float32)
     for start in tl.range(0, rows, BLOCK_T, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK_T)
-        mask = (at[:, None] < rows) & there[None, :]
+        mask = (at[:, None] < rows) & exists[None, :]
         total += tl.load(x + at[:, None].to(tl.int64) * row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=there)
+    tl.store(out + columns, tl.sum(total, 0).to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit(do_not_specialize=["rows0", "rows1", "rows2"])
@@ -48,7 +49,7 @@ def _kernel(
     x2, row2, rows2, width2, out2,
     COUNT: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Grid: column blocks of the first, the second, the third."""
+    """Grid: the column blocks of the first matrix, then of the second and the third."""
     wait_for_inputs(EARLY)
     block = tl.program_id(0)
     blocks0, blocks1 = tl.cdiv(width0, BLOCK_M), tl.cdiv(width1, BLOCK_M)
@@ -62,7 +63,7 @@ def _kernel(
 
 
 def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """The sum over the rows of each matrix, by torch where it is quicker or the kernel can't.
+    """Return the sum over the rows of each matrix; torch computes it if it is faster or the kernel can't.
 
     Args:
         xs: ``[T, M]`` each, of any sizes.
@@ -75,12 +76,12 @@ def sum_rows(xs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor
         wide = [torch.promote_types(x.dtype, dtype) for x, dtype in zip(xs, dtypes, strict=True)]
         return [x.sum(0, dtype=w).to(dtype) for x, w, dtype in zip(xs, wide, dtypes, strict=True)]
     outs = [x.new_empty(x.shape[1], dtype=dtype) for x, dtype in zip(xs, dtypes, strict=True)]
-    given = [(x, x.stride(0), *x.shape, out) for x, out in zip(xs, outs, strict=True)]
+    entries = [(x, x.stride(0), *x.shape, out) for x, out in zip(xs, outs, strict=True)]
     with on_device(xs[0]):
-        for some, arguments in threes(given):
-            blocks = _blocks(xs[some])
-            stages = STAGES_OF_FEW if blocks <= 2 * processors(xs[0].device) else STAGES_OF_MANY
-            _kernel[(blocks,)](*arguments, COUNT=len(xs[some]), STAGES=stages, **_tile(xs[some]), **early(xs[0]))
+        for group, arguments in threes(entries):
+            blocks = _blocks(xs[group])
+            stages = STAGES_OF_FEW_PROGRAMS if blocks <= 2 * processors(xs[0].device) else STAGES_OF_MANY_PROGRAMS
+            _kernel[(blocks,)](*arguments, COUNT=len(xs[group]), STAGES=stages, **_tile(xs[group]), **early(xs[0]))
     return outs
 
 

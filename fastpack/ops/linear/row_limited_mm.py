@@ -110,11 +110,11 @@ def go_together(sums: Sequence[Sum]) -> bool:
 
 
 def _run(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
-    from fastpack.ops.kernels.row_limited_mm import sum_products
+    from fastpack.ops.kernels.row_limited_mm import sum_matmuls
 
     count.products += 1
     count.work += sum(2 * m.numel() for matmuls in sums for _, m in matmuls.terms)
-    sum_products(sums, count, base, outs)
+    sum_matmuls(sums, count, base, outs)
 
 
 @functools.cache

@@ -14,18 +14,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fastpack.ops.kernels import launch
-from fastpack.ops.kernels import lora as thin
-from fastpack.ops.kernels import lora_glu as updated_glu
+from fastpack.ops.kernels import launch, lora, lora_glu
 from fastpack.ops.kernels import row_limited_mm as products
 
 LIMITS = {75: 65_536, 80: 166_912, 89: 101_376, 90: 232_448}
 """Bytes that a program may have: T4, A100, RTX 4090 and L4, H100 and H200."""
-KERNELS = {"expand": thin._expand_kernel, "shrink": thin._shrink_kernel, "reduce": thin._reduce_kernel}
-SIZES = {"expand": thin.EXPAND, "shrink": {**thin.SHRINK, "EVEN": True}, "reduce": thin.REDUCE}
+KERNELS = {"expand": lora._expand_kernel, "shrink": lora._shrink_kernel, "reduce": lora._reduce_kernel}
+SIZES = {"expand": lora.EXPAND, "shrink": {**lora.SHRINK, "EVEN": True}, "reduce": lora.REDUCE}
 GLU = {"KIND": "silu", "HAS_GATE": True, "HAS_UP": True, "HAS_GRAD": True, "RECOMPUTE": True}
-ONES = ("rank_step", "wide_rank", "weight_rank", "out_rank", "thin_rank")
-POINTERS = ("base", "thin", "wide", "out", "x", "weight", "grad", "gate", "up", "dgate", "dup")
+ONES = ("rank_step", "weight_rank", "out_rank", "low_rank")
+POINTERS = ("base", "low", "out", "x", "weight", "grad", "gate", "up", "dgate", "dup")
 
 
 def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability: int, warps: int) -> int:
@@ -36,9 +34,9 @@ def shared_memory(kernel: Any, dtype: str, constants: dict[str, Any], capability
     for at, name in enumerate(kernel.arg_names):
         if name in constants or name.rstrip("012").endswith(ONES):
             signature[name], constexprs[(at,)] = "constexpr", constants.get(name, 1)
-        elif name.rstrip("012") in POINTERS or name.endswith(("_thin", "_wide")):
-            wide = kernel is thin._reduce_kernel and name.startswith("out")
-            signature[name] = "*fp32" if wide else f"*{dtype}"
+        elif name.rstrip("012") in POINTERS or name.endswith(("_low", "_weight")):
+            is_float32 = kernel is lora._reduce_kernel and name.startswith("out")
+            signature[name] = "*fp32" if is_float32 else f"*{dtype}"
         else:
             signature[name] = "fp32" if name.startswith("scale") else "i32"
         if signature[name] != "constexpr" and not name.startswith(("scale", "tokens")):
@@ -64,13 +62,13 @@ def sums_of_products(count: int, dtype: str, rank: int, outputs: int) -> int:
         types |= {f"x{i}": (height, block), f"lower_x{i}": (products.BLOCK_BELOW, block)}
         types[f"m{i}"] = (width, block) if transposed[i] else (block, width)
     signature: dict[str, str] = {}
-    for name in products._products_kernel.arg_names:
+    for name in products._matmul_kernel.arg_names:
         if name in types:
             signature[name] = f"tensordesc<{dtype}[{types[name][0]},{types[name][1]}]>"
         else:
             pointers = {"count": "*i32", "plans": "*i32", "flags": "*i32", "parts": "*fp32", "bias": f"*{dtype}"}
             signature[name] = "constexpr" if name in constants else pointers.get(name.rstrip("012"), "i32")
-    kernel: Any = products._products_kernel
+    kernel: Any = products._matmul_kernel
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
     options = {"num_warps": products.WARPS, "num_stages": products.STAGES}
     return int(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).metadata.shared)
@@ -81,16 +79,16 @@ def measure(capability: int, dtype: str, rank: int, count: int, name: str) -> di
         taken = sums_of_products(count, dtype, rank, 1 if name == "products" else products.MOST)
         return {"stages": products.STAGES, "taken": taken, "limit": LIMITS[capability]}
     of = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    thins = [torch.empty(4, rank, dtype=of)] * count
+    lows = [torch.empty(4, rank, dtype=of)] * count
     launch.shared_memory = lambda _: LIMITS[capability]  # type: ignore[assignment]
     if name == "glu":
-        stages = updated_glu.stages(3, *((x, x.t()) for x in thins))
-        tile = {"BLOCK_T": updated_glu.BLOCK_T, "BLOCK_I": updated_glu.BLOCK_I}
-        kernel, constants, warps = updated_glu._backward_kernel, {**GLU, **tile}, updated_glu.WARPS
+        stages = lora_glu.stages(3, *((x, x.t()) for x in lows))
+        tile = {"BLOCK_T": lora_glu.BLOCK_T, "BLOCK_I": lora_glu.BLOCK_I}
+        kernel, constants, warps = lora_glu._backward_kernel, {**GLU, **tile}, lora_glu.WARPS
     else:
-        stages, constants = thin.stages(name, thins), {**SIZES[name], "MEMBERS": count}
+        stages, constants = lora.stages(name, lows), {**SIZES[name], "MEMBERS": count}
         kernel, warps = KERNELS[name], constants.pop("num_warps")
-    constants |= {"count": None, "BLOCK_R": thin.block_of_ranks(thins), "STAGES": stages, "EARLY": capability >= 90}
+    constants |= {"count": None, "BLOCK_R": lora.block_of_ranks(lows), "STAGES": stages, "EARLY": capability >= 90}
     taken = shared_memory(kernel, dtype, constants, capability, warps) if stages else None
     return {"stages": stages, "taken": taken, "limit": LIMITS[capability]}
 

@@ -1,4 +1,4 @@
-"""Products with a thin factor: the kernels against torch, through Triton's interpreter and on a GPU."""
+"""LoRA matmuls: the kernels against torch, through Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fastpack.ops.linear.parts import Lora, Projection
 from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")
-from fastpack.ops.kernels import lora as thin
+from fastpack.ops.kernels import lora
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="interpreter only")), GPU]
@@ -60,7 +60,7 @@ def test_shrink(tokens: int, device: str) -> None:
     weights[1] = drawn(RANKS[1], SIZES[1], device=device).t()
     scales = [1.0, 2.0, 0.5, 3.0]
     outs = side_by_side(tokens, device)
-    thin.shrink(xs, weights, scales, outs)
+    lora.shrink(xs, weights, scales, outs)
     truth = [s * (x.double() @ w.double()) for s, x, w in zip(scales, xs, weights, strict=True)]
     check(outs, lambda i: updates.scaled_mm(xs[i], weights[i], scales[i], torch.empty_like(outs[i])), truth)
 
@@ -68,60 +68,60 @@ def test_shrink(tokens: int, device: str) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_expand(tokens: int, in_place: bool, device: str) -> None:
-    thins = side_by_side(tokens, device)
-    wides = [drawn(size, rank, device=device).t() for size, rank in zip(SIZES, RANKS, strict=True)]
+    lows = side_by_side(tokens, device)
+    factors = [drawn(size, rank, device=device).t() for size, rank in zip(SIZES, RANKS, strict=True)]
     bases = [rows(tokens, size, device) if i % 2 else None for i, size in enumerate(SIZES)]
     truth = [
-        t.double() @ w.double() + (0 if b is None else b.double()) for t, w, b in zip(thins, wides, bases, strict=True)
+        t.double() @ w.double() + (0 if b is None else b.double()) for t, w, b in zip(lows, factors, bases, strict=True)
     ]
-    plain = [t @ w if b is None else torch.addmm(b, t, w) for t, w, b in zip(thins, wides, bases, strict=True)]
+    plain = [t @ w if b is None else torch.addmm(b, t, w) for t, w, b in zip(lows, factors, bases, strict=True)]
     outs = [b if in_place and b is not None else p.new_full(p.shape, 9.0) for b, p in zip(bases, plain, strict=True)]
-    thin.expand(thins, wides, outs, bases)
+    lora.expand(lows, factors, outs, bases)
     check(outs, plain.__getitem__, truth)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_reduce(tokens: int, device: str) -> None:
-    xs, thins = [rows(tokens, size, device) for size in SIZES], side_by_side(tokens, device)
+    xs, lows = [rows(tokens, size, device) for size in SIZES], side_by_side(tokens, device)
     outs = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
     outs[0] = torch.full((RANKS[0], SIZES[0]), 9.0, device=device).t()
-    thin.reduce(xs, thins, outs)
-    truth = [x.double().t() @ t.double() for x, t in zip(xs, thins, strict=True)]
-    check(outs, lambda i: updates._mm_float32(xs[i].t(), thins[i]), truth)
+    lora.reduce(xs, lows, outs)
+    truth = [x.double().t() @ t.double() for x, t in zip(xs, lows, strict=True)]
+    check(outs, lambda i: updates._mm_float32(xs[i].t(), lows[i]), truth)
 
 
 def test_rows_that_do_not_count_are_left_out(device: str) -> None:
     """Nobody reads them; shrunken rows are zeros there."""
     count = torch.tensor([70], dtype=torch.int32, device=device)
-    xs, thins = [rows(150, size, device) for size in SIZES], side_by_side(150, device)
+    xs, lows = [rows(150, size, device) for size in SIZES], side_by_side(150, device)
     weights = [drawn(size, rank, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
     outs = side_by_side(150, device)
     alone = [out[:70].clone() for out in outs]
-    thin.shrink([x[:70] for x in xs], weights, [2.0] * 4, alone)
+    lora.shrink([x[:70] for x in xs], weights, [2.0] * 4, alone)
     found = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
     want = [torch.empty_like(out) for out in found]
-    thin.reduce([x[:70] for x in xs], [t[:70] for t in thins], want)
-    for tensor in (*xs, *thins):
+    lora.reduce([x[:70] for x in xs], [t[:70] for t in lows], want)
+    for tensor in (*xs, *lows):
         tensor[70:] = float("nan")
-    thin.reduce(xs, thins, found, count)
-    thin.shrink(xs, weights, [2.0] * 4, outs, count)
+    lora.reduce(xs, lows, found, count)
+    lora.shrink(xs, weights, [2.0] * 4, outs, count)
     assert all(torch.equal(out[:70], right) and not out[70:].any() for out, right in zip(outs, alone, strict=True))
     assert all(torch.equal(ours, right) for ours, right in zip(found, want, strict=True))
 
 
 def test_no_tokens(device: str) -> None:
-    xs, thins = [rows(0, size, device) for size in SIZES], side_by_side(0, device)
+    xs, lows = [rows(0, size, device) for size in SIZES], side_by_side(0, device)
     outs = [torch.full((size, rank), 9.0, device=device) for size, rank in zip(SIZES, RANKS, strict=True)]
-    thin.reduce(xs, thins, outs)
+    lora.reduce(xs, lows, outs)
     assert not any(out.any() for out in outs)
-    thin.expand(thins, [out.t() for out in outs], xs, [None] * len(xs))
-    thin.shrink(xs, outs, [1.0] * len(xs), thins)
+    lora.expand(lows, [out.t() for out in outs], xs, [None] * len(xs))
+    lora.shrink(xs, outs, [1.0] * len(xs), lows)
 
 
 def test_a_wrong_scale_is_seen(device: str) -> None:
     """Negative control."""
     x, weight, out = rows(70, 64, device), drawn(64, 8, device=device), drawn(70, 8, device=device)
-    thin.shrink([x], [weight], [1.01], [out])
+    lora.shrink([x], [weight], [1.01], [out])
     with pytest.raises(AssertionError):
         check([out], lambda _: x @ weight, [x.double() @ weight.double()])
 
@@ -149,10 +149,10 @@ def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch
     x, projections = group(device, rank, torch.float32)
     wanted = gradients(x, projections, None, "torch")
     calls: list[str] = []
-    monkeypatch.setattr(thin, "processors", lambda _: 2)  # small sums are torch's where more would idle
+    monkeypatch.setattr(lora, "processors", lambda _: 2)  # small sums are torch's where more would idle
     for name in ("expand", "shrink", "reduce"):
-        stock = getattr(thin, name)
-        monkeypatch.setattr(thin, name, lambda *a, stock=stock, name=name, **k: (calls.append(name), stock(*a, **k)))
+        stock = getattr(lora, name)
+        monkeypatch.setattr(lora, name, lambda *a, stock=stock, name=name, **k: (calls.append(name), stock(*a, **k)))
     found = gradients(x, projections, None, "triton")
     assert calls == names
     for ours, right in zip(found, wanted, strict=True):
@@ -161,16 +161,16 @@ def test_a_group_runs_them(rank: int, names: list[str], device: str, monkeypatch
 
 def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not more ranks than registers hold, nor sums in too few programs, nor dtypes that differ."""
-    xs, thins = [rows(300, 384, device)], [drawn(300, 16, device=device)]
-    monkeypatch.setattr(thin, "processors", lambda _: 12)
-    assert all(thin.serves(name, xs, thins) for name in ("expand", "shrink", "reduce"))
-    assert not any(thin.serves(name, xs, [drawn(300, 144, device=device)]) for name in ("expand", "shrink", "reduce"))
-    monkeypatch.setattr(thin, "processors", lambda _: 20)
-    assert [thin.serves(name, xs, thins) for name in ("expand", "shrink", "reduce")] == [True, False, False]
-    assert updates.thin_kernels_allowed("triton", xs, thins)
-    assert not updates.thin_kernels_allowed("triton", [xs[0].to(torch.float16)], thins)
-    assert not updates.thin_kernels_allowed("triton", [xs[0].double()], [thins[0].double()])
-    assert not updates.thin_kernels_allowed("triton", [xs[0].t()], thins)
+    xs, lows = [rows(300, 384, device)], [drawn(300, 16, device=device)]
+    monkeypatch.setattr(lora, "processors", lambda _: 12)
+    assert all(lora.serves(name, xs, lows) for name in ("expand", "shrink", "reduce"))
+    assert not any(lora.serves(name, xs, [drawn(300, 144, device=device)]) for name in ("expand", "shrink", "reduce"))
+    monkeypatch.setattr(lora, "processors", lambda _: 20)
+    assert [lora.serves(name, xs, lows) for name in ("expand", "shrink", "reduce")] == [True, False, False]
+    assert updates.thin_kernels_allowed("triton", xs, lows)
+    assert not updates.thin_kernels_allowed("triton", [xs[0].to(torch.float16)], lows)
+    assert not updates.thin_kernels_allowed("triton", [xs[0].double()], [lows[0].double()])
+    assert not updates.thin_kernels_allowed("triton", [xs[0].t()], lows)
 
 
 def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest
     before = residual.clone()
     wanted = gradients(x, projections[:1], residual, "torch")
     calls: list[int] = []
-    stock = thin.expand
-    monkeypatch.setattr(thin, "expand", lambda *a: (calls.append(len(a[0])), stock(*a)))
+    stock = lora.expand
+    monkeypatch.setattr(lora, "expand", lambda *a: (calls.append(len(a[0])), stock(*a)))
     found = gradients(x, projections[:1], residual, "triton")
     assert calls == [1]
     assert torch.equal(residual, before)
@@ -208,7 +208,7 @@ def test_gradients_have_the_dtype_of_parameters(
         given.append(args[6])
 
     monkeypatch.setattr(projections_module, "update_gradients", update_gradients)
-    monkeypatch.setattr(thin, "processors", lambda _: 2)
+    monkeypatch.setattr(lora, "processors", lambda _: 2)
     found = gradients(x, projections, None, implementation)
     (made,) = given
     dtypes = {gradient.dtype for gradient in made if gradient is not None}

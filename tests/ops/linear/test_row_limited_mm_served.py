@@ -184,7 +184,7 @@ def test_kinds_of_launches_share_a_compiled_kernel() -> None:
         m = torch.randn(512, columns, device="cuda").bfloat16()
         assert relative(row_limited_mm.sum_of_matmuls([(x, m)], count), x @ m) < 2e-2
         aligned |= {entry.data_ptr() % 16 == 0 for entry in count.schedules[1 : len(count.kinds) + 1]}
-        sizes.append(len(kernels._products_kernel.device_caches[torch.cuda.current_device()][0]))
+        sizes.append(len(kernels._matmul_kernel.device_caches[torch.cuda.current_device()][0]))
     assert len(count.kinds) == 4
     assert aligned == {True, False}
     assert sizes == [sizes[0]] * 4

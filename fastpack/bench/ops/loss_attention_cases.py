@@ -16,7 +16,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 
 def _loss_case(name: str, what: str, *, trained: bool) -> Case:
-    """Return the case of a head that trains or is frozen, which makes a product less."""
+    """Return the case of a head that trains, or of a frozen one, which needs one matmul less."""
 
     def inputs(make: Maker) -> Inputs:
         size = make.sizes
@@ -44,7 +44,7 @@ def _plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def _liger_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Any:
-    """Return the loss alone; Liger's Function returns more beside it."""
+    """Return the loss alone; Liger's Function returns more."""
     run = liger_run("fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction")
     return run(hidden, weight, labels)[0]
 
@@ -61,7 +61,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, packed: PackedSeqLens, *, backend: 
 
 
 def _attention_runs(inputs: Inputs) -> dict[str, Run]:
-    """Return the backends that serve; plain is torch's own, one run of equally long sequences after the other."""
+    """Return the available backends; plain is torch's own attention on each run of equally long sequences."""
     q, k, v, packed = inputs
     reasons = explain(AttentionCall(q, k, v, packed, scale=1.0).shape)
     others = [name for name, reason in reasons.items() if reason is None and name not in ("reference", "segments")]
@@ -72,7 +72,7 @@ def _attention_runs(inputs: Inputs) -> dict[str, Run]:
 
 
 def _attention_flops(make: Maker) -> int:
-    """Count two products forward and five backward of what is below the diagonal."""
+    """Count two matmuls forward and five backward, below the diagonal."""
     pairs = sum(length * (length + 1) // 2 for length in make.sequence_lengths())
     return 7 * 2 * pairs * make.sizes.num_attention_heads * make.sizes.head_dim
 
