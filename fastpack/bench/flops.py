@@ -15,11 +15,11 @@ from __future__ import annotations
 import torch
 
 from fastpack.bench.models import LORA_RANK, make_config, with_lora
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 from fastpack.trainers.metrics.flops import read_flops
 
 
-def needed_flops(settings: Settings) -> int:
+def needed_flops(settings: RunSettings) -> int:
     """Count what the timed steps need, whose model is a dense decoder with a gated MLP."""
     from transformers import AutoModelForCausalLM
 

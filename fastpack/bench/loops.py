@@ -11,9 +11,9 @@ import torch
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, TrainerCallback
 
 from fastpack.bench.lengths import Pair, make_rows
-from fastpack.bench.measure import Clock
+from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import lora_config, patch
-from fastpack.bench.settings import GATE_STEPS, LEARNING_RATE, Settings
+from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunSettings
 from fastpack.data import with_packed_seq_lens
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
@@ -25,46 +25,46 @@ FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 """Feeds packed variants: positions restart, and boundaries are sent along. TRL's own collator sends them from 1.16 on;
 before it, every attention layer would work them out anew, and wait for the device each time."""
 
-Found = tuple[list[float], list[float]]
+LossesAndNorms = tuple[list[float], list[float]]
 """Loss and norm of the gradients of the first steps."""
 
 
 class StepCallback(TrainerCallback):
-    """Tells the clock when a trainer's steps end, and has the first of them logged."""
+    """A callback that marks the ends of steps on a timer, and has the compared steps logged."""
 
-    def __init__(self, clock: Clock) -> None:
-        """Set up with the clock that it marks."""
-        self.clock = clock
+    def __init__(self, timer: StepTimer) -> None:
+        """Set up with the timer."""
+        self.timer = timer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin the first step."""
+        """Start timing at the first step."""
         if state.global_step == 0:
-            self.clock.mark()
+            self.timer.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a step."""
-        self.clock.mark()
-        control.should_log |= state.global_step <= GATE_STEPS
+        """Mark the end of a step, and log it if it is compared."""
+        self.timer.mark()
+        control.should_log |= state.global_step <= COMPARED_STEPS
 
 
-def train_with_trl(model: Any, settings: Settings, clock: Clock) -> Found:
+def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
     """Train with TRL's ``SFTTrainer`` or ``DPOTrainer``, as a user would call it."""
     make_trainer = dpo_trainer if settings.trainer == "dpo" else sft_trainer
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, settings, trainer_arguments(settings, folder))
-        trainer.add_callback(StepCallback(clock))
+        trainer.add_callback(StepCallback(timer))
         trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry][:GATE_STEPS]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry][:COMPARED_STEPS]
     return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
 
 
-def sft_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> Any:
+def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``SFTTrainer`` of a variant, on rows of random tokens."""
     from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    variant = settings.variant
+    variant = settings.spec
     rows = make_rows(settings.row_lengths(), model.config.vocab_size, settings.seed)
     trainer = SFTTrainer(
         model,
@@ -86,7 +86,7 @@ def sft_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> An
     return trainer
 
 
-def dpo_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> Any:
+def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``DPOTrainer`` of a variant, as a user would call it.
 
     With LoRA the reference is the policy with its adapters off, else a copy. Nothing is learned in the first steps,
@@ -109,7 +109,7 @@ def dpo_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> An
     # which tokenizes texts and takes nothing else; these are token ids already
     pairs = make_pairs(settings.pair_lengths(), model.config.vocab_size, settings.seed)
     trainer.train_dataset = Dataset.from_list(pairs)
-    if settings.variant.patched:
+    if settings.spec.patched:
         patch(trainer, settings)
     return trainer
 
@@ -123,10 +123,10 @@ class LearnLater(TrainerCallback):
     the same computation they round alike: the norms of stock and patched models agree to 1e-3.
     """
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the step's learning rate."""
-        for group in given["optimizer"].param_groups:
-            group["lr"] = LEARNING_RATE if state.global_step >= GATE_STEPS else 0.0
+        for group in kwargs["optimizer"].param_groups:
+            group["lr"] = LEARNING_RATE if state.global_step >= COMPARED_STEPS else 0.0
 
 
 def make_pairs(lengths: list[Pair], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
@@ -136,7 +136,7 @@ def make_pairs(lengths: list[Pair], vocabulary: int, seed: int) -> list[dict[str
     return [{name: next(rows) for name in names} for _ in lengths]
 
 
-def trainer_arguments(settings: Settings, folder: str) -> dict[str, Any]:
+def trainer_arguments(settings: RunSettings, folder: str) -> dict[str, Any]:
     """Return the arguments of the config of any of TRL's trainers."""
     return {
         "output_dir": folder,
@@ -156,9 +156,9 @@ def trainer_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     }
 
 
-def train_plainly(model: Any, settings: Settings, clock: Clock) -> Found:
+def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
     """Train in a user's own loop over ``model(..., labels=...)`` with AdamW."""
-    variant = settings.variant
+    variant = settings.spec
     device = next(model.parameters()).device
     if variant.liger:  # its fused loss included; TRL's trainer does this by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -175,16 +175,16 @@ def train_plainly(model: Any, settings: Settings, clock: Clock) -> Found:
     rows = [{"input_ids": row} for row in make_rows(settings.row_lengths(), model.config.vocab_size, settings.seed)]
     losses: list[torch.Tensor] = []
     norms: list[float] = []
-    clock.mark()
+    timer.mark()
     for step in range(settings.total_steps):
         batch = collator(rows[step * settings.rows : (step + 1) * settings.rows])
         batch = {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        if step < min(GATE_STEPS, settings.warmup):  # these are not timed
+        if step < min(COMPARED_STEPS, settings.warmup):  # these are not timed
             norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])))
         optimizer.step()
         optimizer.zero_grad()
-        clock.mark()
+        timer.mark()
         losses.append(loss.detach())
-    return torch.stack(losses[:GATE_STEPS]).tolist(), norms
+    return torch.stack(losses[:COMPARED_STEPS]).tolist(), norms

@@ -28,7 +28,7 @@ TOTAL_SECONDS = 1.0
 FEWEST = 5
 
 
-class Clock:
+class StepTimer:
     """Times the steps after the warm-up, and makes nobody wait for it.
 
     A step's time runs from the end of the one before to its own end, both as the device reaches them: what is fetched,
@@ -64,18 +64,18 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repe
     """Return the median seconds of one call, taken in turn from ``calls``.
 
     Args:
-        calls: each the same work on other data; what they return is kept until its turn comes again.
+        calls: each the same work on other data; its outputs are kept until its turn comes again.
         device: where they run.
         repeats: how many samples are taken.
     """
-    kept: deque[Any] = deque(maxlen=len(calls))
+    outputs: deque[Any] = deque(maxlen=len(calls))
     turns = itertools.cycle(calls)
     for _ in range(min(len(calls), 4)):  # warm up: compile, tune, plan
-        kept.append(next(turns)())
+        outputs.append(next(turns)())
     if device.type != "cuda":
-        return statistics.median(_seconds(next(turns), kept)[0] for _ in range(repeats))
+        return statistics.median(_seconds(next(turns), outputs)[0] for _ in range(repeats))
     host, alone = (
-        statistics.median(times) for times in zip(*(_seconds(next(turns), kept) for _ in range(5)), strict=True)
+        statistics.median(times) for times in zip(*(_seconds(next(turns), outputs) for _ in range(5)), strict=True)
     )
     batch = max(1, min(len(calls) * 4, 64, int(QUEUED_SECONDS / host), int(SAMPLE_SECONDS / alone) + 1))
     repeats = max(min(repeats, FEWEST), min(repeats, int(TOTAL_SECONDS / (batch * alone))))
@@ -85,21 +85,21 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repe
         torch.cuda._sleep(int(PAUSE))
         begin.record()
         for call in itertools.islice(turns, batch):
-            kept.append(call())
+            outputs.append(call())
         end.record()
         end.synchronize()
         samples.append(begin.elapsed_time(end) / 1e3 / batch)
     return statistics.median(samples)
 
 
-def _seconds(call: Callable[[], Any], kept: deque[Any]) -> tuple[float, float]:
+def _seconds(call: Callable[[], Any], outputs: deque[Any]) -> tuple[float, float]:
     """Seconds that the host takes to ask for a call, and until it is done; above 0."""
     began = time.perf_counter()
-    kept.append(call())
-    asked = time.perf_counter()
+    outputs.append(call())
+    queued = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return max(asked - began, 1e-9), max(time.perf_counter() - began, 1e-9)
+    return max(queued - began, 1e-9), max(time.perf_counter() - began, 1e-9)
 
 
 def peak_extra_memory(call: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> int | None:

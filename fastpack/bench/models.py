@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import fastpack
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 
 LORA_RANK = 16
 
@@ -88,7 +88,7 @@ def make_config(shape: str) -> Any:
     return AutoConfig.for_model(**SHAPES[shape], pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
-def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
+def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
     For ``DPOTrainer`` without adapters and not patched: it makes them itself, and a reference beside the model.
@@ -96,7 +96,7 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM
 
     stock = backend = "sdpa"
-    if settings.variant.varlen:
+    if settings.spec.varlen:
         from fastpack.bench import stock_varlen
 
         stock, backend = stock_varlen.implementation()
@@ -110,21 +110,21 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
         return model.train(), backend
     if settings.mode != "full":
         model = with_lora(model)
-    if settings.variant.patched:
+    if settings.spec.patched:
         patch(model, settings)
     return model.train(), backend
 
 
-def patch(target: Any, settings: Settings) -> None:
+def patch(target: Any, settings: RunSettings) -> None:
     """Patch a model or trainer as the flags say."""
     fastpack.patch(
         target,
         attention=settings.attention,
         kernels=settings.kernels,
         graphs=settings.graphs,
-        loss="fused" if settings.variant.fused else settings.loss,
+        loss="fused" if settings.spec.fused else settings.loss,
         offload=settings.offload,
-        share_prefixes="auto" if settings.variant.shared else None,
+        share_prefixes="auto" if settings.spec.shared else None,
     )
 
 

@@ -19,7 +19,7 @@ def save_plot(outcome: Outcome, path: Path) -> None:
     figure = Figure(figsize=(11, 2.2 + 0.55 * len(rows)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(outcome.title, wrap=True)
-    names = [row.contestant for row in rows]
+    names = [row.variant for row in rows]
     colors = [OURS if VARIANTS[name].patched else STOCK for name in names]
     speed, memory = figure.subplots(1, 2, width_ratios=(2.2, 1), sharey=True)
     for axes, values, form, label in (

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastpack.bench.settings import GATE_STEPS, Figures
+from fastpack.bench.settings import COMPARED_STEPS, RunResult
 from fastpack.utils.console import counted
 
 BOUNDS = {"loss": 1e-4, "gradients' norm": 1e-3}
@@ -22,15 +22,15 @@ NOT_COMPARED = 3
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LossAgreement:
     """The place where a variant is furthest from the first, measured by the bound that holds there.
 
-    ``contestant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
+    ``variant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
     those whose gradients were.
     """
 
     agree: bool
-    contestant: str | None = None
+    variant: str | None = None
     against: str = ""
     what: str = ""
     step: int = 0
@@ -42,7 +42,7 @@ class Verdict:
     @property
     def compared(self) -> bool:
         """Whether there was anything to compare."""
-        return self.contestant is not None
+        return self.variant is not None
 
     def __str__(self) -> str:
         """Return the verdict as one sentence."""
@@ -50,17 +50,17 @@ class Verdict:
             return "nothing was compared: fewer than two variants ran"
         return (
             f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
-            f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.contestant!r}, in "
+            f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.variant!r}, in "
             f"the {self.what} of step {self.step}, by {self.difference:.1e} of it (bound {self.bound:g})"
         )
 
 
-def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
+def compare(results: Sequence[RunResult], *, half: bool) -> LossAgreement:
     """Return the verdict on all variants that ran, in half precision or in float32."""
-    ran = [row for row in figures if row.error is None]
-    steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
-    norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])
-    found: list[Verdict] = []
+    ran = [row for row in results if row.error is None]
+    steps = min([COMPARED_STEPS, *(len(row.losses) for row in ran)])
+    norm_steps = min([COMPARED_STEPS, *(len(row.gradient_norms) for row in ran)])
+    comparisons: list[LossAgreement] = []
     for row in ran[1:]:
         for what, ours, theirs in (
             ("loss", row.losses[:steps], ran[0].losses),
@@ -70,11 +70,11 @@ def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
             for step, (our, their) in enumerate(zip(ours, theirs, strict=False), 1):
                 off = abs(our - their) / abs(their) if their else math.inf
                 difference = math.inf if math.isnan(off) else off
-                found.append(
-                    Verdict(
+                comparisons.append(
+                    LossAgreement(
                         agree=difference <= bound,
-                        contestant=row.contestant,
-                        against=ran[0].contestant,
+                        variant=row.variant,
+                        against=ran[0].variant,
                         what=what,
                         step=step,
                         difference=difference,
@@ -83,4 +83,4 @@ def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
                         norm_steps=norm_steps,
                     )
                 )
-    return max(found, key=lambda verdict: verdict.difference / verdict.bound, default=Verdict(agree=True))
+    return max(comparisons, key=lambda verdict: verdict.difference / verdict.bound, default=LossAgreement(agree=True))

@@ -1,4 +1,4 @@
-"""The settings of one run and its figures: all that passes between the parent and a variant's process."""
+"""The settings of one run and its results: all that passes between the parent and a variant's process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
 from fastpack.bench.variants import VARIANTS, Variant
 
-GATE_STEPS = 5
+COMPARED_STEPS = 5
 """How many steps the variants are compared on, and whose losses and norms are read."""
 
 LEARNING_RATE = 1e-4
@@ -17,10 +17,10 @@ OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """The settings of one run: the flags of ``fastpack bench``. ``rows`` counts a batch's rows, or DPO's pairs."""
 
-    contestant: str
+    variant: str
     trainer: str = "sft"
     shape: str = "tiny"
     mode: Literal["full", "lora", "qlora"] = "full"
@@ -40,9 +40,9 @@ class Settings:
     seed: int = 0
 
     @property
-    def variant(self) -> Variant:
-        """Return the way of training that ``contestant`` names."""
-        return VARIANTS[self.contestant]
+    def spec(self) -> Variant:
+        """Return the way of training that ``variant`` names."""
+        return VARIANTS[self.variant]
 
     @property
     def total_steps(self) -> int:
@@ -69,7 +69,7 @@ class Settings:
 
 
 @dataclass
-class Figures:
+class RunResult:
     """The measurements of one run.
 
     Attributes:
@@ -80,10 +80,10 @@ class Figures:
         held_memory: GiB that the allocator had taken for them, which is what others see; CUDA graphs keep theirs. None
             on a CPU.
         losses, gradient_norms: of the first steps, on which variants are compared.
-        error: why there are no figures.
+        error: why there are no results.
     """
 
-    contestant: str
+    variant: str
     backend: str = ""
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -29,19 +29,19 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
 
 def _speeds(outcome: Outcome) -> Table:
     table = headed(*COLUMNS, title=outcome.title, right=COLUMNS[2:])
-    for row in outcome.figures:
+    for row in outcome.results:
         if row.error is not None:
-            table.add_row(row.contestant, "", "", Text(row.error, style="red"))
+            table.add_row(row.variant, "", "", Text(row.error, style="red"))
             continue
-        found = outcome.results(row)
+        numbers = outcome.row_dict(row)
         table.add_row(
-            row.contestant,
+            row.variant,
             row.backend,
-            f"{found['step_median'] * 1e3:,.0f}",
+            f"{numbers['step_median'] * 1e3:,.0f}",
             f"{row.tokens_per_second:,.0f}",
-            f"{found['tokens_per_second_overall']:,.0f}",
-            "" if found["times_best_stock"] is None else f"{found['times_best_stock']:.2f}",
-            f"{found['floor_share']:.0%}",
+            f"{numbers['tokens_per_second_overall']:,.0f}",
+            "" if numbers["times_best_stock"] is None else f"{numbers['times_best_stock']:.2f}",
+            f"{numbers['floor_share']:.0%}",
             f"{row.peak_memory:.2f}",
             "" if row.held_memory is None else f"{row.held_memory:.1f}",
         )
@@ -51,7 +51,7 @@ def _speeds(outcome: Outcome) -> Table:
 def _legend(outcome: Outcome) -> str:
     """Return the meaning of the columns, and the share of padding."""
     ceiling = outcome.ceiling
-    padding = max((outcome.results(row)["padding_share"] for row in outcome.ran), default=0)
+    padding = max((outcome.row_dict(row)["padding_share"] for row in outcome.ran), default=0)
     return (
         f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: of all of them together; "
         f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "

@@ -46,10 +46,10 @@ def read_dtype(name: str) -> torch.dtype:
     Raises:
         UsageError: there is no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise UsageError(f"--dtype {name}: no such dtype; auto, float32, bfloat16 or float16")
-    return found
+    return dtype
 
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}

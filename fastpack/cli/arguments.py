@@ -244,8 +244,8 @@ def _check(command: Command, args: ParsedArgs) -> None:
     if changed and not ours.patch:
         flags = ", ".join(f"--{name}" for name in changed)
         raise UsageError(f"{flags}: fastpack's, and --no_patch asks for a stock run; leave one or the other out")
-    if ours.max_tokens is None and (said := [f"--{name}" for name in changed if name in BUDGET]):
-        raise UsageError(f"{said[0]} says how --max_tokens is kept: pass that too")
+    if ours.max_tokens is None and (budget_flags := [f"--{name}" for name in changed if name in BUDGET]):
+        raise UsageError(f"{budget_flags[0]} says how --max_tokens is kept: pass that too")
     if ours.loss is not None and command.name != "sft":
         raise UsageError(
             f"--loss is for fastpack sft: TRL's {command.trainer} brings a loss of other things than labels"
@@ -258,15 +258,15 @@ def _check(command: Command, args: ParsedArgs) -> None:
 
 def _checkpoint(training: Any) -> str | None:
     """Return the folder to resume from, or None; ``True`` stands for the last one in ``--output_dir``."""
-    asked, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
-    if asked.lower() in ("none", "false"):
+    value, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
+    if value.lower() in ("none", "false"):
         return None
-    found = Path(asked)
-    if asked.lower() == "true":
-        found = Path((get_last_checkpoint(folder) if folder.is_dir() else None) or folder)
-    if not (found / TRAINER_STATE_NAME).is_file():
+    checkpoint = Path(value)
+    if value.lower() == "true":
+        checkpoint = Path((get_last_checkpoint(folder) if folder.is_dir() else None) or folder)
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
         raise UsageError(
-            f"--resume_from_checkpoint {asked}: no checkpoint of a trainer there (no {TRAINER_STATE_NAME} in {found}); "
-            f"pass the folder of one, or True for the last checkpoint-N in --output_dir {folder}; or leave it out"
+            f"--resume_from_checkpoint {value}: {checkpoint} is not a trainer's checkpoint, it has no {TRAINER_STATE_NAME}. "
+            f"Pass a checkpoint's folder, or True for the last checkpoint-N in --output_dir {folder}; or leave it out"
         )
-    return str(found)
+    return str(checkpoint)

@@ -15,7 +15,7 @@ from fastpack.attention_dispatch import AttentionShape, Visibility, choose
 from fastpack.bench.lengths import make_lengths
 from fastpack.bench.models import SHAPES, dtype_of, make_config
 from fastpack.bench.same_losses import NOT_COMPARED
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 from fastpack.bench.variants import TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
@@ -84,57 +84,57 @@ OF_OPS = ("ops", "tokens", "lengths", "json")
 PARSER = make_parser("bench", WHAT, FLAGS, GROUPS)
 
 
-def check_together(given: argparse.Namespace) -> None:
+def check_together(args: argparse.Namespace) -> None:
     """Raise where a flag is not at its default and nobody would read it.
 
     Raises:
         UsageError: training's flags with ``--ops``, or the sweep's without.
     """
-    if given.ops is None:
-        if given.tokens is not None:
+    if args.ops is None:
+        if args.tokens is not None:
             raise UsageError("--tokens is the sweep of --ops: pass that too, or set rows and lengths of training.")
         return
-    changed = [name for name, value in vars(given).items() if value != PARSER.get_default(name)]
+    changed = [name for name, value in vars(args).items() if value != PARSER.get_default(name)]
     if others := [f"--{name.replace('_', '-')}" for name in changed if name not in OF_OPS]:
         raise UsageError(f"--ops measures ops by themselves, and trains nothing: leave out {', '.join(others)}.")
 
 
-def make_settings(given: argparse.Namespace, *, on_gpu: bool) -> Settings:
+def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
     """Return what the flags ask for.
 
     Raises:
         UsageError: what would do nothing here: a loss where TRL's trainer has its own, a trainer's waits where there
             is none, offloading of what is not checkpointed, graphs and offloading on a CPU; a plain loop of DPO.
     """
-    dpo, plain = given.trainer == "dpo", given.loop == "plain"
+    dpo, plain = args.trainer == "dpo", args.loop == "plain"
     for wrong, why in (
         (dpo and plain, "--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss."),
         (
-            given.loss and not plain,
+            args.loss and not plain,
             "--loss is for --loop plain: TRL's trainers bring a loss of their own; in 'fastpack fused loss' the "
-            "SFTTrainer was given ours.",
+            "SFTTrainer was args ours.",
         ),
-        (given.trainer_waits and plain, "--trainer-waits is for --loop trl: a plain loop has no trainer."),
+        (args.trainer_waits and plain, "--trainer-waits is for --loop trl: a plain loop has no trainer."),
         (
-            given.offload and not given.checkpointing,
+            args.offload and not args.checkpointing,
             "--offload is for what is checkpointed: pass --checkpointing too.",
         ),
-        (given.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
-        (given.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
+        (args.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
+        (args.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
     ):
         if wrong:
             raise UsageError(why)
     defaults = {
         "shape": "llama8b" if on_gpu else "tiny",
         "rows": 4 if dpo else 16,
-        "warmup": 5 if given.graphs else 3,
+        "warmup": 5 if args.graphs else 3,
         "lengths": "chat" if dpo else "alpaca",
     }
-    flags = {setting.name: getattr(given, setting.name, None) for setting in fields(Settings)}
-    return Settings("", **defaults | {name: value for name, value in flags.items() if value is not None})
+    flags = {setting.name: getattr(args, setting.name, None) for setting in fields(RunSettings)}
+    return RunSettings("", **defaults | {name: value for name, value in flags.items() if value is not None})
 
 
-def check(settings: Settings, *, on_gpu: bool) -> None:
+def check(settings: RunSettings, *, on_gpu: bool) -> None:
     """Raise what variants would stumble over, each in a process of its own.
 
     Raises:
@@ -192,44 +192,44 @@ def main(arguments: Sequence[str]) -> int:
         1 where losses disagree; :data:`NOT_COMPARED` where several variants were to run and fewer than two did, so
         that nothing says whether they agree; else 0.
     """
-    given = PARSER.parse_args(arguments)
+    args = PARSER.parse_args(arguments)
     require_one_process("bench")
-    check_together(given)
-    require_file("--json", given.json)
-    code, found = _train(given) if given.ops is None else (0, _time_ops(given))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    check_together(args)
+    require_file("--json", args.json)
+    code, results = _train(args) if args.ops is None else (0, _time_ops(args))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
     return code
 
 
-def _train(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+def _train(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     """Train in all these ways; return the exit code and everything measured."""
     on_gpu = torch.cuda.is_available()
-    if given.plot:
+    if args.plot:
         require("bench --plot", "matplotlib")
-        require_picture("--plot", given.plot)
-    if given.loop == "trl":
+        require_picture("--plot", args.plot)
+    if args.loop == "trl":
         require("bench", "trl", "datasets")
         if not on_gpu:
             require_trl_on_cpu("bench")
-    if given.mode == "qlora":
+    if args.mode == "qlora":
         require("bench --mode qlora", "bitsandbytes")
     from fastpack.bench.plot import save_plot
     from fastpack.bench.runner import run_all
     from fastpack.bench.table import print_outcome
 
-    settings = make_settings(given, on_gpu=on_gpu)
-    names, left_out = choose_variants(given.only, on_gpu=on_gpu, trainer=given.trainer, graphs=given.graphs)
+    settings = make_settings(args, on_gpu=on_gpu)
+    names, left_out = choose_variants(args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs)
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)
-    if given.plot:
-        save_plot(outcome, given.plot)
+    if args.plot:
+        save_plot(outcome, args.plot)
     code = 0 if outcome.verdict.compared or len(names) == 1 else NOT_COMPARED
     return code if outcome.verdict.agree else 1, outcome.to_dict()
 
 
-def _time_ops(given: argparse.Namespace) -> dict[str, Any]:
+def _time_ops(args: argparse.Namespace) -> dict[str, Any]:
     """Time these ops, or all; return everything measured.
 
     Raises:
@@ -237,13 +237,13 @@ def _time_ops(given: argparse.Namespace) -> dict[str, Any]:
     """
     from fastpack.bench.ops.runner import CASES, run_ops
 
-    for name in given.ops:
+    for name in args.ops:
         if name not in CASES:
             raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(CASES)}.")
-    chosen = [CASES[name] for name in given.ops or CASES]
-    if given.lengths is None:
-        return run_ops(chosen, given.tokens)
-    if given.ops and "attention" not in given.ops:
+    chosen = [CASES[name] for name in args.ops or CASES]
+    if args.lengths is None:
+        return run_ops(chosen, args.tokens)
+    if args.ops and "attention" not in args.ops:
         raise UsageError("--lengths is for ops over packed sequences, none of which is asked for: attention.")
-    check_lengths(given.lengths, lambda: make_lengths(1, kind=given.lengths))
-    return run_ops(chosen, given.tokens, given.lengths)
+    check_lengths(args.lengths, lambda: make_lengths(1, kind=args.lengths))
+    return run_ops(chosen, args.tokens, args.lengths)

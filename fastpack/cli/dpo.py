@@ -42,8 +42,8 @@ def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
 
 def _sharded(training: Any) -> bool:
     """Return whether TRL shards the reference while its trainer is built, so that it has to be patched before."""
-    asked = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
-    return bool(training.fsdp or training.deepspeed or "true" in asked)
+    flags = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
+    return bool(training.fsdp or training.deepspeed or "true" in flags)
 
 
 def _loaded(source: str, args: ParsedArgs) -> Any:

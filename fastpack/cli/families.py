@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.run is None and args.lock:
         raise UsageError("--lock enters what a sweep proved: pass its results with --from RUN.json")
     if args.lock:
-        _lock(_read_run(args.run), LOCK)
+        _update_lock_file(_read_run(args.run), LOCK)
     elif args.run is not None:
         print(proved(_read_run(args.run)))
     elif args.json:
@@ -112,7 +112,7 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     for tier, what in WORDS.items():
         console.print(f"[bold]{tier}[/bold]: {what}")
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
-    recurrent = sorted(name for name, found in scans.items() if found - {"conv"} and None not in found)
+    recurrent = sorted(name for name, kinds in scans.items() if kinds - {"conv"} and None not in kinds)
     console.print(
         f"{', '.join(recurrent)}: varlen too on a GPU where flash-linear-attention or mamba-ssm is installed, whose "
         "kernels run the recurrence packed."
@@ -136,7 +136,7 @@ def _read_run(run: Path) -> Record:
     return record
 
 
-def _lock(record: Record, lock_file: Path) -> None:
+def _update_lock_file(record: Record, lock_file: Path) -> None:
     """Enter the classes of the families that a sweep proved in the lock file.
 
     Raises:

@@ -33,10 +33,10 @@ def at_least(least: int) -> Callable[[str], int]:
     """Return the type of a flag that takes whole numbers from ``least`` on."""
 
     def number(text: str) -> int:
-        found = int(text)
-        if found < least:
+        value = int(text)
+        if value < least:
             raise argparse.ArgumentTypeError(f"{text}: pass {least} or more")
-        return found
+        return value
 
     return number
 

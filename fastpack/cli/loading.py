@@ -42,17 +42,17 @@ def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
         raise UsageError(f"{name} holds no rows") from error
     if not isinstance(splits, dict):
         splits = {script.dataset_train_split: splits}
-    wanted = [script.dataset_train_split]
+    names = [script.dataset_train_split]
     if args.training.eval_strategy != "no":
-        wanted.append(script.dataset_test_split)
-    for split in wanted:
+        names.append(script.dataset_test_split)
+    for split in names:
         if split not in splits:
             raise UsageError(
                 f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}: choose with "
                 "--dataset_train_split, and --dataset_test_split where --eval_strategy is set"
             )
-    _check_columns(splits[wanted[0]], name, command, args.training)
-    return splits[wanted[0]], splits[wanted[1]] if len(wanted) > 1 else None
+    _check_columns(splits[names[0]], name, command, args.training)
+    return splits[names[0]], splits[names[1]] if len(names) > 1 else None
 
 
 def _splits(script: Any) -> Any:
@@ -70,28 +70,28 @@ def _splits(script: Any) -> Any:
 
 def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> None:
     columns = set(dataset.column_names or ())
-    found = next((wanted for wanted in command.columns(training) if wanted <= columns), set())
-    if columns and not found:
+    present = next((required for required in command.columns(training) if required <= columns), set())
+    if columns and not present:
         takes = f"{command.name.upper()} takes {command.formats}"
         raise UsageError(f"{name} has the columns {', '.join(sorted(columns))}; {takes}")
     table = getattr(dataset, "data", None)
     if table is None or len(table) != len(dataset):
         return  # a stream, or rows that were chosen from a table
-    for column in sorted(found):
+    for column in sorted(present):
         if missing := table.column(column).null_count:
             raise UsageError(f"{name} has {counted(missing, 'row')} without a value of {column!r}: leave them out")
 
 
 def random_model(source: str, args: ParsedArgs) -> Any:
     """Return a causal LM with the config of ``--random_init`` and random weights."""
-    trust, asked = args.training.trust_remote_code, args.model
+    trust, requested = args.training.trust_remote_code, args.model
     require_there(source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     settings: dict[str, Any] = {"trust_remote_code": trust}
-    if asked.dtype not in (None, "auto"):
-        settings["dtype"] = read_dtype(asked.dtype)
-    if asked.attn_implementation is not None:
-        settings["attn_implementation"] = asked.attn_implementation
+    if requested.dtype not in (None, "auto"):
+        settings["dtype"] = read_dtype(requested.dtype)
+    if requested.attn_implementation is not None:
+        settings["attn_implementation"] = requested.attn_implementation
     set_seed(args.training.seed)
     # where it will train: a large model is drawn in a second there, and in minutes on the host
     with args.training.device:

@@ -49,16 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fastpack {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `fastpack COMMAND --help`")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     quiet()
     try:
-        require(given.command, *NEEDED.get(given.command, ()))
-        code: int = importlib.import_module(f"fastpack.cli.{given.command}").main(given.arguments)
+        require(args.command, *NEEDED.get(args.command, ()))
+        code: int = importlib.import_module(f"fastpack.cli.{args.command}").main(args.arguments)
     except FastpackError as error:
         # messages of libraries may span lines; the terminal gets one
-        print(f"fastpack {given.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"fastpack {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nfastpack {given.command}: interrupted", file=sys.stderr)
+        print(f"\nfastpack {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code

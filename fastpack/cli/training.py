@@ -118,21 +118,21 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
     if advice is not None:
         print(advice)
     if args.ours.json is not None:
-        figures = {
+        results = {
             "steps": [{**step, **logged.get(step["step"], {})} for step in read_steps(metrics)],
             "evaluations": evaluations,
             "summary": {**vars(summary), "backend": report.backend, "tier": report.tier},
             "hint": advice,
             "report": report.to_dict(),
         }
-        Path(args.ours.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        Path(args.ours.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
     first, last = ("not logged" if x is None else f"{x:.4f}" for x in (summary.first_loss, summary.last_loss))
     memory = summary.peak_memory_bytes
-    shown = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
-    notes = [note for note in report.notes if note.startswith(shown)]
+    prefixes = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
+    notes = [note for note in report.notes if note.startswith(prefixes)]
     notes += [f"loss: not fused: {reason}" for what, reason in report.skipped if what == "loss"]
     rows = {
         "steps": f"{summary.steps:,}",

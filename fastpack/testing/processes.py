@@ -61,8 +61,8 @@ def _context(task: Task) -> Any:
 def _in_a_process(
     task: Task, context: Any, timeout: float, folder: Path, stopped: threading.Event, family: str
 ) -> list[Row]:
-    sent, words = folder / f"{family}.rows", folder / family
-    process = context.Process(target=work, args=(family, task, sent, words), daemon=True)
+    sent, log = folder / f"{family}.rows", folder / family
+    process = context.Process(target=work, args=(family, task, sent, log), daemon=True)
     process.start()
     if stopped.is_set():  # while it started, and was not among those that were killed
         process.kill()
@@ -76,7 +76,7 @@ def _in_a_process(
     sent_modes = {row.mode for row in rows}
     missing = [mode for mode in task.modes if mode not in sent_modes and not any(row.refused for row in rows)]
     if None not in whole:  # an exit code of 0 is no end: rows may be missing until the word that those were all
-        problem = f"not done after {timeout:g} s" if late else _last_word(words, process.exitcode or 0)
+        problem = f"not done after {timeout:g} s" if late else _last_line(log, process.exitcode or 0)
     elif missing:
         problem = "its process was done, and had sent no row of it"
     else:
@@ -84,9 +84,9 @@ def _in_a_process(
     return [*rows, Row(family, ", ".join(missing) or rows[-1].mode, problem=problem)]
 
 
-def _last_word(words: Path, exitcode: int) -> str:
+def _last_line(log: Path, exitcode: int) -> str:
     """Return a process's last line of output, and the signal that ended it, or that it ended without an error."""
-    printed = words.read_text(errors="replace") if words.exists() else ""
+    printed = log.read_text(errors="replace") if log.exists() else ""
     lines = [line for line in printed.splitlines() if line.strip()] or ["no word"]
     if exitcode < 0:
         fatal = [line for line in lines if line.startswith("Fatal Python error")]

@@ -92,11 +92,18 @@ class Row:
     problem: str | None = None
 
     @classmethod
-    def of(cls, family: str, mode: str, setting: Setting, model: Any, found: Verification | None, **more: Any) -> Row:
-        """Return the row of a patched model and what was found on it: None where verify can't tell its tokens."""
+    def of(
+        cls, family: str, mode: str, setting: Setting, model: Any, verification: Verification | None, **more: Any
+    ) -> Row:
+        """Return the row of a patched model and its verification: None where verify can't tell its tokens."""
         report = fastpack.report(model)
-        if found is not None:
-            more = {"error": found.nearest.error, "bound": found.nearest.bound, "problem": found.problem, **more}
+        if verification is not None:
+            more = {
+                "error": verification.nearest.error,
+                "bound": verification.nearest.bound,
+                "problem": verification.problem,
+                **more,
+            }
         return cls(family, mode, report.tier, report.backend or "", setting.dtype, **more)
 
     @property
@@ -134,9 +141,9 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read a record from a file of :meth:`to_dict`."""
-        found = json.loads(path.read_text())
-        rows = tuple(Row(**row) for row in found.pop("rows"))
-        return cls(**{**found, "absent": tuple(found["absent"])}, rows=rows)
+        data = json.loads(path.read_text())
+        rows = tuple(Row(**row) for row in data.pop("rows"))
+        return cls(**{**data, "absent": tuple(data["absent"])}, rows=rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers."""

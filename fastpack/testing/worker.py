@@ -63,12 +63,12 @@ class Task:
     setting: Setting
 
 
-def work(family: str, task: Task, sent: Path, words: Path) -> None:
+def work(family: str, task: Task, sent: Path, log: Path) -> None:
     """Write every row of a family to the file ``sent``, one line of JSON each, and null after the last.
 
-    Printed output goes to the file ``words``.
+    Printed output goes to the file ``log``.
     """
-    with words.open("wb") as file:
+    with log.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     faulthandler.enable(2)
@@ -133,10 +133,10 @@ def _proved(
 ) -> Iterator[Row]:
     for backend in backends:
         model = fastpack.patch(setting.build(family), attention=backend)
-        found = prove(model)
-        checks = found.checks if found is not None and mode == EXACT else ()
+        verification = prove(model)
+        checks = verification.checks if verification is not None and mode == EXACT else ()
         kinds = {check.what: check.error for check in checks if not check.at_least}
-        yield Row.of(family, mode, setting, model, found, kinds=kinds)
+        yield Row.of(family, mode, setting, model, verification, kinds=kinds)
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:
@@ -145,15 +145,15 @@ def _backends(family: str, which: str, setting: Setting) -> list[str]:
         return [which]
     model = setting.build(family)
     with fastpack.patched(model):
-        able = [name for name, why in fastpack.report(model).backends.items() if why is None]
+        serving = [name for name, why in fastpack.report(model).backends.items() if why is None]
     alone = []
-    for name in able:
+    for name in serving:
         try:
             with fastpack.patched(model, attention=name):
                 alone.append(name)
         except BackendUnavailableError:
             continue  # it serves some of the layers
-    return alone if alone == able and able else [*alone, "auto"]
+    return alone if alone == serving and serving else [*alone, "auto"]
 
 
 def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
@@ -200,10 +200,10 @@ def _off(losses: Sequence[float], stock: Sequence[float], *, packed: bool) -> fl
     its padded ones. That shows in some models (GPT-2), stock ones too; for most, TRL computes the loss itself.
     """
     tokens = [sum(LENGTHS[at : at + BATCH]) for at in range(0, BATCH * STEPS, BATCH)]
-    counted = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
+    rescaled = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
     worst = [
         max(abs(a - b) / abs(b) for a, b in zip(losses, true, strict=True))
-        for true in ((stock, counted) if packed else (stock,))
+        for true in ((stock, rescaled) if packed else (stock,))
     ]
     return min(worst)
 
@@ -237,7 +237,7 @@ def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
 
     ends: list[float] = []
 
-    class Clock(TrainerCallback):
+    class StepEnds(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
@@ -264,7 +264,7 @@ def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
         )
         data = Dataset.from_dict({"input_ids": ids, "labels": ids})
         trainer = SFTTrainer(
-            model, args=arguments, train_dataset=data, processing_class=tokenizer_of_ids(), callbacks=[Clock()]
+            model, args=arguments, train_dataset=data, processing_class=tokenizer_of_ids(), callbacks=[StepEnds()]
         )
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], ends[-1] - ends[0]

@@ -62,30 +62,30 @@ FLAGS: dict[str, dict[str, Any]] = {
         "default": Path(PICTURE),
         "help": f"where the picture goes ({', '.join(PICTURES)}; default: {PICTURE})",
     },
-    "--json": {"type": Path, "help": "where the same figures go, for programs"},
+    "--json": {"type": Path, "help": "where the same results go, for programs"},
 }
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the demo; the exit code is 1 where the losses disagree."""
-    given = make_parser("demo", WHAT, FLAGS).parse_args(arguments)
-    require_picture("--plot", given.plot)
-    require_file("--json", given.json)
+    args = make_parser("demo", WHAT, FLAGS).parse_args(arguments)
+    require_picture("--plot", args.plot)
+    require_file("--json", args.json)
     require_one_process("demo")
     require_trl_on_cpu("demo")
-    from fastpack.cli.demo.shown import print_figures, save_plot  # matplotlib; the data are made without
+    from fastpack.cli.demo.output import print_results, save_plot  # matplotlib; the data are made without
 
-    figures = compare(rows=given.rows, steps=given.steps, seed=given.seed)
-    save_plot(figures, given.plot)
-    if given.json is not None:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    print_figures(figures)
-    print(f"plot: {given.plot}" + (f"   figures: {given.json}" if given.json else ""))
-    return 0 if figures["losses_agree"] else 1
+    results = compare(rows=args.rows, steps=args.steps, seed=args.seed)
+    save_plot(results, args.plot)
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print_results(results)
+    print(f"plot: {args.plot}" + (f"   results: {args.json}" if args.json else ""))
+    return 0 if results["losses_agree"] else 1
 
 
 def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
-    """Train both ways, one after the other, and return the figures."""
+    """Train both ways, one after the other, and return the results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chats = make_rows(rows, seed)
@@ -103,24 +103,24 @@ def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
         stock = _train("stock, padded", folder, {**flags, "patch": "False"})
         patched = _train("patched", folder, flags)
     data = {"rows": rows, "batch_size": BATCH_SIZE, "seed": seed}
-    return {"machine": _machine(), "data": data, **_figures(stock, patched)}
+    return {"machine": _machine(), "data": data, **_combine(stock, patched)}
 
 
 def _train(what: str, folder: Path, flags: dict[str, str]) -> dict[str, Any]:
     """Run ``fastpack sft`` with these flags; return what it wrote as ``--json``."""
     print(f"{what}:", file=sys.stderr)
-    written = folder / "figures.json"
+    written = folder / "results.json"
     flags = {**flags, "output_dir": str(folder / "run"), "json": str(written)}
     command = [sys.executable, "-m", "fastpack", "sft", *(f"--{name}={value}" for name, value in flags.items())]
     environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder / "cache")}
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         raise UsageError(f"the {what} run ended with exit code {done.returncode}, see above")
-    figures: dict[str, Any] = json.loads(written.read_text())
-    return figures
+    results: dict[str, Any] = json.loads(written.read_text())
+    return results
 
 
-def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
+def _combine(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
     """Return the results of both runs, step by step and in total."""
     steps = [
         {
