@@ -66,9 +66,9 @@ attention and sliding windows, and how to install it. Numbers in parentheses are
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the findings; the exit code is 1 where an installed package is too old."""
-    flags = {"--json": {"action": "store_true", "help": "the same for programs"}}
-    args = make_parser("doctor", "What is installed, and what can be used.", flags).parse_args(arguments)
+    """Print the findings; return 1 if an installed package is too old, else 0."""
+    flags = {"--json": {"action": "store_true", "help": "print the same as JSON"}}
+    args = make_parser("doctor", "Show what is installed, and what this machine can use.", flags).parse_args(arguments)
     findings = examine()
     if args.json:
         print(json.dumps(findings, indent=2))
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Versions, devices, and for each device and dtype why a backend can't serve, or None."""
+    """Return versions, devices, backends, and for each device and dtype why a backend can't serve, or None."""
     devices = _devices()
     return {
         "fastpack": fastpack.__version__,
@@ -126,7 +126,7 @@ def _devices() -> dict[torch.device, str]:
 
 
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
-    """Return why a backend can't serve a dtype, or None, by backend and dtype."""
+    """Return by backend and dtype why a backend can't serve, or None if it can."""
     shapes = {
         name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, Visibility())
         for name in DTYPES
@@ -162,7 +162,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
         table.add_row(name, ", ".join(("windows", *limits["serves"])), escape(limits["install"]), limits["needs"])
     console.print(table)
     console.print(
-        f"Which of them serve {HEADS}/{KV_HEADS} heads of {HEAD_DIM} here; [green]auto[/green]: attention='auto' takes it"
+        f"Support here for {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green] marks what attention='auto' takes"
     )
     for device, backends in findings["attention"]["devices"].items():
         table = _table(f"{device}: {findings['devices'][device]}", "backend", *DTYPES, "why not")

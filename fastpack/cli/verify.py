@@ -18,21 +18,21 @@ from fastpack.ops.implementation import IMPLEMENTATIONS, use_triton
 
 WHAT = """Patch a model, and compare it with itself on each sequence alone.
 
-Exit codes: 0 exact, 1 not exact, 3 nobody can tell in this dtype."""
+Exit codes: 0 exact, 1 not exact, 3 undecidable in this dtype."""
 FLAGS: dict[str, dict[str, Any]] = {
     "model": {"help": "a folder or a name on the hub; with --random, also a config.json"},
     "--random": {"action": "store_true", "help": "random weights of the model's config"},
     "--dtype": {"default": "auto", "help": "float32, bfloat16, float16 (default: the checkpoint's)"},
-    "--device": {"help": "default: cuda where there is one"},
+    "--device": {"help": "default: cuda if there is one"},
     "--attention": {"default": "auto", "help": "attention backend"},
     "--kernels": {"choices": IMPLEMENTATIONS, "default": "auto"},
-    "--json": {"action": "store_true", "help": "the figures for programs"},
+    "--json": {"action": "store_true", "help": "print the results as JSON"},
 }
 EXIT_CODES = {"exact": 0, "not exact": 1, "can't tell": 3}
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table; return 1 where a check failed, and 3 where rounding would hide a failure."""
+    """Verify a model and print the results; return 1 if a check failed, 3 if rounding would hide a failure."""
     args = make_parser("verify", WHAT, FLAGS).parse_args(arguments)
     device = _device(args)
     model = _load(args, device)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _device(args: argparse.Namespace) -> torch.device:
-    """Return the device for the model, which the requested kernels can serve."""
+    """Return the device for the model, after checking that the requested kernels run on it."""
     name = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         probe = torch.empty(0, device=name)

@@ -81,5 +81,5 @@ def test_who_takes_part() -> None:
     names, left_out = choose_variants(None, on_gpu=True, trainer="dpo", graphs="auto")
     assert names == ["stock padded", "fastpack"]
     assert left_out == {"fastpack, prompts shared": "shares prefixes, which --graphs excludes"}
-    with pytest.raises(FastpackError, match="not a way of --trainer dpo, whose are stock padded, fastpack"):
+    with pytest.raises(FastpackError, match="not a variant of --trainer dpo, which has stock padded, fastpack"):
         choose_variants(["fastpack packed"], on_gpu=torch.cuda.is_available(), trainer="dpo")

@@ -13,7 +13,6 @@ from cli_runs import STEPS, assert_one_line, losses, run_sft, sft_flags, trains_
 from oracle import FLOAT32_BOUND
 
 import fastpack
-from fastpack.cli.families import family_rows
 from fastpack.cli.main import main
 from fastpack.cli.meter import Summary, hint
 from fastpack.families.registry import FAMILIES

@@ -29,10 +29,10 @@ from fastpack import cli as commands
         ({"--no_such_flag": "1"}, "--no_such_flag"),
         ({"--max_steps": "many"}, "invalid int value: 'many'"),
         ({"--eval_strategy": "epoch"}, "has no split 'test'"),
-        ({"--resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere: /nowhere is not a trainer's checkpoint"),
+        ({"--resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere: /nowhere is not a checkpoint"),
         (
             {"--resume_from_checkpoint": "True"},
-            "outputs/sft is not a trainer's checkpoint, it has no trainer_state.json",
+            "outputs/sft is not a checkpoint, it has no trainer_state.json",
         ),
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),

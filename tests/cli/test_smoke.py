@@ -114,15 +114,15 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     ("flags", "said"),
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
-        (["llama", "--all"], "--all is every family, and llama would be some: leave either out"),
+        (["llama", "--all"], "--all is every family, and llama only some: leave one of them out"),
         (["--jobs", "0"], "argument --jobs: 0: pass 1 or more"),
         (["--timeout", "-1"], "--timeout -1: pass the seconds"),
         (["--timeout", "nan"], "--timeout nan: pass the seconds"),
         (["--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
         (["--device", "toaster"], "argument --device: invalid choice: 'toaster'"),
         (["--device", "cpu", "--backends", "flash_attn"], "--backends flash_attn: attention='flash_attn' can't serve"),
-        ([""], "'' is no name of a family"),
-        (["../llama"], "'../llama' is no name of a family"),
+        ([""], "'' is not the name of a family"),
+        (["../llama"], "'../llama' is not the name of a family"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
