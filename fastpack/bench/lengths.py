@@ -1,4 +1,4 @@
-"""The tokens of each row of a batch; of DPO, of the prompt and both completions of each pair."""
+"""The lengths of a batch's rows in tokens; for DPO, of the prompt and both completions of each pair."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
 
 
 def sequences(pairs: list[Pair]) -> list[int]:
-    """Return the tokens of the sequences of pairs: of each prompt with its chosen completion, then its rejected one."""
+    """Return the lengths of the pairs' sequences: prompt with chosen completion, then prompt with rejected one."""
     return [prompt + completion for prompt, *completions in pairs for completion in completions]
 
 
@@ -106,7 +106,7 @@ def _draw_pair(draw: random.Random) -> Pair:
 
 
 def _read(name: str, keyword: str) -> list[Any]:
-    """Return the list of a JSON file; ``keyword`` is what asks for lengths without a file."""
+    """Return the list in a JSON file; ``keyword``, for the message, draws lengths without a file."""
     path = Path(name)
     if not path.is_file():
         raise ValueError(f"no such file; pass {keyword!r}, a number of tokens from 2 on, or a JSON file of lengths.")

@@ -18,15 +18,15 @@ from fastpack.data import with_packed_seq_lens
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 WITHOUT_WAITING: dict[str, Any] = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
-"""By default transformers' trainer waits for the device twice a step: to look whether the loss is a number, and to
-copy a batch. What it then does on the host, nothing hides."""
+"""By default transformers' trainer waits for the device twice a step: to check whether the loss is a number, and to
+copy a batch. Its host work after that is not hidden behind the device's."""
 
 FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-"""Feeds packed variants: positions restart, and boundaries are sent along. TRL's own collator sends them from 1.16 on;
-before it, every attention layer would work them out anew, and wait for the device each time."""
+"""The collator of packed variants: positions restart, and boundaries are passed on. TRL's own collator passes them on
+from 1.16; before, every attention layer would compute them again, and wait for the device each time."""
 
 LossesAndNorms = tuple[list[float], list[float]]
-"""Loss and norm of the gradients of the first steps."""
+"""The losses and gradient norms of the first steps."""
 
 
 class StepCallback(TrainerCallback):
@@ -89,8 +89,8 @@ def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``DPOTrainer`` of a variant, as a user would call it.
 
-    With LoRA the reference is the policy with its adapters off, else a copy. Nothing is learned in the first steps,
-    which are compared: see :class:`LearnLater`.
+    With LoRA the reference is the policy with its adapters off, else a copy. The first steps, which are compared, learn
+    nothing: see :class:`LearnLater`.
     """
     from datasets import Dataset
     from trl.trainer.dpo_config import DPOConfig
@@ -106,7 +106,7 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
         peft_config=lora_config() if lora else None,
         callbacks=[LearnLater()],
     )
-    # which tokenizes texts and takes nothing else; these are token ids already
+    # the trainer only takes texts, which it tokenizes; these are token ids already
     pairs = make_pairs(settings.pair_lengths(), model.config.vocab_size, settings.seed)
     trainer.train_dataset = Dataset.from_list(pairs)
     if settings.spec.patched:
@@ -115,12 +115,12 @@ def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) ->
 
 
 class LearnLater(TrainerCallback):
-    """Holds the learning rate at 0 while variants are compared.
+    """A callback that keeps the learning rate at 0 while variants are compared.
 
     A reward is beta times the difference of two log-probabilities near -7,000 (700 tokens of random weights), each a
-    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ, however little,
-    that leaves noise of some hundredths in a loss of 0.7, and of a sixth in the gradients' norm. As long as they are
-    the same computation they round alike: the norms of stock and patched models agree to 1e-3.
+    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all, this
+    leaves noise of some hundredths in a loss of 0.7, and of a sixth in the gradients' norm. While both are the same
+    computation they round alike: the norms of stock and patched models agree to 1e-3.
     """
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -160,7 +160,7 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
     """Train in a user's own loop over ``model(..., labels=...)`` with AdamW."""
     variant = settings.spec
     device = next(model.parameters()).device
-    if variant.liger:  # its fused loss included; TRL's trainer does this by itself
+    if variant.liger:  # with its fused loss; TRL's trainer does this by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
@@ -181,7 +181,7 @@ def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> Losses
         batch = {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        if step < min(COMPARED_STEPS, settings.warmup):  # these are not timed
+        if step < min(COMPARED_STEPS, settings.warmup):  # warm-up steps are not timed
             norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])))
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""The models that are timed: real shapes and random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
+"""The timed models: real shapes and random weights, trained whole, with LoRA, or with LoRA on 4-bit weights."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def make_config(shape: str) -> Any:
 def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
-    For ``DPOTrainer`` without adapters and not patched: it makes them itself, and a reference beside the model.
+    For ``DPOTrainer`` the model has no adapters and is not patched: the trainer adds them, and a reference.
     """
     from transformers import AutoModelForCausalLM
 
@@ -116,7 +116,7 @@ def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
 
 
 def patch(target: Any, settings: RunSettings) -> None:
-    """Patch a model or trainer as the flags say."""
+    """Patch a model or trainer with the options of the settings."""
     fastpack.patch(
         target,
         attention=settings.attention,
@@ -153,7 +153,7 @@ def quantised(model: Any) -> Any:
 
 
 def lora_config() -> Any:
-    """LoRA of rank 16 on every linear layer but the head, without dropout."""
+    """Return the config of LoRA of rank 16 on every linear layer but the head, without dropout."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -162,9 +162,9 @@ def lora_config() -> Any:
 
 
 def with_lora(model: Any) -> Any:
-    """LoRA of rank 16 on every linear layer but the head.
+    """Add LoRA of rank 16 to every linear layer but the head.
 
-    On 4-bit weights A and B are bfloat16, which is what TRL makes of them.
+    On 4-bit weights A and B are bfloat16, as TRL casts them.
     """
     from peft import get_peft_model
 
@@ -177,5 +177,5 @@ def with_lora(model: Any) -> Any:
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """Return that of the weights."""
+    """Return the dtype of the weights on a device."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -18,9 +18,9 @@ from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
 
 WITHOUT_SPEED = ("variant", "backend", "losses", "gradient_norms", "error")
-"""Results of variants that did not train the same model that are told all the same."""
+"""The results that are reported even if variants did not train the same model."""
 ALWAYS = ("shape", "mode", "rows", "lengths")
-"""Settings that a title names whatever they are."""
+"""The settings that a title always names."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Outcome:
     """One run of the benchmark.
 
     Attributes:
-        floor_rate: real tokens a second if nothing took time but the matrix products, at the measured rate.
-        left_out: variants that could not take part, and why.
+        floor_rate: real tokens a second if only matmuls took time, at the measured rate.
+        left_out: the variants that could not run, and why.
     """
 
     settings: RunSettings
@@ -47,7 +47,7 @@ class Outcome:
 
     @property
     def title(self) -> str:
-        """Return the training in one line: what people ask for first, and all else that is not at its default."""
+        """Return the training in one line: the main settings, and all others that differ from their defaults."""
         default = asdict(RunSettings(""))
         shown = {
             name: value for name, value in asdict(self.settings).items() if value != default[name] or name in ALWAYS
@@ -55,7 +55,7 @@ class Outcome:
         return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in shown.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for a JSON file; of losses that disagree, them alone."""
+        """Return everything for a JSON file; if losses disagree, without speeds and memory."""
         rows = [self.row_dict(row) for row in self.results]
         if not self.verdict.agree:
             rows = [{name: row[name] for name in WITHOUT_SPEED} for row in rows]
@@ -70,7 +70,7 @@ class Outcome:
         }
 
     def row_dict(self, row: RunResult) -> dict[str, Any]:
-        """Return everything measured of a variant, and what follows from it."""
+        """Return a variant's measurements, and rates and shares computed from them."""
         if row.error is not None:
             return asdict(row)
         rate = row.tokens_per_second
@@ -89,9 +89,9 @@ def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[st
     """Measure the machine, then each variant, one process after the other, as long as their losses agree.
 
     Raises:
-        FastpackError: a process failed otherwise than for want of memory; what it said is printed before.
+        FastpackError: a process failed for another reason than memory; its output is printed before.
     """
-    half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
+    half = on_gpu or settings.mode == "qlora"  # on a CPU, only adapters of 4-bit weights are bfloat16
     machine = _run("measuring this machine", "fastpack.bench.ceiling")
     ceiling = Ceiling(**machine["ceiling"])
     results: list[RunResult] = []

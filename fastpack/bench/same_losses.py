@@ -1,8 +1,8 @@
-"""Do all variants train the same model? Without that, no speed is worth a word.
+"""Check that all variants train the same model; otherwise their speeds mean nothing.
 
-Each variant is compared with the first one before the next begins, over its first steps: the loss, and the norm of
-all gradients. The loss of random weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 %
-and more), and a wrong backward shows in nothing else.
+Before the next variant begins, each is compared with the first over its first steps: the loss, and the norm of all
+gradients. With random weights the loss hardly changes when sequences see each other (by 1e-3); the norm changes by 4 %
+and more, and only the norm shows a wrong backward.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from fastpack.utils.console import counted
 
 BOUNDS = {"loss": 1e-4, "gradients' norm": 1e-3}
 HALF_PRECISION_BOUNDS = {"loss": 2e-2, "gradients' norm": 2e-2}
-"""How far apart they may be, relative."""
+"""The largest relative differences."""
 NOT_COMPARED = 3
-"""An exit code of its own: 1 is for what differs, 2 for what the user has to mend."""
+"""The exit code if nothing was compared; 1 means that losses differ, 2 that a flag is wrong."""
 
 
 @dataclass(frozen=True)
 class LossAgreement:
-    """The place where a variant is furthest from the first, measured by the bound that holds there.
+    """The largest difference from the first variant, relative to its bound.
 
-    ``variant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
-    those whose gradients were.
+    ``variant`` is None if there was nothing to compare. ``steps`` counts the compared losses, ``norm_steps`` the
+    compared gradient norms.
     """
 
     agree: bool

@@ -14,7 +14,7 @@ COLUMNS = ("", "attention", "step ms", "real tokens/s", "overall", "x best stock
 
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
-    """Print the table and the verdict; where the losses disagree, the verdict alone."""
+    """Print the table and the verdict; if the losses disagree, only the verdict."""
     console = console or Console(width=room_for(WIDTH))
     verdict = outcome.verdict
     if verdict.agree:
@@ -53,8 +53,8 @@ def _legend(outcome: Outcome) -> str:
     ceiling = outcome.ceiling
     padding = max((outcome.row_dict(row)["padding_share"] for row in outcome.ran), default=0)
     return (
-        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: of all of them together; "
-        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "
-        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: in tensors, on a CPU most that "
-        f"the process had; held: by the allocator for them; at most {padding:.0%} of a variant's slots are padding"
+        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: all of them together; "
+        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matmuls alone would allow at "
+        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: peak of tensors, on a CPU of the "
+        f"process; held: reserved by the allocator; at most {padding:.0%} of a variant's slots are padding"
     )

@@ -1,4 +1,4 @@
-"""One variant: builds its model, trains it, and prints its results.
+"""Build a variant's model, train it, and print its results.
 
 Run as ``python -m fastpack.bench.variant_run '{"variant": ...}'`` by :mod:`fastpack.bench.runner`; the last line
 that it prints is its results, as JSON.
@@ -27,7 +27,7 @@ def run(settings: RunSettings) -> RunResult:
     train = train_plainly if settings.loop == "plain" else train_with_trl
     try:
         model, backend = build_model(settings, torch.device("cuda" if on_gpu else "cpu"))
-        if on_gpu:  # building may have taken more than training does
+        if on_gpu:  # building may take more memory than training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         losses, norms = train(model, settings, timer)

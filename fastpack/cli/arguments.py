@@ -57,7 +57,7 @@ class OwnArguments:
     loss: str | None = field(
         default=None,
         metadata={
-            "help": "For sft: compute the training loss without holding the logits, in place of TRL's; the metrics stay.",
+            "help": "For sft: compute the training loss without holding the logits; TRL's metrics stay.",
             "choices": ["fused"],
         },
     )

@@ -162,7 +162,7 @@ def _print_findings(findings: dict[str, Any]) -> None:
         table.add_row(name, ", ".join(("windows", *limits["serves"])), escape(limits["install"]), limits["needs"])
     console.print(table)
     console.print(
-        f"Support here for {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green] marks what attention='auto' takes"
+        f"Here, for {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green] marks what attention='auto' takes"
     )
     for device, backends in findings["attention"]["devices"].items():
         table = _table(f"{device}: {findings['devices'][device]}", "backend", *DTYPES, "why not")

@@ -46,10 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: a file is not the result of a sweep, or options don't go together.
     """
-    parser = argparse.ArgumentParser(prog="fastpack families", description="The families of models that are covered.")
+    parser = argparse.ArgumentParser(prog="fastpack families", description="List the model families that are covered.")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="a table in Markdown")
-    form.add_argument("--json", action="store_true", help="a list of objects")
+    form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
+    form.add_argument("--json", action="store_true", help="print a JSON list of objects")
     form.add_argument(
         "--from",
         dest="run",

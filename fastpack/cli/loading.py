@@ -23,7 +23,7 @@ def load_tokenizer(args: ParsedArgs) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust)
         if tokenizer.vocab_size == 0:
-            raise ValueError("what transformers makes of a config without a tokenizer's files is empty")
+            raise ValueError("without tokenizer files transformers builds an empty tokenizer")
     except (OSError, ValueError, KeyError) as error:
         missing = f"no tokenizer in {source}: pass --tokenizer FOLDER, or a name on the hub"
         raise UsageError(f"{missing} ({error})") from error
@@ -38,7 +38,7 @@ def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
         splits = get_dataset(args.mixture) if args.mixture.datasets else _splits(script)
     except DatasetsError as error:
         raise UsageError(f"{name} can't be read as a data set: {error.__cause__ or error}") from error
-    except StopIteration as error:  # what datasets raises on a file without a line
+    except StopIteration as error:  # datasets raises this for an empty file
         raise UsageError(f"{name} holds no rows") from error
     if not isinstance(splits, dict):
         splits = {script.dataset_train_split: splits}
@@ -61,7 +61,9 @@ def _splits(script: Any) -> Any:
     require_there(name)
     if path.is_file():
         if path.suffix not in READERS:
-            raise UsageError(f"{name}: a local data set is one of {', '.join(READERS)}, or a folder of them")
+            raise UsageError(
+                f"{name}: a local data set is a file that ends in {', '.join(READERS)}, or a folder of such files"
+            )
         return datasets.load_dataset(READERS[path.suffix], data_files={"train": name}, streaming=stream)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return datasets.load_from_disk(name)
@@ -93,6 +95,6 @@ def random_model(source: str, args: ParsedArgs) -> Any:
     if requested.attn_implementation is not None:
         settings["attn_implementation"] = requested.attn_implementation
     set_seed(args.training.seed)
-    # where it will train: a large model is drawn in a second there, and in minutes on the host
+    # initialised on the training device: a second for a large model, where the host takes minutes
     with args.training.device:
         return AutoModelForCausalLM.from_config(config, **settings)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tokenizer_of_ids() -> Any:
-    """Trainers want one; rows are token ids already."""
+    """Return a tokenizer for trainers that require one although rows are token ids already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""A run of ``gists/smoke.sh``: what its models are, and its file: when, with which versions, on what, and every row."""
+"""The record of a run of ``gists/smoke.sh``: its date, versions, setting, and the row of every result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU_HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """Tiny and float32 on a CPU; on a GPU bfloat16, with heads of a real size.
+    """The device, dtype and head size of tiny models: float32 on a CPU; bfloat16 and real head sizes on a GPU.
 
     Attributes:
         dtype: name of a dtype of torch; head_dim: a multiple of 16.
@@ -36,7 +36,7 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
-        """Return the setting for this machine; None stands for what suits it best."""
+        """Return the setting for this machine; None stands for the default of its device."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device != "cpu"
         return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
@@ -54,7 +54,7 @@ class Setting:
         return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
 
     def named(self) -> str:
-        """For people."""
+        """Return the setting as a line of text."""
         gpu = f" ({torch.cuda.get_device_name()})" if self.device.startswith("cuda") else ""
         return f"{self.device}{gpu}, {self.dtype}, heads of {self.head_dim}"
 
@@ -108,7 +108,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """For people."""
+        """Return the row's result in a word or two."""
         if self.problem is not None:
             return "FAILED"
         if self.left_out is not None:
@@ -118,11 +118,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """One run.
+    """The record of one run.
 
     Attributes:
         date: ISO, of the day; versions: of the packages, fastpack and Python; setting: device, precision and heads.
-        seconds: that it took; absent: families that this release of transformers does not have.
+        seconds: the run's duration; absent: families that this release of transformers does not have.
     """
 
     date: str
@@ -146,11 +146,11 @@ class Record:
         return cls(**{**data, "absent": tuple(data["absent"])}, rows=rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return the record as plain dicts, lists, strings and numbers."""
         return asdict(self)
 
     @property
     def made_with(self) -> str:
-        """A line for people."""
+        """Return the date, versions and setting as a line of text."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{self.date}, {versions}, {self.setting}"

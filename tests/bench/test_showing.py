@@ -29,10 +29,10 @@ from fastpack.errors import FastpackError
 CEILING = Ceiling(790e12, 4.3e12, "8192^3 bfloat16", "a GPU")
 
 
-def made_up(name: str, rate: float, **given: Any) -> RunResult:
+def made_up(name: str, rate: float, **changes: Any) -> RunResult:
     seconds = [100 / rate] * 5
     row = RunResult(name, "kernel", seconds, [100] * 5, 500, 10.0, 12.5, [2.0] * 6, [1.0] * 6)
-    return replace(row, **given)
+    return replace(row, **changes)
 
 
 def outcome(results: list[RunResult], floor: float = 3000.0) -> Outcome:
@@ -227,13 +227,13 @@ def test_flags_that_nobody_would_read(
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, rows: list[RunResult]) -> list[str]:
-    """Has these in place of processes; the names of what is run from now on."""
-    told, ran = {row.variant: row for row in rows}, []
+    """Replace processes with these results; return the list that collects the names of what is run."""
+    by_name, ran = {row.variant: row for row in rows}, []
     machine = {"ceiling": asdict(CEILING), "machine": {}}
 
     def said(name: str, *_: Any) -> dict[str, Any]:
         ran.append(name)
-        return asdict(told[name]) if name in told else machine
+        return asdict(by_name[name]) if name in by_name else machine
 
     monkeypatch.setattr(runner, "_run", said)
     return ran
@@ -277,12 +277,12 @@ def test_exit_codes(
     assert ("nothing was compared" in capsys.readouterr().out) == (len([r for r in rows if r.error is None]) < 2)
 
 
-def test_each_contestant_is_told_as_it_ends(
+def test_each_variant_is_reported_as_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = [made_up("stock padded", 500), RunResult("fastpack", error="out of memory")]
-    stand_in(monkeypatch, told)
-    names = [row.variant for row in told]
+    rows = [made_up("stock padded", 500), RunResult("fastpack", error="out of memory")]
+    stand_in(monkeypatch, rows)
+    names = [row.variant for row in rows]
     settings = RunSettings("", lengths="8", steps=5)
     found = runner.run_all(settings, names, left_out={}, on_gpu=False)
     assert found.floor_rate == pytest.approx(5 * 16 * 8 / (needed_flops(settings) / CEILING.flops))

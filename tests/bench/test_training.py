@@ -143,14 +143,14 @@ def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPat
     assert verdict.what == "gradients' norm"
 
 
-def figures_of(name: str, losses: list[float], norms: list[float]) -> RunResult:
+def result_of(name: str, losses: list[float], norms: list[float]) -> RunResult:
     return RunResult(name, seconds=[1.0], tokens=[1], slots=1, losses=losses, gradient_norms=norms)
 
 
 def test_the_verdict_names_the_worst() -> None:
-    first = figures_of("stock padded", [2.0, 2.0], [1.0])
-    near = figures_of("fastpack", [2.0, 2.0001], [1.0])
-    far = figures_of("fastpack packed", [2.0, 2.0], [1.1])
+    first = result_of("stock padded", [2.0, 2.0], [1.0])
+    near = result_of("fastpack", [2.0, 2.0001], [1.0])
+    far = result_of("fastpack packed", [2.0, 2.0], [1.1])
     assert compare([first, near], half=False).agree
     verdict = compare([first, near, far], half=False)
     assert (verdict.agree, verdict.variant, verdict.what, verdict.step) == (
@@ -161,7 +161,7 @@ def test_the_verdict_names_the_worst() -> None:
     )
     assert "'fastpack packed'" in str(verdict)
     assert "losses of the first 2 steps and gradients of 1 of them DISAGREE" in str(verdict)
-    assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], half=True).agree
+    assert not compare([first, result_of("fastpack", [float("nan"), 2.0], [1.0])], half=True).agree
     assert compare([first], half=True).variant is None
     assert compare([first, RunResult("fastpack", error="out of memory")], half=True).variant is None
 
@@ -172,7 +172,7 @@ def test_the_verdict_says_what_was_compared() -> None:
         ([1.0], "losses of the first 2 steps and gradients of 1 of them agree"),
         ([], "losses of the first 2 steps and gradients of 0 of them agree"),
     ):
-        verdict = compare([figures_of(name, [2.0, 2.0], norms) for name in ("a", "b")], half=False)
+        verdict = compare([result_of(name, [2.0, 2.0], norms) for name in ("a", "b")], half=False)
         assert str(verdict).startswith(said)
     results = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
     assert "gradients of 0 of them" in str(compare(results, half=False))
@@ -180,8 +180,8 @@ def test_the_verdict_says_what_was_compared() -> None:
 
 def test_later_steps_may_drift_apart() -> None:
     steps = COMPARED_STEPS
-    first = figures_of("stock padded", [2.0] * steps + [1.0], [1.0])
-    assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], half=False).agree
+    first = result_of("stock padded", [2.0] * steps + [1.0], [1.0])
+    assert compare([first, result_of("fastpack", [2.0] * (steps + 1), [1.0])], half=False).agree
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])

@@ -38,7 +38,7 @@ from fastpack import cli as commands
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
         ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: fastpack's"),
         ({"--max_tokens": "0"}, "max_tokens=0; pass an int from 1 on"),
-        ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, not installed here"),
+        ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, which is not installed"),
         ({"--config": "bad.yaml"}, "while parsing a flow sequence"),
         ({"--config": "data.yaml"}, "In a --config, --data is dataset_name"),
         ({"--config": "graphs.yaml"}, "graphs='always' is not a choice"),
@@ -85,7 +85,7 @@ def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: 
         ("null.jsonl", "has 1 row without a value of 'text'"),
         ("odd.jsonl", "has the columns answer, question"),
         ("broken.jsonl", "can't be read as a data set"),
-        ("notes.doc", "a local data set is one of .jsonl"),
+        ("notes.doc", "a local data set is a file that ends in .jsonl"),
     ):
         arguments = sft_flags(work)
         arguments[arguments.index("--dataset_name") + 1] = str(tmp_path / name)
@@ -129,4 +129,4 @@ def test_a_launcher_of_many_processes(
     """Contestants would be started by each, and look for the others."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_one_line([command], "runs in one process, and was started in 2: call it without torchrun", capsys)
+    assert_one_line([command], "runs in one process, but 2 were started: call it without torchrun", capsys)

@@ -87,7 +87,7 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--", "train"], "comes sft or dpo"),
+        (["--", "train"], "after -- comes sft or dpo"),
         (["two"], "not 'two'"),
         pytest.param(["3"], "deals 8 rows", marks=prepared),
         pytest.param(["--fsdp"], "needs GPUs", marks=prepared),

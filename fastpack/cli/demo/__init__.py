@@ -1,7 +1,7 @@
 """``fastpack demo``: a tiny model trained stock, on padded batches, and patched; no network, no arguments.
 
-Both are runs of ``fastpack sft``, each in a process of its own, so that its peak memory is its own: same seed, weights
-and batches, float32. The losses must agree; the speed may not.
+Both runs are ``fastpack sft`` with the same seed, weights and batches, in float32. Each has its own process, so their
+peak memory can be compared. The losses must agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastpack.cli.flags import at_least, make_parser
 from fastpack.utils.versions import versions_of
 
 TOLERANCE = 1e-4
-"""How far apart the losses of a step may be, relative to the stock one."""
+"""The largest difference of a step's losses, relative to the stock loss."""
 WARM_UP = 2
 """Steps of each run that are trained but not timed."""
 BATCH_SIZE = 16
@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-"""Threads wait for each other many times a step; with one, whatever else the machine does costs its share, no more."""
+"""One thread: several wait for each other many times a step, so other work on the machine would slow a run more."""
 
 
 WHAT = "Train a tiny Llama on made-up instruction data, padded and stock, then patched, and compare."
@@ -60,20 +60,23 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--plot": {
         "type": Path,
         "default": Path(PICTURE),
-        "help": f"where the picture goes ({', '.join(PICTURES)}; default: {PICTURE})",
+        "help": f"file for the picture ({', '.join(PICTURES)}; default: {PICTURE})",
     },
-    "--json": {"type": Path, "help": "where the same results go, for programs"},
+    "--json": {"type": Path, "help": "file for the same results as JSON"},
 }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demo; the exit code is 1 where the losses disagree."""
+    """Run the demo; return 1 if the losses disagree, else 0."""
     args = make_parser("demo", WHAT, FLAGS).parse_args(arguments)
     require_picture("--plot", args.plot)
     require_file("--json", args.json)
     require_one_process("demo")
     require_trl_on_cpu("demo")
-    from fastpack.cli.demo.output import print_results, save_plot  # matplotlib; the data are made without
+    from fastpack.cli.demo.output import (
+        print_results,
+        save_plot,
+    )  # it imports matplotlib, which making the data does not need
 
     results = compare(rows=args.rows, steps=args.steps, seed=args.seed)
     save_plot(results, args.plot)
@@ -85,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
-    """Train both ways, one after the other, and return the results."""
+    """Train stock, then patched, and return the results of both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chats = make_rows(rows, seed)
@@ -107,7 +110,7 @@ def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
 
 
 def _train(what: str, folder: Path, flags: dict[str, str]) -> dict[str, Any]:
-    """Run ``fastpack sft`` with these flags; return what it wrote as ``--json``."""
+    """Run ``fastpack sft`` with these flags; return the content of its ``--json`` file."""
     print(f"{what}:", file=sys.stderr)
     written = folder / "results.json"
     flags = {**flags, "output_dir": str(folder / "run"), "json": str(written)}
@@ -136,7 +139,7 @@ def _combine(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
         for s, p in zip(stock["steps"], patched["steps"], strict=True)
     ]
     summaries = {"stock": stock["summary"], "patched": patched["summary"]}
-    # Of the median step: when something else takes the processor for a while, a few steps are slow.
+    # The median, since other work on the machine makes a few steps slow.
     speeds = {
         name: statistics.median(row["real_tokens"] / row[f"{name}_seconds"] for row in steps[WARM_UP:])
         for name in summaries

@@ -1,4 +1,4 @@
-"""The demo's results: a table for the terminal, and a picture of both loss curves and both speeds."""
+"""Show the demo's results: a table for the terminal, and a picture of the loss curves and speeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastpack.utils.console import headed
 
 
 def print_results(results: dict[str, Any]) -> None:
-    """Print what both runs cost, and how far apart their losses are."""
+    """Print the costs of both runs, and the difference of their losses."""
     console = Console(highlight=False)
     console.print(_costs(results))
     agree = results["losses_agree"]
@@ -47,7 +47,7 @@ def _costs(results: dict[str, Any]) -> Table:
 
 
 def save_plot(results: dict[str, Any], path: Path) -> None:
-    """Draw the results and save them; the kind of file follows from the name (PNG, SVG, PDF)."""
+    """Draw the results and save them in the format of the path's suffix (PNG, SVG, PDF)."""
     grey, orange = "#9aa5b1", "#d9480f"
     figure = Figure(figsize=(9, 4), dpi=160, layout="constrained")
     losses, bars = figure.subplots(1, 2, width_ratios=(2.2, 1))
