@@ -41,7 +41,7 @@ class LossAgreement:
 
     @property
     def compared(self) -> bool:
-        """Whether there was anything to compare."""
+        """Return whether there was anything to compare."""
         return self.variant is not None
 
     def __str__(self) -> str:

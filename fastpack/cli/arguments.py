@@ -137,7 +137,7 @@ class ParsedArgs:
 
     @property
     def uncut(self) -> bool:
-        """Whether ``max_length`` is not set, and its default is switched off."""
+        """Return whether ``max_length`` was not set and the trainer's default was turned off."""
         return self.max_length != self.training.max_length
 
 

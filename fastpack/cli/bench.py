@@ -22,7 +22,7 @@ from fastpack.cli.flags import POSITIVE, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchOptions
 
-WHAT = f"""Train the same model in several ways, each in a process of its own, and compare.
+WHAT = f"""Train the same model in several variants, each in its own process, and compare them.
 
 Exit codes: 1 if losses disagree; 2 if a flag is wrong; {NOT_COMPARED} if several variants were to be compared and
 fewer than two ran."""

@@ -182,7 +182,7 @@ def proved(record: Record) -> str:
         raise ValueError("no family was proved exact in it")
     kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
-    figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
+    errors = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
     total = len({row.family for row in record.rows})
     names = (
         f"the {total} names that were tried"
@@ -190,7 +190,7 @@ def proved(record: Record) -> str:
         else f"{total} names in transformers' causal-LM mapping"
     )
     summary = (
-        f"{len(tiers)} of {names} give the logits and every gradient of each sequence alone, off by {figures} at most "
+        f"{len(tiers)} of {names} give the logits and every gradient of each sequence alone, off by {errors} at most "
         f"(allowed are 1e-5, or 1.5 times the stock model's own error if that is more). The inputs were "
         f"{', '.join(kinds)}; the models were in training mode, with `use_cache` at its default. Each model was built "
         f"tiny from its own config, in its own process, on {record.made_with}."

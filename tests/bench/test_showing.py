@@ -56,7 +56,7 @@ def test_the_table_compares_with_the_best_stock() -> None:
     assert "left out: stock + FA2 (needs a GPU)" in text
 
 
-def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
+def test_empty_columns_are_left_out() -> None:
     results = [made_up("stock padded", 500, held_memory=None), RunResult("fastpack", error="out of memory")]
     text = printed(outcome(results))
     (head,) = (line for line in text.splitlines() if "real tokens/s" in line and "attention" in line)
@@ -66,7 +66,7 @@ def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
     assert len(line.strip("│").split("│")) == len(head.strip("│").split("│")) == 8
 
 
-def test_a_narrow_terminal_has_every_figure() -> None:
+def test_a_narrow_terminal_shows_every_number() -> None:
     """Headings and names fold, numbers stay whole."""
     shown = io.StringIO()
     found = outcome([made_up("stock + FA2 + Liger", 1000), made_up("fastpack collated", 1800)])
@@ -76,7 +76,7 @@ def test_a_narrow_terminal_has_every_figure() -> None:
     assert "…" not in shown.getvalue()
 
 
-def test_steps_together_are_told_beside_medians() -> None:
+def test_the_overall_speed_is_shown_beside_the_median() -> None:
     """Where one step of five was slow, which a median does not show."""
     ours = made_up("fastpack", 2000, seconds=[0.05] * 4 + [0.2])
     text = printed(outcome([made_up("stock padded", 500), ours]))
@@ -93,7 +93,7 @@ def test_no_speeds_where_losses_disagree() -> None:
     assert "tokens/s" not in text
 
 
-def test_what_ran_out_of_memory_is_said() -> None:
+def test_out_of_memory_is_shown() -> None:
     results = [
         RunResult("stock padded", error="out of memory"),
         made_up("stock padding_free", 5),
@@ -130,7 +130,7 @@ def test_flags() -> None:
     assert make_settings(parse("--graphs", "auto", "--warmup", "9"), on_gpu=True).warmup == 9
 
 
-def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     names, left_out = choose_variants(None, on_gpu=False)
     stock = ["stock padded", "stock padding_free"]
     assert names == [*stock, "fastpack", "fastpack packed", "fastpack collated", "fastpack fused loss"]
@@ -217,7 +217,7 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
         (("--ops", "--plot", "ops.png"), "leave out --plot."),
     ],
 )
-def test_flags_that_nobody_would_read(
+def test_flags_without_effect_are_refused(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "_train", None)
@@ -239,7 +239,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, rows: list[RunResult]) -> list[str
     return ran
 
 
-def test_nobody_is_timed_after_losses_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variant_runs_after_losses_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = made_up("stock padding_free", 1234, losses=[3.0] * 6)
     rows = [made_up("stock padded", 500), wrong, made_up("fastpack", 1500)]
     names = [row.variant for row in rows]
@@ -314,7 +314,7 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     assert choose_variants(None, on_gpu=True) == (everyone, {})
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from fastpack import cli as commands
 
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)

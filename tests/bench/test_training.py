@@ -109,22 +109,22 @@ def test_dpo_learns_once_it_was_compared() -> None:
 def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import fastpack
 
-    given: list[dict[str, Any]] = []
+    patch_options: list[dict[str, Any]] = []
     stock_patch = fastpack.patch
 
     def patch(model: Any, **options: Any) -> Any:
-        given.append(options)
+        patch_options.append(options)
         return stock_patch(model, attention=options["attention"])
 
     monkeypatch.setattr(fastpack, "patch", patch)
     chosen = {"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused", "offload": "activations"}
     settings = replace(SMALL, **chosen)  # type: ignore[arg-type]
     stock, ours = train(settings, "stock padded", "fastpack")
-    assert given == [{**chosen, "share_prefixes": None}]
+    assert patch_options == [{**chosen, "share_prefixes": None}]
     assert (stock.backend, ours.backend) == ("sdpa", "reference")
 
 
-def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contamination_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss alone, at half precision's bound, would not."""
     honest = train(SMALL, "stock padded")
 
@@ -235,13 +235,13 @@ def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.Monke
 
     calls: list[int] = []
 
-    def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **given: Any) -> Any:
+    def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **kwargs: Any) -> Any:
         assert torch.equal(cu_q, cu_k)
         assert max_q == max_k == int(cu_q.diff().max())
-        assert given["window_size"] == (-1, 0)
+        assert kwargs["window_size"] == (-1, 0)
         calls.append(max_q)
         packed = PackedSeqLens.from_lengths(cu_q.diff().tolist())
-        return attend(AttentionCall(q, k, v, packed, scale=given["scale"]), "reference")
+        return attend(AttentionCall(q, k, v, packed, scale=kwargs["scale"]), "reference")
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]

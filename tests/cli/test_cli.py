@@ -59,7 +59,7 @@ def test_counts_are_those_of_the_collator(work: Path) -> None:
 
 
 @trains_on_cpu
-def test_what_patch_is_told(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_patch_options_are_passed_on(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = run_sft(work, "--graphs", "auto", "--kernels", "torch", "--max_steps", "2")
     assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in results["report"]["notes"])
     assert "off, CUDA graphs need a CUDA device" in " ".join(capsys.readouterr().out.split())
@@ -177,14 +177,14 @@ def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
     whole = run_sft(work, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "2")
     last = tmp_path / "out" / f"checkpoint-{STEPS}"
     last.rename(tmp_path / "elsewhere")
-    given = asked if asked == "True" else str(tmp_path / "out" / "checkpoint-2")
-    rest = run_sft(work, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", given)
+    checkpoint = asked if asked == "True" else str(tmp_path / "out" / "checkpoint-2")
+    rest = run_sft(work, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", checkpoint)
     assert losses(rest) == pytest.approx(losses(whole)[2:], rel=FLOAT32_BOUND)
     assert len(rest["steps"]) == STEPS - 2
 
 
 @trains_on_cpu
-def test_what_padding_free_does_not_cut_is_said(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_padding_free_says_that_it_cuts_no_examples(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_sft(work, "--max_steps", "1")
     assert "cuts no examples: the default" not in capsys.readouterr().out
     run_sft(work, "--max_steps", "1", "--padding_free", "True")
@@ -192,7 +192,7 @@ def test_what_padding_free_does_not_cut_is_said(work: Path, capsys: pytest.Captu
 
 
 @trains_on_cpu
-def test_figures_in_the_folder_that_is_made(work: Path, tmp_path: Path) -> None:
+def test_results_in_the_output_folder(work: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = sft_flags(work)
     for flag, value in (("--output_dir", folder), ("--json", folder / "run.json")):

@@ -86,10 +86,10 @@ def test_dpo_from_a_folder(work: Path, flags: tuple[str, ...], tmp_path: Path, m
 
     def run(cache: str, *further: str) -> dict[str, Any]:
         monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / cache)
-        given = ["--model_name_or_path", str(tmp_path / "model"), "--tokenizer", str(work / "tokenizer")]
-        given += ["--data", str(work / "pairs.jsonl"), "--max_steps", str(STEPS), "--learning_rate", "1e-2"]
-        given += ["--use_cpu", "True", "--bf16", "False", "--save_strategy", "no", "--json", "results.json"]
-        assert main(["dpo", *given, *flags, *further]) == 0
+        base = ["--model_name_or_path", str(tmp_path / "model"), "--tokenizer", str(work / "tokenizer")]
+        base += ["--data", str(work / "pairs.jsonl"), "--max_steps", str(STEPS), "--learning_rate", "1e-2"]
+        base += ["--use_cpu", "True", "--bf16", "False", "--save_strategy", "no", "--json", "results.json"]
+        assert main(["dpo", *base, *flags, *further]) == 0
         results: dict[str, Any] = json.loads(Path("results.json").read_text())
         return results
 

@@ -36,7 +36,7 @@ from fastpack import cli as commands
         ),
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
-        ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: fastpack's"),
+        ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens need fastpack"),
         ({"--max_tokens": "0"}, "max_tokens=0; pass an int from 1 on"),
         ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, which is not installed"),
         ({"--config": "bad.yaml"}, "while parsing a flow sequence"),
@@ -107,7 +107,7 @@ def test_an_encoder_and_a_foreign_tokenizer_are_refused(
         assert_one_line(arguments, said, capsys)
 
 
-def test_what_is_not_installed_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
