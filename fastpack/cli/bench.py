@@ -31,7 +31,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
     "--mode": {"choices": ("full", "lora", "qlora"), "default": "full"},
     "--trainer": {"choices": TRAINERS, "default": "sft", "help": "TRL's SFTTrainer, or its DPOTrainer"},
-    "--rows": {"type": POSITIVE, "help": "rows in a batch, for dpo pairs (default: 16, for dpo 4)"},
+    "--rows": {"type": POSITIVE, "help": "rows in a batch; with dpo, pairs (default: 16; with dpo 4)"},
     "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
     "--warmup": {"type": at_least(0), "help": "untimed steps before the timed ones (default: 3, with --graphs 5)"},
     "--lengths": {
@@ -55,7 +55,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "choices": VARIANTS,
         "metavar": "NAME",
-        "help": "; ".join(f"{name}: {variant.what}" for name, variant in VARIANTS.items()),
+        "help": "run only these variants: "
+        + "; ".join(f"{name}: {variant.what}" for name, variant in VARIANTS.items()),
     },
 }
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
