@@ -240,7 +240,7 @@ def _check(command: Command, args: ParsedArgs) -> None:
     changed = [name for name in (*PATCH_OPTIONS, *BUDGET) if getattr(ours, name) != getattr(OwnArguments(), name)]
     if changed and not ours.patch:
         flags = ", ".join(f"--{name}" for name in changed)
-        raise UsageError(f"{flags} need fastpack, and --no_patch trains without it; leave one of them out")
+        raise UsageError(f"{flags}: needs fastpack, but --no_patch trains without it; leave one or the other out")
     if ours.max_tokens is None and (budget_flags := [f"--{name}" for name in changed if name in BUDGET]):
         raise UsageError(f"{budget_flags[0]} changes how --max_tokens works: pass --max_tokens too")
     if ours.loss is not None and command.name != "sft":

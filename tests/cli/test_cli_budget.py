@@ -43,7 +43,7 @@ def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--max_tokens", "512", "--no_patch"), "asks for a stock run"),
+        (("--max_tokens", "512", "--no_patch"), "--no_patch trains without it"),
         (("--same_steps",), "--same_steps changes how --max_tokens works"),
         (("--too_long", "truncate"), "--too_long changes how --max_tokens works"),
         (("--max_tokens", "3"), "tokens, more than max_tokens=3"),
