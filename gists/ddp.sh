@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Starts `fastpack sft` or `fastpack dpo` on many GPUs, a process each: with DDP, or with FSDP2 where the weights, or the
-# optimiser's state, don't fit on one. Flags behind the -- are those of `fastpack sft` or `fastpack dpo`. Without a GPU
-# the processes share the CPU and talk over gloo.
+# Starts `fastpack sft` or `fastpack dpo` on many GPUs, one process each: with DDP, or with FSDP2 if the weights or the
+# optimiser's state don't fit on one GPU. Flags after -- go to `fastpack sft` or `fastpack dpo`. Without a GPU the
+# processes share the CPU and communicate over gloo.
 #
-#   bash gists/ddp.sh                                        a tiny example: the losses are those of one process
+#   bash gists/ddp.sh                                        a tiny example: two processes give the losses of one
 #   bash gists/ddp.sh -- sft --model_name_or_path MODEL --dataset_name DATA      DDP, on all GPUs
 #   bash gists/ddp.sh 4 --fsdp -- dpo --model_name_or_path MODEL --dataset_name PAIRS     FSDP2, on four of them
 set -euo pipefail
@@ -15,11 +15,11 @@ fail() {
     exit 2
 }
 
-# start COUNT WRAP COMMAND FLAG...: `fastpack COMMAND` with these flags in so many processes
+# start COUNT WRAP COMMAND FLAG...: `fastpack COMMAND` with these flags in COUNT processes
 start() {
     local count="$1" wrap="$2" command="$3"
     shift 3
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # a process each has its GPU, or its share of the CPU
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # each process has its own GPU, or a share of the CPU
     if [[ "$wrap" == fsdp ]]; then
         accelerate launch --num_processes "$count" --num_machines 1 --main_process_port 0 --dynamo_backend no \
             --mixed_precision no --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \
@@ -30,7 +30,7 @@ start() {
     torchrun --nproc-per-node "$count" --rdzv-backend c10d --rdzv-endpoint localhost:0 -m fastpack "$command" "$@"
 }
 
-# example COUNT: eight rows a step in one process, and then dealt to so many
+# example COUNT: train eight rows a step in one process, then split over COUNT processes
 example() {
     local count="$1" folder processes
     ((8 % count == 0)) || fail "the example deals 8 rows to 2, 4 or 8 processes, not to $count"
@@ -93,19 +93,19 @@ done
 
 case "${1:-}" in
 sft | dpo | "") ;;
-*) fail "behind the -- comes sft or dpo, and its flags; not '$1'" ;;
+*) fail "after -- comes sft or dpo, then its flags; not '$1'" ;;
 esac
 
 prepare trl
 gpus="$(python -c 'import torch; print(torch.cuda.device_count())')"
 if ((gpus == 0)) && [[ "$wrap" == fsdp ]]; then
-    fail "--fsdp needs GPUs: accelerate does not shard models on a CPU (it takes DDP there without a word)"
+    fail "--fsdp needs GPUs: accelerate does not shard models on a CPU (it silently uses DDP there)"
 fi
 if ((gpus > 0 && ${count:-0} > gpus)); then
-    fail "$count processes were asked for, and there are $gpus GPUs"
+    fail "$count processes need $count GPUs, but there are $gpus"
 fi
 if (($# == 0)); then
-    [[ "$wrap" == ddp ]] || fail "the example is DDP's; say what to train behind --"
+    [[ "$wrap" == ddp ]] || fail "the example uses DDP; for --fsdp, say after -- what to train"
     example "${count:-2}"
 else
     start "${count:-$((gpus > 0 ? gpus : 2))}" "$wrap" "$@"

@@ -1,12 +1,12 @@
-# Sourced by quickstart.sh and test.sh; does nothing by itself.
+# Functions that the other scripts source; it does nothing by itself.
 #
-#   prepare EXTRAS   stand in the repository with its .venv active, torch, fastpack and those extras installed.
+#   prepare EXTRAS   change to the repository, activate its .venv, and install torch, fastpack and these extras.
 #
-# A second call finds everything in place and is quick. An installed torch that is new enough is kept. Where there is no
-# .venv and the environment that is active has all of it, that one is used.
+# A second call finds everything in place and is quick. An installed torch that is new enough is kept. Without a .venv,
+# the active environment is used if it has everything.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-TORCH="torch==2.13.0" # installed first where there is none: a looser requirement may bring gigabytes of CUDA
+TORCH="torch==2.13.0" # installed first if missing: a looser requirement may bring gigabytes of CUDA
 
 prepare() {
     cd "$ROOT"
@@ -31,7 +31,7 @@ prepare() {
 make_venv() {
     local python options=()
     python="$(find_python)"
-    # A torch of the system's, built for its GPU, is seen from inside too.
+    # The .venv also sees a torch that the system has, built for its GPU.
     if "$python" -c 'import sys, importlib.util as u; sys.exit(sys.prefix != sys.base_prefix or not u.find_spec("torch"))'; then
         options=(--system-site-packages)
     fi
@@ -56,7 +56,7 @@ quiet_pip() {
     python -m pip -qq --disable-pip-version-check --no-input "$@"
 }
 
-# satisfied torch | EXTRAS: is what pyproject.toml asks for installed, and this very folder as fastpack?
+# satisfied torch | EXTRAS: check that the requirements in pyproject.toml are installed, and this folder as fastpack
 satisfied() {
     python -I - "$ROOT" "$1" <<'PYTHON'
 import sys
@@ -72,7 +72,7 @@ project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
 
 def installed(line):
     requirement = Requirement(line)
-    if requirement.name == project["name"]:  # an extra made of other extras
+    if requirement.name == project["name"]:  # an extra that consists of other extras
         return all(map(installed, of_extras(requirement.extras)))
     try:
         version = metadata.version(requirement.name)

@@ -1,4 +1,4 @@
-"""Measure the most that this machine can do: matmuls and copies. This is the floor under every time.
+"""Measure this machine's highest rates of matmuls and copies, the floor under every time.
 
 Run ``python -m fastpack.bench.ceiling`` in a process of its own; its last line of output is JSON.
 """
@@ -15,13 +15,13 @@ import torch
 from fastpack.bench.measure import time_calls
 from fastpack.utils.versions import versions_of
 
-PRODUCTS = 8
+MATMULS = 8
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "bitsandbytes", "flash-attn", "liger-kernel")
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """Measured rates: operations a second of a large product of random matrices, bytes a second read and written."""
+    """Measured rates: operations a second of a large matmul, and bytes a second read and written by a copy."""
 
     flops: float
     bandwidth: float
@@ -30,7 +30,7 @@ class Ceiling:
 
 
 def measure() -> Ceiling:
-    """Medians on this machine: bfloat16 on a GPU, float32 on a CPU.
+    """Measure medians on this machine, in bfloat16 on a GPU and float32 on a CPU.
 
     The matrices are random: with zeros a GPU draws less power and runs faster than it ever does in training.
     """
@@ -40,11 +40,11 @@ def measure() -> Ceiling:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
 
-    def multiply() -> None:  # for long enough that the chip is as warm as in training
-        for _ in range(PRODUCTS):
+    def multiply() -> None:  # long enough that the chip is as warm as in training
+        for _ in range(MATMULS):
             torch.mm(a, b, out=product)
 
-    flops = PRODUCTS * 2 * size**3 / time_calls([multiply], device, repeats=50 if on_gpu else 5)
+    flops = MATMULS * 2 * size**3 / time_calls([multiply], device, repeats=50 if on_gpu else 5)
     source = torch.randn((1 << 30 if on_gpu else 1 << 26) // 4, device=device)
     target = torch.empty_like(source)
     seconds = time_calls([lambda: target.copy_(source)], device, repeats=50 if on_gpu else 5)

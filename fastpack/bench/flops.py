@@ -1,13 +1,13 @@
-"""The floating-point operations of matrix products that the timed steps of a run need, for the floor under their time.
+"""The floating-point operations of matmuls that the timed steps of a run need, for the floor under their time.
 
-Those are the model's (:mod:`fastpack.trainers.metrics.flops` counts them), but for two things:
+These are the model's operations (:mod:`fastpack.trainers.metrics.flops` counts them), with two exceptions:
 
-- the head is needed on tokens that predict one: in each sequence all but the last, of DPO those of completions;
+- the head is only needed on tokens that predict one: all but the last of each sequence, and for DPO completions;
 - with gradient checkpointing each layer's forward is computed once more (Chen et al., "Training Deep Nets with
-  Sublinear Memory Cost", arXiv:1604.06174), but for what only its result would need: the last product of a gated MLP,
-  with LoRA that of its B.
+  Sublinear Memory Cost", arXiv:1604.06174), except for matmuls that only its output needs: the last one of a
+  gated MLP, with LoRA that of its B.
 
-DPO's reference adds a forward, without adapters. A prompt that its pair's sequences share is counted with both.
+DPO's reference adds a forward, without adapters. A prompt that a pair's sequences share is counted twice.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from __future__ import annotations
 import torch
 
 from fastpack.bench.models import LORA_RANK, make_config, with_lora
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 from fastpack.trainers.metrics.flops import read_flops
 
 
-def needed_flops(settings: Settings) -> int:
-    """Count what the timed steps need, whose model is a dense decoder with a gated MLP."""
+def needed_flops(settings: RunSettings) -> int:
+    """Count the operations that the timed steps need, for a dense decoder with gated MLPs."""
     from transformers import AutoModelForCausalLM
 
     config = make_config(settings.shape)

@@ -1,4 +1,4 @@
-"""The tokens of each row of a batch; of DPO, of the prompt and both completions of each pair."""
+"""The lengths of a batch's rows in tokens; for DPO, of the prompt and both completions of each pair."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def make_lengths(count: int, *, kind: str = "alpaca", seed: int = 0, max_length:
     """
     if kind == "alpaca":
         draw = random.Random(seed)
-        found = [_log_normal(MEDIAN, draw.gauss(0, SPREAD), RANGE) for _ in range(count)]
+        lengths = [_log_normal(MEDIAN, draw.gauss(0, SPREAD), RANGE) for _ in range(count)]
     else:
-        found = [int(kind)] if kind.isdigit() else _read(kind, "alpaca")
-    if not all(_is_count(length, 2) for length in found):
+        lengths = [int(kind)] if kind.isdigit() else _read(kind, "alpaca")
+    if not all(_is_count(length, 2) for length in lengths):
         raise ValueError("pass lengths of rows as whole numbers from 2 on: one token alone has nothing to predict.")
-    return [min(length, max_length or length) for length in islice(cycle(found), count)]
+    return [min(length, max_length or length) for length in islice(cycle(lengths), count)]
 
 
 def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_length: int | None = None) -> list[Pair]:
@@ -65,25 +65,25 @@ def make_pair_lengths(count: int, *, kind: str = "chat", seed: int = 0, max_leng
     """
     if kind == "chat":
         draw = random.Random(seed)
-        found = [list(_draw_pair(draw)) for _ in range(count)]
+        triples = [list(_draw_pair(draw)) for _ in range(count)]
     elif kind.isdigit():
         half = int(kind) // 2
-        found = [[half, int(kind) - half, int(kind) - half]]
+        triples = [[half, int(kind) - half, int(kind) - half]]
     else:
-        found = _read(kind, "chat")
-    if not all(isinstance(p, list) and len(p) == 3 and all(_is_count(length, 1) for length in p) for p in found):
+        triples = _read(kind, "chat")
+    if not all(isinstance(p, list) and len(p) == 3 and all(_is_count(length, 1) for length in p) for p in triples):
         raise ValueError(
             "pass lists of three positive whole numbers, tokens of prompt, chosen and rejected; or a number from 2 on."
         )
-    longest = max_length or max(map(sum, found))
-    pairs = [(p, min(c, longest - p), min(r, longest - p)) for p, c, r in found if p < longest]
+    longest = max_length or max(map(sum, triples))
+    pairs = [(p, min(c, longest - p), min(r, longest - p)) for p, c, r in triples if p < longest]
     if not pairs:
         raise ValueError(f"no prompt of {kind} is shorter than {max_length} tokens.")
     return list(islice(cycle(pairs), count))
 
 
 def sequences(pairs: list[Pair]) -> list[int]:
-    """Return the tokens of the sequences of pairs: of each prompt with its chosen completion, then its rejected one."""
+    """Return the lengths of the pairs' sequences: prompt with chosen completion, then prompt with rejected one."""
     return [prompt + completion for prompt, *completions in pairs for completion in completions]
 
 
@@ -105,18 +105,18 @@ def _draw_pair(draw: random.Random) -> Pair:
     return prompt, chosen, rejected
 
 
-def _read(name: str, drawn: str) -> list[Any]:
-    """Return the list of a JSON file; ``drawn`` is what asks for lengths without a file."""
+def _read(name: str, keyword: str) -> list[Any]:
+    """Return the list in a JSON file; ``keyword``, for the message, draws lengths without a file."""
     path = Path(name)
     if not path.is_file():
-        raise ValueError(f"no such file; pass {drawn!r}, a number of tokens from 2 on, or a JSON file of lengths.")
+        raise ValueError(f"no such file; pass {keyword!r}, a number of tokens from 2 on, or a JSON file of lengths.")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        items = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"it is no JSON: {error}.") from error
-    if not isinstance(found, list) or not found:
+    if not isinstance(items, list) or not items:
         raise ValueError("it must hold a JSON list of lengths.")
-    return found
+    return items
 
 
 def _is_count(value: Any, least: int) -> bool:

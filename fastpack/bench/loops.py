@@ -11,60 +11,60 @@ import torch
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, TrainerCallback
 
 from fastpack.bench.lengths import Pair, make_rows
-from fastpack.bench.measure import Clock
+from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import lora_config, patch
-from fastpack.bench.settings import GATE_STEPS, LEARNING_RATE, Settings
+from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunSettings
 from fastpack.data import with_packed_seq_lens
 from fastpack.testing.id_tokenizer import tokenizer_of_ids
 
 WITHOUT_WAITING: dict[str, Any] = {"logging_nan_inf_filter": False, "accelerator_config": {"non_blocking": True}}
-"""By default transformers' trainer waits for the device twice a step: to look whether the loss is a number, and to
-copy a batch. What it then does on the host, nothing hides."""
+"""By default transformers' trainer waits for the device twice a step: to check whether the loss is a number, and to
+copy a batch. Its host work after that is not hidden behind the device's."""
 
 FLATTEN = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-"""Feeds packed variants: positions restart, and boundaries are sent along. TRL's own collator sends them from 1.16 on;
-before it, every attention layer would work them out anew, and wait for the device each time."""
+"""The collator of packed variants: positions restart, and boundaries are passed on. TRL's own collator passes them on
+from 1.16; before, every attention layer would compute them again, and wait for the device each time."""
 
-Found = tuple[list[float], list[float]]
-"""Loss and norm of the gradients of the first steps."""
+LossesAndNorms = tuple[list[float], list[float]]
+"""The losses and gradient norms of the first steps."""
 
 
 class StepCallback(TrainerCallback):
-    """Tells the clock when a trainer's steps end, and has the first of them logged."""
+    """A callback that marks the ends of steps on a timer, and has the compared steps logged."""
 
-    def __init__(self, clock: Clock) -> None:
-        """Set up with the clock that it marks."""
-        self.clock = clock
+    def __init__(self, timer: StepTimer) -> None:
+        """Set up with the timer."""
+        self.timer = timer
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Begin the first step."""
+        """Start timing at the first step."""
         if state.global_step == 0:
-            self.clock.mark()
+            self.timer.mark()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End a step."""
-        self.clock.mark()
-        control.should_log |= state.global_step <= GATE_STEPS
+        """Mark the end of a step, and log it if it is compared."""
+        self.timer.mark()
+        control.should_log |= state.global_step <= COMPARED_STEPS
 
 
-def train_with_trl(model: Any, settings: Settings, clock: Clock) -> Found:
+def train_with_trl(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
     """Train with TRL's ``SFTTrainer`` or ``DPOTrainer``, as a user would call it."""
     make_trainer = dpo_trainer if settings.trainer == "dpo" else sft_trainer
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(model, settings, trainer_arguments(settings, folder))
-        trainer.add_callback(StepCallback(clock))
+        trainer.add_callback(StepCallback(timer))
         trainer.train()
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry][:GATE_STEPS]
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry][:COMPARED_STEPS]
     return [entry["loss"] for entry in logged], [entry["grad_norm"] for entry in logged]
 
 
-def sft_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> Any:
+def sft_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``SFTTrainer`` of a variant, on rows of random tokens."""
     from datasets import Dataset
     from trl.trainer.sft_config import SFTConfig
     from trl.trainer.sft_trainer import SFTTrainer
 
-    variant = settings.variant
+    variant = settings.spec
     rows = make_rows(settings.row_lengths(), model.config.vocab_size, settings.seed)
     trainer = SFTTrainer(
         model,
@@ -86,11 +86,11 @@ def sft_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> An
     return trainer
 
 
-def dpo_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> Any:
+def dpo_trainer(model: Any, settings: RunSettings, arguments: dict[str, Any]) -> Any:
     """Return the ``DPOTrainer`` of a variant, as a user would call it.
 
-    With LoRA the reference is the policy with its adapters off, else a copy. Nothing is learned in the first steps,
-    which are compared: see :class:`LearnLater`.
+    With LoRA the reference is the policy with its adapters off, else a copy. The first steps, which are compared, learn
+    nothing: see :class:`LearnLater`.
     """
     from datasets import Dataset
     from trl.trainer.dpo_config import DPOConfig
@@ -106,27 +106,27 @@ def dpo_trainer(model: Any, settings: Settings, arguments: dict[str, Any]) -> An
         peft_config=lora_config() if lora else None,
         callbacks=[LearnLater()],
     )
-    # which tokenizes texts and takes nothing else; these are token ids already
+    # the trainer only takes texts, which it tokenizes; these are token ids already
     pairs = make_pairs(settings.pair_lengths(), model.config.vocab_size, settings.seed)
     trainer.train_dataset = Dataset.from_list(pairs)
-    if settings.variant.patched:
+    if settings.spec.patched:
         patch(trainer, settings)
     return trainer
 
 
 class LearnLater(TrainerCallback):
-    """Holds the learning rate at 0 while variants are compared.
+    """A callback that keeps the learning rate at 0 while variants are compared.
 
     A reward is beta times the difference of two log-probabilities near -7,000 (700 tokens of random weights), each a
-    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ, however little,
-    that leaves noise of some hundredths in a loss of 0.7, and of a sixth in the gradients' norm. As long as they are
-    the same computation they round alike: the norms of stock and patched models agree to 1e-3.
+    sum of terms that half precision rounds by some hundredths. As soon as policy and reference differ at all, this
+    leaves noise of some hundredths in a loss of 0.7, and of a sixth in the gradients' norm. While both are the same
+    computation they round alike: the norms of stock and patched models agree to 1e-3.
     """
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Set the step's learning rate."""
-        for group in given["optimizer"].param_groups:
-            group["lr"] = LEARNING_RATE if state.global_step >= GATE_STEPS else 0.0
+        for group in kwargs["optimizer"].param_groups:
+            group["lr"] = LEARNING_RATE if state.global_step >= COMPARED_STEPS else 0.0
 
 
 def make_pairs(lengths: list[Pair], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
@@ -136,7 +136,7 @@ def make_pairs(lengths: list[Pair], vocabulary: int, seed: int) -> list[dict[str
     return [{name: next(rows) for name in names} for _ in lengths]
 
 
-def trainer_arguments(settings: Settings, folder: str) -> dict[str, Any]:
+def trainer_arguments(settings: RunSettings, folder: str) -> dict[str, Any]:
     """Return the arguments of the config of any of TRL's trainers."""
     return {
         "output_dir": folder,
@@ -156,11 +156,11 @@ def trainer_arguments(settings: Settings, folder: str) -> dict[str, Any]:
     }
 
 
-def train_plainly(model: Any, settings: Settings, clock: Clock) -> Found:
+def train_plainly(model: Any, settings: RunSettings, timer: StepTimer) -> LossesAndNorms:
     """Train in a user's own loop over ``model(..., labels=...)`` with AdamW."""
-    variant = settings.variant
+    variant = settings.spec
     device = next(model.parameters()).device
-    if variant.liger:  # its fused loss included; TRL's trainer does this by itself
+    if variant.liger:  # with its fused loss; TRL's trainer does this by itself
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model.get_base_model() if hasattr(model, "get_base_model") else model)
@@ -175,16 +175,16 @@ def train_plainly(model: Any, settings: Settings, clock: Clock) -> Found:
     rows = [{"input_ids": row} for row in make_rows(settings.row_lengths(), model.config.vocab_size, settings.seed)]
     losses: list[torch.Tensor] = []
     norms: list[float] = []
-    clock.mark()
+    timer.mark()
     for step in range(settings.total_steps):
         batch = collator(rows[step * settings.rows : (step + 1) * settings.rows])
         batch = {name: value.to(device) if hasattr(value, "to") else value for name, value in batch.items()}
         loss = model(**batch, use_cache=False).loss
         loss.backward()
-        if step < min(GATE_STEPS, settings.warmup):  # these are not timed
+        if step < min(COMPARED_STEPS, settings.warmup):  # warm-up steps are not timed
             norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])))
         optimizer.step()
         optimizer.zero_grad()
-        clock.mark()
+        timer.mark()
         losses.append(loss.detach())
-    return torch.stack(losses[:GATE_STEPS]).tolist(), norms
+    return torch.stack(losses[:COMPARED_STEPS]).tolist(), norms

@@ -1,8 +1,8 @@
-"""Time and memory: of training steps as a user waits for them, and of calls without what the host takes to ask.
+"""Measure training steps as a user waits for them, and calls without the host's time to launch them.
 
 On a GPU a batch of calls is queued behind a pause, so that they run one after the other without waiting for the host;
 their mean is one sample, and the median of the samples is the result. Calls take turns over several sets of inputs
-and keep as many results, so that what is read and written is not found in the cache.
+and keep as many results, so that no data is found in the cache.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ PAUSE = 4e6
 QUEUED_SECONDS = 1.2e-3
 """How long the host may take for one batch of calls: less than the pause."""
 SAMPLE_SECONDS = 5e-3
-"""How much work on the device one sample wants, at most."""
+"""The longest work on the device for one sample."""
 TOTAL_SECONDS = 1.0
-"""How much all samples may take, but for a handful."""
+"""The longest time for all samples, unless these are fewer than :data:`FEWEST`."""
 FEWEST = 5
 
 
-class Clock:
-    """Times the steps after the warm-up, and makes nobody wait for it.
+class StepTimer:
+    """A timer of the steps after the warm-up, which waits for no device.
 
-    A step's time runs from the end of the one before to its own end, both as the device reaches them: what is fetched,
-    logged and tidied up in between counts, as it does for users, and what hides behind the device's work does not.
+    A step's time runs from the end of the one before to its own end, both as the device reaches them. Work in between
+    (fetching, logging, cleaning up) counts, as it does for users; work hidden behind the device's does not.
 
     Args:
-        warmup: how many steps are not timed.
+        warmup: the number of steps that are not timed.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -64,18 +64,18 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repe
     """Return the median seconds of one call, taken in turn from ``calls``.
 
     Args:
-        calls: each the same work on other data; what they return is kept until its turn comes again.
-        device: where they run.
-        repeats: how many samples are taken.
+        calls: functions that do the same work on different data; outputs are kept until a call's turn comes again.
+        device: the device that they run on.
+        repeats: the number of samples.
     """
-    kept: deque[Any] = deque(maxlen=len(calls))
+    outputs: deque[Any] = deque(maxlen=len(calls))
     turns = itertools.cycle(calls)
     for _ in range(min(len(calls), 4)):  # warm up: compile, tune, plan
-        kept.append(next(turns)())
+        outputs.append(next(turns)())
     if device.type != "cuda":
-        return statistics.median(_seconds(next(turns), kept)[0] for _ in range(repeats))
+        return statistics.median(_seconds(next(turns), outputs)[0] for _ in range(repeats))
     host, alone = (
-        statistics.median(times) for times in zip(*(_seconds(next(turns), kept) for _ in range(5)), strict=True)
+        statistics.median(times) for times in zip(*(_seconds(next(turns), outputs) for _ in range(5)), strict=True)
     )
     batch = max(1, min(len(calls) * 4, 64, int(QUEUED_SECONDS / host), int(SAMPLE_SECONDS / alone) + 1))
     repeats = max(min(repeats, FEWEST), min(repeats, int(TOTAL_SECONDS / (batch * alone))))
@@ -85,29 +85,29 @@ def time_calls(calls: Sequence[Callable[[], Any]], device: torch.device, *, repe
         torch.cuda._sleep(int(PAUSE))
         begin.record()
         for call in itertools.islice(turns, batch):
-            kept.append(call())
+            outputs.append(call())
         end.record()
         end.synchronize()
         samples.append(begin.elapsed_time(end) / 1e3 / batch)
     return statistics.median(samples)
 
 
-def _seconds(call: Callable[[], Any], kept: deque[Any]) -> tuple[float, float]:
-    """Seconds that the host takes to ask for a call, and until it is done; above 0."""
+def _seconds(call: Callable[[], Any], outputs: deque[Any]) -> tuple[float, float]:
+    """Return the seconds until the host has launched a call, and until the call is done; both above 0."""
     began = time.perf_counter()
-    kept.append(call())
-    asked = time.perf_counter()
+    outputs.append(call())
+    queued = time.perf_counter()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return max(asked - began, 1e-9), max(time.perf_counter() - began, 1e-9)
+    return max(queued - began, 1e-9), max(time.perf_counter() - began, 1e-9)
 
 
 def peak_extra_memory(call: Callable[[], Sequence[torch.Tensor]], device: torch.device) -> int | None:
-    """Bytes that a call needs at most beyond what is there before it and what it returns; None on a CPU."""
+    """Return the peak bytes of a call beyond what was allocated before and what it returns; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    returned = call()  # what the allocator gives is counted as it is asked for, not as the device comes to it
+    returned = call()  # the allocator counts at the request, not when the device gets there
     return torch.cuda.max_memory_allocated() - before - sum(tensor.nbytes for tensor in returned)

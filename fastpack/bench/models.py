@@ -1,4 +1,4 @@
-"""The models that are timed: real shapes and random weights, whole, with LoRA, or with LoRA on 4-bit weights."""
+"""The timed models: real shapes and random weights, trained whole, with LoRA, or with LoRA on 4-bit weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import fastpack
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 
 LORA_RANK = 16
 
@@ -88,15 +88,15 @@ def make_config(shape: str) -> Any:
     return AutoConfig.for_model(**SHAPES[shape], pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
-def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
+def build_model(settings: RunSettings, device: torch.device) -> tuple[Any, str]:
     """Return a variant's model on ``device``, in training mode, and the name of the stock model's attention kernel.
 
-    For ``DPOTrainer`` without adapters and not patched: it makes them itself, and a reference beside the model.
+    For ``DPOTrainer`` the model has no adapters and is not patched: the trainer adds them, and a reference.
     """
     from transformers import AutoModelForCausalLM
 
     stock = backend = "sdpa"
-    if settings.variant.varlen:
+    if settings.spec.varlen:
         from fastpack.bench import stock_varlen
 
         stock, backend = stock_varlen.implementation()
@@ -110,21 +110,21 @@ def build_model(settings: Settings, device: torch.device) -> tuple[Any, str]:
         return model.train(), backend
     if settings.mode != "full":
         model = with_lora(model)
-    if settings.variant.patched:
+    if settings.spec.patched:
         patch(model, settings)
     return model.train(), backend
 
 
-def patch(target: Any, settings: Settings) -> None:
-    """Patch a model or trainer as the flags say."""
+def patch(target: Any, settings: RunSettings) -> None:
+    """Patch a model or trainer with the options of the settings."""
     fastpack.patch(
         target,
         attention=settings.attention,
         kernels=settings.kernels,
         graphs=settings.graphs,
-        loss="fused" if settings.variant.fused else settings.loss,
+        loss="fused" if settings.spec.fused else settings.loss,
         offload=settings.offload,
-        share_prefixes="auto" if settings.variant.shared else None,
+        share_prefixes="auto" if settings.spec.shared else None,
     )
 
 
@@ -153,7 +153,7 @@ def quantised(model: Any) -> Any:
 
 
 def lora_config() -> Any:
-    """LoRA of rank 16 on every linear layer but the head, without dropout."""
+    """Return the config of LoRA of rank 16 on every linear layer but the head, without dropout."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -162,9 +162,9 @@ def lora_config() -> Any:
 
 
 def with_lora(model: Any) -> Any:
-    """LoRA of rank 16 on every linear layer but the head.
+    """Add LoRA of rank 16 to every linear layer but the head.
 
-    On 4-bit weights A and B are bfloat16, which is what TRL makes of them.
+    On 4-bit weights A and B are bfloat16, as TRL casts them.
     """
     from peft import get_peft_model
 
@@ -177,5 +177,5 @@ def with_lora(model: Any) -> Any:
 
 
 def dtype_of(device: torch.device) -> torch.dtype:
-    """Return that of the weights."""
+    """Return the dtype of the weights on a device."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32

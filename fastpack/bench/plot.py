@@ -1,4 +1,4 @@
-"""The benchmark's picture: speed of each variant under the floor's rate, and the memory that it took."""
+"""The benchmark's picture: each variant's speed, the floor's rate, and peak memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STOCK, OURS, FLOOR = "#adb5bd", "#d9480f", "#2b8a3e"
 
 
 def save_plot(outcome: Outcome, path: Path) -> None:
-    """Draw the outcome and save it; the kind of file follows from the name (PNG, SVG, PDF)."""
+    """Draw the outcome and save it in the format of the path's suffix (PNG, SVG, PDF)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -19,7 +19,7 @@ def save_plot(outcome: Outcome, path: Path) -> None:
     figure = Figure(figsize=(11, 2.2 + 0.55 * len(rows)), dpi=160, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(outcome.title, wrap=True)
-    names = [row.contestant for row in rows]
+    names = [row.variant for row in rows]
     colors = [OURS if VARIANTS[name].patched else STOCK for name in names]
     speed, memory = figure.subplots(1, 2, width_ratios=(2.2, 1), sharey=True)
     for axes, values, form, label in (
@@ -30,6 +30,6 @@ def save_plot(outcome: Outcome, path: Path) -> None:
         axes.set_xlim(right=1.2 * max(values))
         axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
-    speed.axvline(outcome.floor_rate, color=FLOOR, linestyle="--")  # out of sight where it is far off
+    speed.axvline(outcome.floor_rate, color=FLOOR, linestyle="--")  # outside the axes if it is far off
     speed.set_title(f"floor: {outcome.floor_rate:,.0f}", color=FLOOR, loc="right", fontsize="medium")
     figure.savefig(path)

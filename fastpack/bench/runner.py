@@ -1,4 +1,4 @@
-"""Run variants in turn, each in a process of its own, and put everything found into one record."""
+"""Run variants in turn, each in a process of its own, and put all results into one record."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 from fastpack.bench.ceiling import Ceiling
 from fastpack.bench.flops import needed_flops
-from fastpack.bench.same_losses import Verdict, compare
-from fastpack.bench.settings import Figures, Settings
+from fastpack.bench.same_losses import LossAgreement, compare
+from fastpack.bench.settings import RunResult, RunSettings
 from fastpack.bench.variants import VARIANTS
 from fastpack.errors import FastpackError
 
-WITHOUT_SPEED = ("contestant", "backend", "losses", "gradient_norms", "error")
-"""Results of variants that did not train the same model that are told all the same."""
+WITHOUT_SPEED = ("variant", "backend", "losses", "gradient_norms", "error")
+"""The results that are reported even if variants did not train the same model."""
 ALWAYS = ("shape", "mode", "rows", "lengths")
-"""Settings that a title names whatever they are."""
+"""The settings that a title always names."""
 
 
 @dataclass(frozen=True)
@@ -28,35 +28,35 @@ class Outcome:
     """One run of the benchmark.
 
     Attributes:
-        floor_rate: real tokens a second if nothing took time but the matrix products, at the measured rate.
-        left_out: variants that could not take part, and why.
+        floor_rate: real tokens a second if only matmuls took time, at the measured rate.
+        left_out: the variants that could not run, and why.
     """
 
-    settings: Settings
-    figures: list[Figures]
-    verdict: Verdict
+    settings: RunSettings
+    results: list[RunResult]
+    verdict: LossAgreement
     ceiling: Ceiling
     floor_rate: float
     machine: dict[str, Any]
     left_out: dict[str, str]
 
     @property
-    def ran(self) -> list[Figures]:
+    def ran(self) -> list[RunResult]:
         """Return the variants that have results."""
-        return [row for row in self.figures if row.error is None]
+        return [row for row in self.results if row.error is None]
 
     @property
     def title(self) -> str:
-        """Return the training in one line: what people ask for first, and all else that is not at its default."""
-        default = asdict(Settings(""))
-        told = {
+        """Return the training in one line: the main settings, and all others that differ from their defaults."""
+        default = asdict(RunSettings(""))
+        shown = {
             name: value for name, value in asdict(self.settings).items() if value != default[name] or name in ALWAYS
         }
-        return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in told.items())
+        return ", ".join(f"{name.replace('_', '-')} {value}" for name, value in shown.items())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything, for a JSON file; of losses that disagree, them alone."""
-        rows = [self.results(row) for row in self.figures]
+        """Return everything for a JSON file; if losses disagree, without speeds and memory."""
+        rows = [self.row_dict(row) for row in self.results]
         if not self.verdict.agree:
             rows = [{name: row[name] for name in WITHOUT_SPEED} for row in rows]
         return {
@@ -66,15 +66,15 @@ class Outcome:
             "floor_tokens_per_second": self.floor_rate,
             "verdict": asdict(self.verdict),
             "left_out": self.left_out,
-            "contestants": rows,
+            "variants": rows,
         }
 
-    def results(self, row: Figures) -> dict[str, Any]:
-        """Return everything measured of a variant, and what follows from it."""
+    def row_dict(self, row: RunResult) -> dict[str, Any]:
+        """Return a variant's measurements, and rates and shares computed from them."""
         if row.error is not None:
             return asdict(row)
         rate = row.tokens_per_second
-        stock = [other.tokens_per_second for other in self.ran if not VARIANTS[other.contestant].patched]
+        stock = [other.tokens_per_second for other in self.ran if not VARIANTS[other.variant].patched]
         return asdict(row) | {
             "step_median": statistics.median(row.seconds),
             "tokens_per_second": rate,
@@ -85,28 +85,28 @@ class Outcome:
         }
 
 
-def run_all(settings: Settings, variants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
+def run_all(settings: RunSettings, variants: Sequence[str], *, left_out: dict[str, str], on_gpu: bool) -> Outcome:
     """Measure the machine, then each variant, one process after the other, as long as their losses agree.
 
     Raises:
-        FastpackError: a process failed otherwise than for want of memory; what it said is printed before.
+        FastpackError: a process failed for another reason than memory; its output is printed before.
     """
-    half = on_gpu or settings.mode == "qlora"  # on a CPU, adapters of 4-bit weights alone are bfloat16
-    found = _run("measuring this machine", "fastpack.bench.ceiling")
-    ceiling = Ceiling(**found["ceiling"])
-    figures: list[Figures] = []
-    verdict = compare(figures, half=half)
+    half = on_gpu or settings.mode == "qlora"  # on a CPU, only adapters of 4-bit weights are bfloat16
+    machine = _run("measuring this machine", "fastpack.bench.ceiling")
+    ceiling = Ceiling(**machine["ceiling"])
+    results: list[RunResult] = []
+    verdict = compare(results, half=half)
     for name in variants:
-        flags = asdict(replace(settings, contestant=name))
-        row = Figures(**_run(name, "fastpack.bench.variant_run", json.dumps(flags)))
-        figures.append(row)
+        flags = asdict(replace(settings, variant=name))
+        row = RunResult(**_run(name, "fastpack.bench.variant_run", json.dumps(flags)))
+        results.append(row)
         print(f"{name}: {row.error or f'{row.tokens_per_second:,.0f} real tokens/s'}", file=sys.stderr, flush=True)
-        verdict = compare(figures, half=half)
+        verdict = compare(results, half=half)
         if not verdict.agree:
             break
-    not_run = dict.fromkeys(variants[len(figures) :], f"was not run: {verdict.against!r} and {name!r} disagree")
+    not_run = dict.fromkeys(variants[len(results) :], f"was not run: {verdict.against!r} and {name!r} disagree")
     floor = sum(map(sum, settings.timed_batches())) * ceiling.flops / needed_flops(settings)
-    return Outcome(settings, figures, verdict, ceiling, floor, found["machine"], left_out | not_run)
+    return Outcome(settings, results, verdict, ceiling, floor, machine["machine"], left_out | not_run)
 
 
 def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:
@@ -116,5 +116,5 @@ def _run(name: str, module: str, *arguments: str) -> dict[str, Any]:
         print(ended.stderr, file=sys.stderr)
         last = (ended.stderr.strip() or "it said nothing").splitlines()[-1]
         raise FastpackError(f"{name} failed (exit {ended.returncode}): {last}")
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    output: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    return output

@@ -1,8 +1,8 @@
-"""Do all variants train the same model? Without that, no speed is worth a word.
+"""Check that all variants train the same model; otherwise their speeds mean nothing.
 
-Each variant is compared with the first one before the next begins, over its first steps: the loss, and the norm of
-all gradients. The loss of random weights hardly moves when sequences see each other (1e-3 of it); the norm does (4 %
-and more), and a wrong backward shows in nothing else.
+Before the next variant begins, each is compared with the first over its first steps: the loss, and the norm of all
+gradients. With random weights the loss hardly changes when sequences see each other (by 1e-3); the norm changes by 4 %
+and more, and only the norm shows a wrong backward.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastpack.bench.settings import GATE_STEPS, Figures
+from fastpack.bench.settings import COMPARED_STEPS, RunResult
 from fastpack.utils.console import counted
 
 BOUNDS = {"loss": 1e-4, "gradients' norm": 1e-3}
 HALF_PRECISION_BOUNDS = {"loss": 2e-2, "gradients' norm": 2e-2}
-"""How far apart they may be, relative."""
+"""The largest relative differences."""
 NOT_COMPARED = 3
-"""An exit code of its own: 1 is for what differs, 2 for what the user has to mend."""
+"""The exit code if nothing was compared; 1 means that losses differ, 2 that a flag is wrong."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The place where a variant is furthest from the first, measured by the bound that holds there.
+class LossAgreement:
+    """The largest difference from the first variant, relative to its bound.
 
-    ``contestant`` is None where there was nothing to compare; ``steps`` are those whose losses were, ``norm_steps``
-    those whose gradients were.
+    ``variant`` is None if there was nothing to compare. ``steps`` counts the compared losses, ``norm_steps`` the
+    compared gradient norms.
     """
 
     agree: bool
-    contestant: str | None = None
+    variant: str | None = None
     against: str = ""
     what: str = ""
     step: int = 0
@@ -41,8 +41,8 @@ class Verdict:
 
     @property
     def compared(self) -> bool:
-        """Whether there was anything to compare."""
-        return self.contestant is not None
+        """Return whether there was anything to compare."""
+        return self.variant is not None
 
     def __str__(self) -> str:
         """Return the verdict as one sentence."""
@@ -50,17 +50,17 @@ class Verdict:
             return "nothing was compared: fewer than two variants ran"
         return (
             f"losses of the first {counted(self.steps, 'step')} and gradients of {self.norm_steps} of them "
-            f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.contestant!r}, in "
+            f"{'agree' if self.agree else 'DISAGREE'}: the furthest from {self.against!r} is {self.variant!r}, in "
             f"the {self.what} of step {self.step}, by {self.difference:.1e} of it (bound {self.bound:g})"
         )
 
 
-def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
+def compare(results: Sequence[RunResult], *, half: bool) -> LossAgreement:
     """Return the verdict on all variants that ran, in half precision or in float32."""
-    ran = [row for row in figures if row.error is None]
-    steps = min([GATE_STEPS, *(len(row.losses) for row in ran)])
-    norm_steps = min([GATE_STEPS, *(len(row.gradient_norms) for row in ran)])
-    found: list[Verdict] = []
+    ran = [row for row in results if row.error is None]
+    steps = min([COMPARED_STEPS, *(len(row.losses) for row in ran)])
+    norm_steps = min([COMPARED_STEPS, *(len(row.gradient_norms) for row in ran)])
+    comparisons: list[LossAgreement] = []
     for row in ran[1:]:
         for what, ours, theirs in (
             ("loss", row.losses[:steps], ran[0].losses),
@@ -70,11 +70,11 @@ def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
             for step, (our, their) in enumerate(zip(ours, theirs, strict=False), 1):
                 off = abs(our - their) / abs(their) if their else math.inf
                 difference = math.inf if math.isnan(off) else off
-                found.append(
-                    Verdict(
+                comparisons.append(
+                    LossAgreement(
                         agree=difference <= bound,
-                        contestant=row.contestant,
-                        against=ran[0].contestant,
+                        variant=row.variant,
+                        against=ran[0].variant,
                         what=what,
                         step=step,
                         difference=difference,
@@ -83,4 +83,4 @@ def compare(figures: Sequence[Figures], *, half: bool) -> Verdict:
                         norm_steps=norm_steps,
                     )
                 )
-    return max(found, key=lambda verdict: verdict.difference / verdict.bound, default=Verdict(agree=True))
+    return max(comparisons, key=lambda verdict: verdict.difference / verdict.bound, default=LossAgreement(agree=True))

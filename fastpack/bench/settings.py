@@ -1,4 +1,4 @@
-"""The settings of one run and its figures: all that passes between the parent and a variant's process."""
+"""The settings of one run and its results: everything that passes between the parent and a variant's process."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, Literal
 from fastpack.bench.lengths import Pair, make_lengths, make_pair_lengths, sequences
 from fastpack.bench.variants import VARIANTS, Variant
 
-GATE_STEPS = 5
-"""How many steps the variants are compared on, and whose losses and norms are read."""
+COMPARED_STEPS = 5
+"""The number of first steps whose losses and gradient norms are read and compared."""
 
 LEARNING_RATE = 1e-4
 OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """The settings of one run: the flags of ``fastpack bench``. ``rows`` counts a batch's rows, or DPO's pairs."""
 
-    contestant: str
+    variant: str
     trainer: str = "sft"
     shape: str = "tiny"
     mode: Literal["full", "lora", "qlora"] = "full"
@@ -40,50 +40,50 @@ class Settings:
     seed: int = 0
 
     @property
-    def variant(self) -> Variant:
-        """Return the way of training that ``contestant`` names."""
-        return VARIANTS[self.contestant]
+    def spec(self) -> Variant:
+        """Return the variant that the name ``variant`` stands for."""
+        return VARIANTS[self.variant]
 
     @property
     def total_steps(self) -> int:
-        """Warm-up and timed steps."""
+        """Return the number of warm-up and timed steps."""
         return self.warmup + self.steps
 
     def pair_lengths(self) -> list[Pair]:
-        """Return the tokens of every pair, those of warm-up and timed steps after each other."""
+        """Return the lengths of every pair, warm-up steps first, then timed steps."""
         count = self.rows * self.total_steps
         return make_pair_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
 
     def row_lengths(self) -> list[int]:
-        """Return the tokens of every row, as :meth:`pair_lengths`; of a pair there are two."""
+        """Return the length of every row, in the order of :meth:`pair_lengths`; a pair has two rows."""
         if self.trainer == "dpo":
             return sequences(self.pair_lengths())
         count = self.rows * self.total_steps
         return make_lengths(count, kind=self.lengths, seed=self.seed, max_length=self.max_length)
 
     def timed_batches(self) -> list[list[int]]:
-        """Return the tokens of the rows of each timed step."""
+        """Return the row lengths of each timed step."""
         lengths = self.row_lengths()
         size = len(lengths) // self.total_steps
         return [lengths[at : at + size] for at in range(self.warmup * size, len(lengths), size)]
 
 
 @dataclass
-class Figures:
+class RunResult:
     """The measurements of one run.
 
     Attributes:
         backend: the attention kernel.
         seconds, tokens: of each timed step; ``tokens`` are real ones.
-        slots: of all timed steps: what the model was given, padding included.
-        peak_memory: GiB in tensors, once the model is built; on a CPU, GiB that the process had at most.
-        held_memory: GiB that the allocator had taken for them, which is what others see; CUDA graphs keep theirs. None
-            on a CPU.
+        slots: tokens of all timed steps, padding included.
+        peak_memory: GiB in tensors, once the model is built; on a CPU, the process's peak GiB.
+        held_memory: GiB that the allocator reserved, which other processes see as used, with the memory that CUDA
+            graphs keep. None on a CPU.
         losses, gradient_norms: of the first steps, on which variants are compared.
-        error: why there are no figures.
+        error: why there are no results.
     """
 
-    contestant: str
+    variant: str
     backend: str = ""
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)

@@ -1,10 +1,10 @@
 """FlashAttention-2 for a stock transformers model: the best attention that a user could install today.
 
 Where flash-attn is installed that is transformers' own ``flash_attention_2``. Elsewhere it is the same kernel as
-torch carries it, registered at transformers' two extension points, which reads the ``cu_seq_lens_q`` and
-``max_length_q`` of TRL's collator and so waits for the device no more than flash-attn does.
+torch carries it, registered at transformers' two extension points, where it reads the ``cu_seq_lens_q`` and
+``max_length_q`` of TRL's collator, so it waits for the device no more than flash-attn does.
 
-It serves the stock variants alone, in their own process: fastpack's backends are not used here.
+Only the stock variants use it, in their own process; fastpack's backends are not involved.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "bench_varlen"
 
 
 def implementation() -> tuple[str, str]:
-    """Return a name for ``attn_implementation``, registered where it has to be, and one for people."""
+    """Return a name for ``attn_implementation``, registered if needed, and a name to show."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import flash_attention_mask
     from transformers.utils.import_utils import is_flash_attn_2_available

@@ -14,7 +14,7 @@ COLUMNS = ("", "attention", "step ms", "real tokens/s", "overall", "x best stock
 
 
 def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
-    """Print the table and the verdict; where the losses disagree, the verdict alone."""
+    """Print the table and the verdict; if the losses disagree, only the verdict."""
     console = console or Console(width=room_for(WIDTH))
     verdict = outcome.verdict
     if verdict.agree:
@@ -29,19 +29,19 @@ def print_outcome(outcome: Outcome, console: Console | None = None) -> None:
 
 def _speeds(outcome: Outcome) -> Table:
     table = headed(*COLUMNS, title=outcome.title, right=COLUMNS[2:])
-    for row in outcome.figures:
+    for row in outcome.results:
         if row.error is not None:
-            table.add_row(row.contestant, "", "", Text(row.error, style="red"))
+            table.add_row(row.variant, "", "", Text(row.error, style="red"))
             continue
-        found = outcome.results(row)
+        numbers = outcome.row_dict(row)
         table.add_row(
-            row.contestant,
+            row.variant,
             row.backend,
-            f"{found['step_median'] * 1e3:,.0f}",
+            f"{numbers['step_median'] * 1e3:,.0f}",
             f"{row.tokens_per_second:,.0f}",
-            f"{found['tokens_per_second_overall']:,.0f}",
-            "" if found["times_best_stock"] is None else f"{found['times_best_stock']:.2f}",
-            f"{found['floor_share']:.0%}",
+            f"{numbers['tokens_per_second_overall']:,.0f}",
+            "" if numbers["times_best_stock"] is None else f"{numbers['times_best_stock']:.2f}",
+            f"{numbers['floor_share']:.0%}",
             f"{row.peak_memory:.2f}",
             "" if row.held_memory is None else f"{row.held_memory:.1f}",
         )
@@ -51,10 +51,10 @@ def _speeds(outcome: Outcome) -> Table:
 def _legend(outcome: Outcome) -> str:
     """Return the meaning of the columns, and the share of padding."""
     ceiling = outcome.ceiling
-    padding = max((outcome.results(row)["padding_share"] for row in outcome.ran), default=0)
+    padding = max((outcome.row_dict(row)["padding_share"] for row in outcome.ran), default=0)
     return (
-        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: of all of them together; "
-        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matrix products alone would allow at "
-        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: in tensors, on a CPU most that "
-        f"the process had; held: by the allocator for them; at most {padding:.0%} of a variant's slots are padding"
+        f"real tokens/s: median of {counted(outcome.settings.steps, 'step')}; overall: all of them together; "
+        f"floor: share of the {outcome.floor_rate:,.0f} tokens/s that the step's matmuls alone would allow at "
+        f"the measured {ceiling.flops / 1e12:,.3g} TFLOP/s ({ceiling.product}); GiB: peak of tensors, on a CPU of the "
+        f"process; held: reserved by the allocator; at most {padding:.0%} of a variant's slots are padding"
     )

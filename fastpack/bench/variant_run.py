@@ -1,6 +1,6 @@
-"""One variant: builds its model, trains it, and prints its results.
+"""Build a variant's model, train it, and print its results.
 
-Run as ``python -m fastpack.bench.variant_run '{"contestant": ...}'`` by :mod:`fastpack.bench.runner`; the last line
+Run as ``python -m fastpack.bench.variant_run '{"variant": ...}'`` by :mod:`fastpack.bench.runner`; the last line
 that it prints is its results, as JSON.
 """
 
@@ -14,33 +14,33 @@ import torch
 
 import fastpack
 from fastpack.bench.loops import train_plainly, train_with_trl
-from fastpack.bench.measure import Clock
+from fastpack.bench.measure import StepTimer
 from fastpack.bench.models import build_model
-from fastpack.bench.settings import OUT_OF_MEMORY, Figures, Settings
+from fastpack.bench.settings import OUT_OF_MEMORY, RunResult, RunSettings
 from fastpack.trainers.metrics.counting import resident_bytes
 
 
-def run(settings: Settings) -> Figures:
+def run(settings: RunSettings) -> RunResult:
     """Train ``warmup + steps`` steps, and measure the last ``steps``."""
     on_gpu = torch.cuda.is_available()
-    clock = Clock(settings.warmup)
+    timer = StepTimer(settings.warmup)
     train = train_plainly if settings.loop == "plain" else train_with_trl
     try:
         model, backend = build_model(settings, torch.device("cuda" if on_gpu else "cpu"))
-        if on_gpu:  # building may have taken more than training does
+        if on_gpu:  # building may take more memory than training
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        losses, norms = train(model, settings, clock)
+        losses, norms = train(model, settings, timer)
     except torch.OutOfMemoryError:
-        return Figures(settings.contestant, error=OUT_OF_MEMORY)
+        return RunResult(settings.variant, error=OUT_OF_MEMORY)
     batches = settings.timed_batches()
     tokens = [sum(batch) for batch in batches]
-    return Figures(
-        contestant=settings.contestant,
-        backend=str(fastpack.report(model).backend) if settings.variant.patched else backend,
-        seconds=clock.seconds(),
+    return RunResult(
+        variant=settings.variant,
+        backend=str(fastpack.report(model).backend) if settings.spec.patched else backend,
+        seconds=timer.seconds(),
         tokens=tokens,
-        slots=sum(tokens) if settings.variant.packed else sum(max(batch) * len(batch) for batch in batches),
+        slots=sum(tokens) if settings.spec.packed else sum(max(batch) * len(batch) for batch in batches),
         peak_memory=(torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() or 0) / 2**30,
         held_memory=torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None,
         losses=losses,
@@ -49,4 +49,4 @@ def run(settings: Settings) -> Figures:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(run(Settings(**json.loads(sys.argv[1]))))))
+    print(json.dumps(asdict(run(RunSettings(**json.loads(sys.argv[1]))))))

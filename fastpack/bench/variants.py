@@ -1,4 +1,4 @@
-"""The variants of the training loop: how batches come, which attention runs, and what is changed on the stock model."""
+"""The variants of a training run: the form of batches, the attention kernel, and the changes to the stock model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ class Variant:
     """One way to train the same model.
 
     Attributes:
-        what: one line for people.
-        packed: batches come flattened, as TRL's ``padding_free=True`` sends them; else padded with a mask.
+        what: a line for the help text.
+        packed: batches are flattened, as with TRL's ``padding_free=True``; else padded with a mask.
         varlen: attention is FlashAttention-2's kernel for packed sequences; else transformers' sdpa.
         liger: Liger's kernels are applied.
-        patched: by fastpack.
+        patched: fastpack patches the model.
         collated: the packing is read in the collator, by :func:`fastpack.with_packed_seq_lens`.
-        fused: the trainer's loss is the head's own, fused: ``patch(trainer, loss="fused")``.
-        shared: what pairs have in common at their beginnings runs once.
-        trainers: of which trainers it is a way. DPO's pads whatever it is told.
+        fused: the trainer's loss is fused with the head: ``patch(trainer, loss="fused")``.
+        shared: the prompt that a pair's sequences share runs once.
+        trainers: the trainers that it works with. DPO's trainer always pads.
     """
 
     what: str
@@ -62,4 +62,4 @@ VARIANTS = {
         "the same, the trainer's loss fused with the head", packed=True, patched=True, collated=True, fused=True
     ),
 }
-"""By name, the first one that the others are compared with first."""
+"""The variants by name; the others are compared with the first one."""

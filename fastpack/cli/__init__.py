@@ -23,7 +23,7 @@ def require(command: str, *packages: str) -> None:
     """Raise unless these optional packages are installed.
 
     Raises:
-        UsageError: it names the command that brings them.
+        UsageError: the message has the command that installs them.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -46,10 +46,10 @@ def read_dtype(name: str) -> torch.dtype:
     Raises:
         UsageError: there is no such dtype.
     """
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise UsageError(f"--dtype {name}: no such dtype; auto, float32, bfloat16 or float16")
-    return found
+    return dtype
 
 
 READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text"}
@@ -57,10 +57,10 @@ READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parque
 
 
 def require_there(name: str) -> None:
-    """Raise where a name can only be a path, and nothing is there: the hub would be asked for it.
+    """Raise if a name can only be a path and nothing is there, before the hub is asked for it.
 
     Raises:
-        UsageError: it names the path.
+        UsageError: the message has the path.
     """
     path = Path(name)
     if (name.startswith((".", "/", "~")) or path.suffix in READERS) and not path.expanduser().exists():
@@ -68,12 +68,12 @@ def require_there(name: str) -> None:
 
 
 def require_file(flag: str, name: str | Path | None, *, made: str | Path | None = None) -> None:
-    """Raise unless a file of this name can be written, before the work whose result goes there.
+    """Raise unless a file can be written, before the work that produces it.
 
     Args:
         flag: the flag, for the message.
         name: the file's name; None needs no file.
-        made: a folder that the work will have made by then, or None.
+        made: a folder that the work creates first, or None.
 
     Raises:
         UsageError: the file can't be written; the message has the flag and the reason.
@@ -91,15 +91,15 @@ def require_file(flag: str, name: str | Path | None, *, made: str | Path | None 
 
 
 def require_one_process(command: str) -> None:
-    """Raise where a launcher started several processes, each of which would do the same beside the others.
+    """Raise if a launcher started several processes, which would all do the same work.
 
     Raises:
-        UsageError: it names the commands that train on many.
+        UsageError: the message names the commands that train in many processes.
     """
     processes = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and processes != "1":
         raise UsageError(
-            f"`fastpack {command}` runs in one process, and was started in {processes}: call it without torchrun or "
+            f"`fastpack {command}` runs in one process, but {processes} were started: call it without torchrun or "
             "`accelerate launch` (`fastpack sft` and `fastpack dpo` train in many)."
         )
 
@@ -137,17 +137,17 @@ def require_trl_on_cpu(command: str) -> None:
     """Raise unless the installed TRL can train without a GPU.
 
     Raises:
-        UsageError: it names the version that can.
+        UsageError: the message has the version that can.
     """
     if not trl_trains_on_cpu():
         raise UsageError(
-            f"`fastpack {command}` on a CPU needs TRL {CPU_TRL} or newer (before, its loss needs a GPU), here is "
+            f"`fastpack {command}` on a CPU needs TRL {CPU_TRL} or newer (before, its loss needs a GPU); installed is "
             f"{metadata.version('trl')}: pip install 'trl>={CPU_TRL}'"
         )
 
 
 def quiet() -> None:
-    """Turn off what libraries say to nobody: of kernels that this run doesn't call, of their own defaults."""
+    """Silence library warnings that concern no user: unused kernels, and the libraries' own defaults."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    # TRL sets this by default; transformers 5.23 then warns of it
+    # TRL sets this by default, and transformers 5.23 warns about it
     warnings.filterwarnings("ignore", message=".*gradient_checkpointing.* is deprecated", category=FutureWarning)

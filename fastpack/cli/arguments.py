@@ -1,4 +1,4 @@
-"""The arguments of the commands that train: TRL's, and ours beside them."""
+"""The arguments of the commands that train: TRL's, and fastpack's own."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchKeywords, PatchOptions, TokenBudget
 
 PATCH_OPTIONS = ("attention", "kernels", "graphs", "loss", "offload", "share_prefixes")
-"""Which of our own arguments :func:`fastpack.patch` takes, under the same names."""
+"""The arguments that :func:`fastpack.patch` takes under the same names."""
 BUDGET = ("max_tokens", "same_steps", "too_long")
-"""And which make a token budget."""
+"""The arguments that make up a token budget."""
 
 
 @dataclass
@@ -33,13 +33,13 @@ class OwnArguments:
     """The flags that fastpack's commands add to TRL's."""
 
     tokenizer: str | None = field(
-        default=None, metadata={"help": "Folder or hub id of the tokenizer. Default: that of the model."}
+        default=None, metadata={"help": "Folder or hub id of the tokenizer. Default: the model's own."}
     )
     random_init: str | None = field(
         default=None,
         metadata={
-            "help": "Instead of --model_name_or_path: a config (JSON file, folder or hub id) of which to build a "
-            "model with random weights."
+            "help": "Instead of --model_name_or_path: a config (JSON file, folder or hub id), to build a model with "
+            "random weights."
         },
     )
     attention: str = field(
@@ -48,66 +48,63 @@ class OwnArguments:
     )
     kernels: str = field(
         default="auto",
-        metadata={"help": "What computes norms, RoPE and gated units.", "choices": list(IMPLEMENTATIONS)},
+        metadata={"help": "Implementation of norms, RoPE and gated MLPs.", "choices": list(IMPLEMENTATIONS)},
     )
     graphs: str | None = field(
         default=None,
-        metadata={"help": "Replay the decoder stack as CUDA graphs wherever that is right.", "choices": ["auto"]},
+        metadata={"help": "Replay the decoder layers as CUDA graphs where that is exact.", "choices": ["auto"]},
     )
     loss: str | None = field(
         default=None,
         metadata={
-            "help": "Of sft: the head's own loss in training, without logits, in place of TRL's; the metrics stay.",
+            "help": "For sft: compute the training loss without holding the logits; TRL's metrics stay.",
             "choices": ["fused"],
         },
     )
     offload: str | None = field(
         default=None,
         metadata={
-            "help": "With gradient checkpointing: what waits in host memory, layer inputs alone, or what is dear to "
-            "compute again too.",
+            "help": "With gradient checkpointing: keep in host memory the layer inputs (checkpoints), or also what is "
+            "expensive to compute again (activations).",
             "choices": list(OFFLOADS),
         },
     )
     share_prefixes: str | None = field(
         default=None,
-        metadata={"help": "Run what sequences have in common at their beginnings once.", "choices": ["auto"]},
+        metadata={"help": "Run a prompt once that several sequences share.", "choices": ["auto"]},
     )
     max_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Micro-batches of whole examples, of at most so many tokens on each rank, instead of "
-            "--per_device_train_batch_size examples; of a pair both sides count."
+            "help": "Fill micro-batches with whole examples up to this many tokens on each rank, instead of "
+            "--per_device_train_batch_size examples; both sides of a pair count."
         },
     )
     same_steps: bool = field(
         default=False,
         metadata={
-            "help": "With --max_tokens: each step keeps the examples that it has without, and batches over the budget "
-            "are split."
+            "help": "With --max_tokens: each step keeps its usual examples, and batches over the budget are split."
         },
     )
     too_long: str = field(
         default="error",
         metadata={
-            "help": "With --max_tokens: what becomes of a longer example; truncate keeps its first tokens, and "
-            "--max_length cuts the sides of a pair.",
+            "help": "With --max_tokens: what to do with an example over the budget; truncate keeps its first tokens, "
+            "and --max_length cuts the sides of a pair.",
             "choices": list(TOO_LONG),
         },
     )
     metrics: bool = field(
         default=True,
         metadata={
-            "help": "Log tokens, padding, speed, memory and MFU, to whatever --report_to names; "
-            "--no_metrics leaves that to others."
+            "help": "Log tokens, padding, speed, memory and MFU to the loggers of --report_to; --no_metrics turns "
+            "this off."
         },
     )
     patch: bool = field(
-        default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains it stock, to compare."}
+        default=True, metadata={"help": "Patch the model with fastpack; --no_patch trains the stock model, to compare."}
     )
-    json: str | None = field(
-        default=None, metadata={"help": "File to write what each step logged and the summary's figures to."}
-    )
+    json: str | None = field(default=None, metadata={"help": "File to write the logs of each step and the summary to."})
 
     def patch_keywords(self) -> PatchKeywords:
         """Return the keywords that :func:`fastpack.patch` takes for a model."""
@@ -115,7 +112,7 @@ class OwnArguments:
         return keywords
 
     def trainer_keywords(self) -> PatchKeywords:
-        """Return those that it takes for a trainer."""
+        """Return the keywords that :func:`fastpack.patch` takes for a trainer."""
         too_long: Any = self.too_long
         budget = None if self.max_tokens is None else TokenBudget(self.max_tokens, self.same_steps, too_long)
         return {**self.patch_keywords(), "max_tokens": budget}
@@ -123,12 +120,12 @@ class OwnArguments:
 
 @dataclass
 class ParsedArgs:
-    """Everything that was asked for.
+    """The parsed arguments.
 
     Attributes:
         script, training, model, mixture: TRL's ``ScriptArguments``, the trainer's config, ``ModelConfig`` and
             ``DatasetMixtureConfig``, whose ``datasets`` are empty unless a ``--config`` mixes several.
-        max_length: as asked for; ``training.max_length`` is None where the trainer refuses its own default.
+        max_length: the requested length; ``training.max_length`` is None if the trainer refuses its own default.
     """
 
     script: Any
@@ -140,20 +137,20 @@ class ParsedArgs:
 
     @property
     def uncut(self) -> bool:
-        """Whether ``max_length`` is not set, and its default is switched off."""
+        """Return whether ``max_length`` was not set and the trainer's default was turned off."""
         return self.max_length != self.training.max_length
 
 
 @dataclass(frozen=True)
 class Command:
-    """One of the training commands, and what its trainer has of its own.
+    """A training command, with the properties of its trainer.
 
     Attributes:
         name: the subcommand.
         trainer, config: the names of TRL's classes.
-        what: a sentence on what it does, for people.
-        formats: the formats of data that it takes, for people.
-        flags: flags worth a mention, for people.
+        what: one sentence for the help text.
+        formats: the accepted data formats, for the help text.
+        flags: flags to show in the usage line.
         columns: a function from the trainer's config to sets of columns, one of which a data set must have.
         models: a function from the policy (a model, or where to load it) and the arguments to keyword arguments of the
             trainer, beside or instead of the usual ones.
@@ -173,7 +170,7 @@ _IN_A_FILE = " In a --config, --data is dataset_name, --no_patch is patch: false
 
 
 class _Unset(int):
-    """A default that can be told from the same number given by the user."""
+    """A default, distinguishable from the same number passed by the user."""
 
 
 class _Parser(TrlParser):
@@ -189,14 +186,14 @@ def parse(command: Command, arguments: Sequence[str]) -> ParsedArgs:
     """
     try:
         parsed: Any = _parser(command).parse_args_and_config(list(arguments))
-    except (*loading_errors(), TypeError, YAMLError) as error:  # TypeError: of what TRL's dataclasses check
+    except (*loading_errors(), TypeError, YAMLError) as error:  # TypeError: from checks in TRL's dataclasses
         raise UsageError(f"{error}{_IN_A_FILE if 'from config file' in str(error) else ''}") from error
     script, training, model, mixture, ours = parsed
     args = ParsedArgs(script, training, model, mixture, ours, training.max_length)
     _check(command, args)
     training.resume_from_checkpoint = _checkpoint(training)
-    # TRL's SFT refuses any max_length with padding_free unless packing cuts the rows, and its own default is no reason;
-    # DPO packs nothing, and cuts all the same
+    # TRL's SFT refuses max_length with padding_free unless packing cuts the rows, even its own default; DPO never packs
+    # and always cuts
     cuts = not training.padding_free or getattr(training, "packing", True)
     if isinstance(training.max_length, _Unset):
         training.max_length = int(training.max_length) if cuts else None
@@ -220,16 +217,16 @@ def _parser(command: Command) -> _Parser:
         output_dir=f"outputs/{command.name}",
         max_length=_Unset(parser.get_default("max_length")),
         dataloader_pin_memory=torch.accelerator.is_available(),
-        ddp_find_unused_parameters=False,  # each has a gradient, and looking fails with reentrant checkpointing
+        ddp_find_unused_parameters=False,  # every parameter has one; the search fails with reentrant checkpointing
     )
     if not torch.accelerator.is_available():
-        # TRL's default is bfloat16, which it refuses on a CPU; and unless told, torchrun's processes each train alone
+        # TRL's default bfloat16 is refused on a CPU; and without use_cpu each process of torchrun trains alone
         parser.set_defaults(bf16=False, use_cpu=True)
     return parser
 
 
 def _check(command: Command, args: ParsedArgs) -> None:
-    """Raise for flags that don't go together, and for values of a ``--config``, which argparse did not see."""
+    """Raise if flags don't go together, or if a ``--config`` has values that argparse would refuse."""
     script, ours, mixed = args.script, args.ours, bool(args.mixture.datasets)
     if (ours.random_init is None) == (args.model.model_name_or_path is None):
         raise UsageError("pass either --model_name_or_path MODEL or --random_init CONFIG")
@@ -243,30 +240,28 @@ def _check(command: Command, args: ParsedArgs) -> None:
     changed = [name for name in (*PATCH_OPTIONS, *BUDGET) if getattr(ours, name) != getattr(OwnArguments(), name)]
     if changed and not ours.patch:
         flags = ", ".join(f"--{name}" for name in changed)
-        raise UsageError(f"{flags}: fastpack's, and --no_patch asks for a stock run; leave one or the other out")
-    if ours.max_tokens is None and (said := [f"--{name}" for name in changed if name in BUDGET]):
-        raise UsageError(f"{said[0]} says how --max_tokens is kept: pass that too")
+        raise UsageError(f"{flags}: needs fastpack, but --no_patch trains without it; leave one or the other out")
+    if ours.max_tokens is None and (budget_flags := [f"--{name}" for name in changed if name in BUDGET]):
+        raise UsageError(f"{budget_flags[0]} changes how --max_tokens works: pass --max_tokens too")
     if ours.loss is not None and command.name != "sft":
-        raise UsageError(
-            f"--loss is for fastpack sft: TRL's {command.trainer} brings a loss of other things than labels"
-        )
+        raise UsageError(f"--loss is for fastpack sft: the loss of TRL's {command.trainer} is not computed from labels")
     if args.training.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UsageError(
-            "--use_liger_kernel needs Liger, not installed here: pip install liger-kernel, or leave it out"
+            "--use_liger_kernel needs Liger, which is not installed: pip install liger-kernel, or leave the flag out"
         )
 
 
 def _checkpoint(training: Any) -> str | None:
     """Return the folder to resume from, or None; ``True`` stands for the last one in ``--output_dir``."""
-    asked, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
-    if asked.lower() in ("none", "false"):
+    value, folder = str(training.resume_from_checkpoint), Path(training.output_dir)
+    if value.lower() in ("none", "false"):
         return None
-    found = Path(asked)
-    if asked.lower() == "true":
-        found = Path((get_last_checkpoint(folder) if folder.is_dir() else None) or folder)
-    if not (found / TRAINER_STATE_NAME).is_file():
+    checkpoint = Path(value)
+    if value.lower() == "true":
+        checkpoint = Path((get_last_checkpoint(folder) if folder.is_dir() else None) or folder)
+    if not (checkpoint / TRAINER_STATE_NAME).is_file():
         raise UsageError(
-            f"--resume_from_checkpoint {asked}: no checkpoint of a trainer there (no {TRAINER_STATE_NAME} in {found}); "
-            f"pass the folder of one, or True for the last checkpoint-N in --output_dir {folder}; or leave it out"
+            f"--resume_from_checkpoint {value}: {checkpoint} is not a checkpoint, it has no {TRAINER_STATE_NAME}. "
+            f"Pass a checkpoint's folder, or True for the last checkpoint-N in --output_dir {folder}; or leave it out"
         )
-    return str(found)
+    return str(checkpoint)

@@ -1,4 +1,4 @@
-"""``fastpack bench``: its flags, and what they ask for; see :mod:`fastpack.bench`."""
+"""``fastpack bench``: its flags and their checks; :mod:`fastpack.bench` does the work."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from fastpack.attention_dispatch import AttentionShape, Visibility, choose
 from fastpack.bench.lengths import make_lengths
 from fastpack.bench.models import SHAPES, dtype_of, make_config
 from fastpack.bench.same_losses import NOT_COMPARED
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 from fastpack.bench.variants import TRAINERS, VARIANTS
 from fastpack.cli import UsageError, require, require_file, require_one_process, require_picture, require_trl_on_cpu
 from fastpack.cli.flags import POSITIVE, at_least, make_parser
 from fastpack.ops.implementation import IMPLEMENTATIONS
 from fastpack.patching.options import OFFLOADS, PatchOptions
 
-WHAT = f"""Train the same model in several ways, each in a process of its own, and compare.
+WHAT = f"""Train the same model in several variants, each in its own process, and compare them.
 
-Exit codes: 1 where losses disagree; 2 where a flag is to be mended; {NOT_COMPARED} where several were to be compared
-and fewer than two ran."""
+Exit codes: 1 if losses disagree; 2 if a flag is wrong; {NOT_COMPARED} if several variants were to be compared and
+fewer than two ran."""
 
 FLAGS: dict[str, dict[str, Any]] = {
     "--shape": {"choices": SHAPES, "help": "default: llama8b on a GPU, tiny on a CPU"},
     "--mode": {"choices": ("full", "lora", "qlora"), "default": "full"},
     "--trainer": {"choices": TRAINERS, "default": "sft", "help": "TRL's SFTTrainer, or its DPOTrainer"},
-    "--rows": {"type": POSITIVE, "help": "rows of a batch, of dpo pairs (default: 16, of dpo 4)"},
+    "--rows": {"type": POSITIVE, "help": "rows in a batch; with dpo, pairs (default: 16; with dpo 4)"},
     "--steps": {"type": POSITIVE, "default": 20, "help": "timed steps"},
-    "--warmup": {"type": at_least(0), "help": "steps before those (default: 3, with --graphs 5)"},
+    "--warmup": {"type": at_least(0), "help": "untimed steps before the timed ones (default: 3, with --graphs 5)"},
     "--lengths": {
-        "help": "'alpaca', a number of tokens, or a JSON file of lengths; of dpo 'chat', a number, or a JSON file of "
-        "[prompt, chosen, rejected], all in tokens; of --ops over sequences",
+        "help": "'alpaca', a number of tokens, or a JSON file of lengths; for dpo 'chat', a number, or a JSON file of "
+        "[prompt, chosen, rejected], all in tokens; with --ops for ops over sequences",
     },
     "--data": {"dest": "lengths", "metavar": "LENGTHS", "help": "the same as --lengths"},
-    "--max-length": {"type": at_least(2), "help": "truncate rows to so many tokens"},
+    "--max-length": {"type": at_least(2), "help": "truncate rows to this many tokens"},
     "--loop": {
         "choices": ("trl", "plain"),
         "default": "trl",
-        "help": "TRL's trainer, or a plain loop, which reads the gradients' norms in steps of --warmup alone",
+        "help": "TRL's trainer, or a plain loop, which reads gradient norms only in the --warmup steps",
     },
-    "--checkpointing": {"action": "store_true", "help": "gradient checkpointing, for everybody"},
+    "--checkpointing": {"action": "store_true", "help": "gradient checkpointing, in every variant"},
     "--trainer-waits": {
         "action": "store_true",
         "help": "leave logging_nan_inf_filter and accelerator_config at their defaults, with which transformers' "
@@ -55,7 +55,8 @@ FLAGS: dict[str, dict[str, Any]] = {
         "nargs": "+",
         "choices": VARIANTS,
         "metavar": "NAME",
-        "help": "; ".join(f"{name}: {variant.what}" for name, variant in VARIANTS.items()),
+        "help": "run only these variants: "
+        + "; ".join(f"{name}: {variant.what}" for name, variant in VARIANTS.items()),
     },
 }
 GROUPS: dict[str, dict[str, dict[str, Any]]] = {
@@ -63,20 +64,25 @@ GROUPS: dict[str, dict[str, dict[str, Any]]] = {
         "--attention": {"default": "auto", "help": "attention backend"},
         "--kernels": {"choices": IMPLEMENTATIONS, "default": "auto"},
         "--graphs": {"choices": ("auto",), "nargs": "?", "const": "auto", "help": "CUDA graphs"},
-        "--offload": {"choices": OFFLOADS, "help": "with --checkpointing: what waits in host memory"},
-        "--loss": {"choices": ("fused",), "nargs": "?", "const": "fused", "help": "the loss of --loop plain"},
+        "--offload": {"choices": OFFLOADS, "help": "with --checkpointing: the tensors that are kept in host memory"},
+        "--loss": {
+            "choices": ("fused",),
+            "nargs": "?",
+            "const": "fused",
+            "help": "with --loop plain: fuse the loss with the head",
+        },
     },
-    "what is written": {
+    "output files": {
         "--json": {"type": Path, "help": "write the results here"},
-        "--plot": {"type": Path, "help": "draw those of training here (PNG, SVG or PDF)"},
+        "--plot": {"type": Path, "help": "draw the results of training here (PNG, SVG or PDF)"},
     },
-    "instead of training, each op by itself": {
+    "time each op by itself instead of training": {
         "--ops": {
             "nargs": "*",
             "metavar": "NAME",
-            "help": "against plain torch and Liger, over a sweep of T; default: all",
+            "help": "the ops to compare with plain torch and Liger, over a sweep of T; default: all",
         },
-        "--tokens": {"type": POSITIVE, "nargs": "+", "help": "the sweep"},
+        "--tokens": {"type": POSITIVE, "nargs": "+", "help": "with --ops: the values of T"},
     },
 }
 OF_OPS = ("ops", "tokens", "lengths", "json")
@@ -84,63 +90,63 @@ OF_OPS = ("ops", "tokens", "lengths", "json")
 PARSER = make_parser("bench", WHAT, FLAGS, GROUPS)
 
 
-def check_together(given: argparse.Namespace) -> None:
-    """Raise where a flag is not at its default and nobody would read it.
+def check_together(args: argparse.Namespace) -> None:
+    """Raise if a flag was changed that this run does not read.
 
     Raises:
-        UsageError: training's flags with ``--ops``, or the sweep's without.
+        UsageError: training flags came with ``--ops``, or ``--tokens`` without it.
     """
-    if given.ops is None:
-        if given.tokens is not None:
-            raise UsageError("--tokens is the sweep of --ops: pass that too, or set rows and lengths of training.")
+    if args.ops is None:
+        if args.tokens is not None:
+            raise UsageError("--tokens is the sweep of --ops: pass --ops too, or set --rows and --lengths to train.")
         return
-    changed = [name for name, value in vars(given).items() if value != PARSER.get_default(name)]
+    changed = [name for name, value in vars(args).items() if value != PARSER.get_default(name)]
     if others := [f"--{name.replace('_', '-')}" for name in changed if name not in OF_OPS]:
         raise UsageError(f"--ops measures ops by themselves, and trains nothing: leave out {', '.join(others)}.")
 
 
-def make_settings(given: argparse.Namespace, *, on_gpu: bool) -> Settings:
-    """Return what the flags ask for.
+def make_settings(args: argparse.Namespace, *, on_gpu: bool) -> RunSettings:
+    """Return the settings that the flags describe.
 
     Raises:
-        UsageError: what would do nothing here: a loss where TRL's trainer has its own, a trainer's waits where there
-            is none, offloading of what is not checkpointed, graphs and offloading on a CPU; a plain loop of DPO.
+        UsageError: a flag would have no effect: ``--loss`` or ``--trainer-waits`` with the wrong loop, ``--offload``
+            without checkpointing, graphs or offloading on a CPU, or a plain loop for DPO.
     """
-    dpo, plain = given.trainer == "dpo", given.loop == "plain"
+    dpo, plain = args.trainer == "dpo", args.loop == "plain"
     for wrong, why in (
-        (dpo and plain, "--loop plain is for --trainer sft: TRL's DPOTrainer alone has the loss."),
+        (dpo and plain, "--loop plain is for --trainer sft: only TRL's DPOTrainer has the DPO loss."),
         (
-            given.loss and not plain,
+            args.loss and not plain,
             "--loss is for --loop plain: TRL's trainers bring a loss of their own; in 'fastpack fused loss' the "
-            "SFTTrainer was given ours.",
+            "SFTTrainer has ours.",
         ),
-        (given.trainer_waits and plain, "--trainer-waits is for --loop trl: a plain loop has no trainer."),
+        (args.trainer_waits and plain, "--trainer-waits is for --loop trl: a plain loop has no trainer."),
         (
-            given.offload and not given.checkpointing,
+            args.offload and not args.checkpointing,
             "--offload is for what is checkpointed: pass --checkpointing too.",
         ),
-        (given.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
-        (given.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
+        (args.graphs and not on_gpu, "--graphs needs a GPU. Leave --graphs out."),
+        (args.offload and not on_gpu, "--offload needs a GPU. Leave --offload out."),
     ):
         if wrong:
             raise UsageError(why)
     defaults = {
         "shape": "llama8b" if on_gpu else "tiny",
         "rows": 4 if dpo else 16,
-        "warmup": 5 if given.graphs else 3,
+        "warmup": 5 if args.graphs else 3,
         "lengths": "chat" if dpo else "alpaca",
     }
-    flags = {setting.name: getattr(given, setting.name, None) for setting in fields(Settings)}
-    return Settings("", **defaults | {name: value for name, value in flags.items() if value is not None})
+    flags = {setting.name: getattr(args, setting.name, None) for setting in fields(RunSettings)}
+    return RunSettings("", **defaults | {name: value for name, value in flags.items() if value is not None})
 
 
-def check(settings: Settings, *, on_gpu: bool) -> None:
-    """Raise what variants would stumble over, each in a process of its own.
+def check(settings: RunSettings, *, on_gpu: bool) -> None:
+    """Raise now what would fail in every variant's process.
 
     Raises:
-        UsageError: no such lengths.
-        KernelUnavailableError: kernels that nothing here can run.
-        BackendUnavailableError: no such attention backend, or one that can't serve here.
+        UsageError: the lengths can't be read.
+        KernelUnavailableError: the requested kernels can't run here.
+        BackendUnavailableError: the attention backend does not exist, or can't serve here.
     """
     PatchOptions(settings.attention, settings.kernels, settings.graphs, settings.loss, settings.offload).check()
     config = make_config(settings.shape)
@@ -169,81 +175,81 @@ def check_lengths(kind: str, read: Callable[[], object]) -> None:
 def choose_variants(
     only: list[str] | None, *, on_gpu: bool, trainer: str = "sft", graphs: str | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return who takes part, and who of this trainer's ways does not and why.
+    """Return the variants to run, and the reasons why this trainer's other variants are left out.
 
     Raises:
-        UsageError: one that was asked for by name can't.
+        UsageError: a variant named in ``only`` can't run here.
     """
     ways = {name: variant for name, variant in VARIANTS.items() if trainer in variant.trainers}
     reasons = {name: variant.unavailable(on_gpu, graphs) for name, variant in ways.items()}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     for name in only or ():
         if name not in ways:
-            raise UsageError(f"--only {name!r}: not a way of --trainer {trainer}, whose are {', '.join(ways)}.")
+            raise UsageError(f"--only {name!r}: not a variant of --trainer {trainer}, which has {', '.join(ways)}.")
         if name in left_out:
             raise UsageError(f"--only {name!r}: it {left_out[name]}.")
     return (only, {}) if only else ([name for name in ways if name not in left_out], left_out)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the flags ask for.
+    """Run the benchmark.
 
     Returns:
-        1 where losses disagree; :data:`NOT_COMPARED` where several variants were to run and fewer than two did, so
-        that nothing says whether they agree; else 0.
+        1 if losses disagree; :data:`NOT_COMPARED` if several variants were to run and fewer than two did, so that
+        agreement is unknown; else 0.
     """
-    given = PARSER.parse_args(arguments)
+    args = PARSER.parse_args(arguments)
     require_one_process("bench")
-    check_together(given)
-    require_file("--json", given.json)
-    code, found = _train(given) if given.ops is None else (0, _time_ops(given))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1))
+    check_together(args)
+    require_file("--json", args.json)
+    code, results = _train(args) if args.ops is None else (0, _time_ops(args))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
     return code
 
 
-def _train(given: argparse.Namespace) -> tuple[int, dict[str, Any]]:
-    """Train in all these ways; return the exit code and everything measured."""
+def _train(args: argparse.Namespace) -> tuple[int, dict[str, Any]]:
+    """Train every variant; return the exit code and all measurements."""
     on_gpu = torch.cuda.is_available()
-    if given.plot:
+    if args.plot:
         require("bench --plot", "matplotlib")
-        require_picture("--plot", given.plot)
-    if given.loop == "trl":
+        require_picture("--plot", args.plot)
+    if args.loop == "trl":
         require("bench", "trl", "datasets")
         if not on_gpu:
             require_trl_on_cpu("bench")
-    if given.mode == "qlora":
+    if args.mode == "qlora":
         require("bench --mode qlora", "bitsandbytes")
     from fastpack.bench.plot import save_plot
     from fastpack.bench.runner import run_all
     from fastpack.bench.table import print_outcome
 
-    settings = make_settings(given, on_gpu=on_gpu)
-    names, left_out = choose_variants(given.only, on_gpu=on_gpu, trainer=given.trainer, graphs=given.graphs)
+    settings = make_settings(args, on_gpu=on_gpu)
+    names, left_out = choose_variants(args.only, on_gpu=on_gpu, trainer=args.trainer, graphs=args.graphs)
     check(settings, on_gpu=on_gpu)
     outcome = run_all(settings, names, left_out=left_out, on_gpu=on_gpu)
     print_outcome(outcome)
-    if given.plot:
-        save_plot(outcome, given.plot)
+    if args.plot:
+        save_plot(outcome, args.plot)
     code = 0 if outcome.verdict.compared or len(names) == 1 else NOT_COMPARED
     return code if outcome.verdict.agree else 1, outcome.to_dict()
 
 
-def _time_ops(given: argparse.Namespace) -> dict[str, Any]:
-    """Time these ops, or all; return everything measured.
+def _time_ops(args: argparse.Namespace) -> dict[str, Any]:
+    """Time the named ops, or all; return all measurements.
 
     Raises:
-        UsageError: there is no op of such a name, there are no such lengths, or nothing that is measured has any.
+        UsageError: an op does not exist, the lengths can't be read, or none of the ops has lengths.
     """
     from fastpack.bench.ops.runner import CASES, run_ops
 
-    for name in given.ops:
+    for name in args.ops:
         if name not in CASES:
             raise UsageError(f"--ops {name!r}: no such op. Choose from: {', '.join(CASES)}.")
-    chosen = [CASES[name] for name in given.ops or CASES]
-    if given.lengths is None:
-        return run_ops(chosen, given.tokens)
-    if given.ops and "attention" not in given.ops:
-        raise UsageError("--lengths is for ops over packed sequences, none of which is asked for: attention.")
-    check_lengths(given.lengths, lambda: make_lengths(1, kind=given.lengths))
-    return run_ops(chosen, given.tokens, given.lengths)
+    chosen = [CASES[name] for name in args.ops or CASES]
+    if args.lengths is None:
+        return run_ops(chosen, args.tokens)
+    if args.ops and "attention" not in args.ops:
+        raise UsageError("--lengths is for ops over packed sequences: add attention to --ops, or leave --lengths out.")
+    check_lengths(args.lengths, lambda: make_lengths(1, kind=args.lengths))
+    return run_ops(chosen, args.tokens, args.lengths)

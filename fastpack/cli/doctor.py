@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import fastpack
-from fastpack.attention_dispatch import AttentionShape, Visibility, explain
+from fastpack.attention_dispatch import BACKENDS, AttentionShape, Visibility, explain
 from fastpack.cli.flags import make_parser
+from fastpack.utils.console import WIDTH, room_for
 from fastpack.utils.versions import NEWEST_TRIED, install_command, is_too_old, is_untried, version_of, version_ranges
 
 PACKAGES = {
@@ -34,15 +35,42 @@ PACKAGES = {
 }
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""The attention asked about: that of a Llama of 8 B."""
+"""The attention heads that backends are asked about: those of a Llama of 8 B."""
+
+AMPERE = "a GPU from Ampere on, fp16 or bf16"
+LIMITS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "flash_attn": (
+        f"{AMPERE}; 3: Hopper; 4: Hopper or B200, head sizes that are multiples of 32",
+        ("softcap (2, 3)", "dropout (2)"),
+        "pip install flash-attn, or flash-attn-4",
+    ),
+    "torch_varlen": (AMPERE, (), "comes with torch"),
+    "xformers": (
+        "a GPU from Volta on, fp16; from Ampere on, bf16",
+        ("dropout",),
+        "pip install xformers nvidia-cuda-runtime-cu12",
+    ),
+    "mem_efficient": ("any GPU, also a T4: fp16, fp32; from Ampere on, bf16", ("dropout",), "comes with torch"),
+    "flex": ("a GPU from Ampere on, compiled", ("softcap", "sinks"), "comes with torch"),
+    "triton_packed": (
+        "a GPU from Ampere on; on Hopper auto takes it first for head sizes 64 to 128, but flash-attn 3 or 4 "
+        "where most tokens are in sequences of 768 and more",
+        ("softcap", "sinks"),
+        "pip install triton",
+    ),
+    "segments": ("anything: a CPU, an Apple chip", ("dropout",), "comes with torch"),
+    "reference": ("anything; plain float32, slow", ("softcap", "sinks", "dropout"), "comes with fastpack"),
+}
+"""For each attention backend: the devices and dtypes that it needs, the features that it trains with beyond causal
+attention and sliding windows, and how to install it. Numbers in parentheses are generations of flash-attn."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the findings; the exit code is 1 where an installed package is too old."""
-    flags = {"--json": {"action": "store_true", "help": "the same for programs"}}
-    given = make_parser("doctor", "What is installed, and what can be used.", flags).parse_args(arguments)
+    """Print the findings; return 1 if an installed package is too old, else 0."""
+    flags = {"--json": {"action": "store_true", "help": "print the same as JSON"}}
+    args = make_parser("doctor", "Show what is installed, and what this machine can use.", flags).parse_args(arguments)
     findings = examine()
-    if given.json:
+    if args.json:
         print(json.dumps(findings, indent=2))
     else:
         _print_findings(findings)
@@ -50,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """Versions, devices, and for each device and dtype why a backend can't serve, or None."""
+    """Return versions, devices, backends, and for each device and dtype why a backend can't serve, or None."""
     devices = _devices()
     return {
         "fastpack": fastpack.__version__,
@@ -63,6 +91,9 @@ def examine() -> dict[str, Any]:
             "kv_heads": KV_HEADS,
             "head_dim": HEAD_DIM,
             "devices": {str(device): _backends(device) for device in devices},
+            "backends": {
+                name: dict(zip(("needs", "serves", "install"), LIMITS[name], strict=True)) for name in BACKENDS
+            },
         },
     }
 
@@ -84,18 +115,18 @@ def _too_old(findings: dict[str, Any]) -> list[str]:
 
 
 def _devices() -> dict[torch.device, str]:
-    found = {torch.device("cpu"): f"{platform.machine()}, {torch.get_num_threads()} threads"}
+    devices = {torch.device("cpu"): f"{platform.machine()}, {torch.get_num_threads()} threads"}
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         memory = f"{gpu.total_memory / 2**30:.0f} GiB"
-        found[torch.device("cuda", index)] = f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
+        devices[torch.device("cuda", index)] = f"{gpu.name}, {memory}, compute capability {gpu.major}.{gpu.minor}"
     if torch.backends.mps.is_available():
-        found[torch.device("mps")] = "Apple GPU"
-    return found
+        devices[torch.device("mps")] = "Apple GPU"
+    return devices
 
 
 def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
-    """Return why a backend can't serve a dtype, or None, by backend and dtype."""
+    """Return by backend and dtype why a backend can't serve, or None if it can."""
     shapes = {
         name: AttentionShape(device, getattr(torch, name), HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM, Visibility())
         for name in DTYPES
@@ -105,13 +136,13 @@ def _backends(device: torch.device) -> dict[str, dict[str, str | None]]:
 
 
 def _table(title: str, *headings: str) -> Table:
-    """Return a table whose last column alone may wrap."""
-    columns = [Column(name, no_wrap=name != headings[-1]) for name in headings]
+    """Return a table whose columns after the first may wrap."""
+    columns = [Column(name, no_wrap=name == headings[0]) for name in headings]
     return Table(*columns, title=title, title_justify="left", box=box.ROUNDED)
 
 
 def _print_findings(findings: dict[str, Any]) -> None:
-    console = Console(highlight=False)
+    console = Console(width=room_for(WIDTH), highlight=False)
     console.print(f"fastpack {findings['fastpack']}, python {findings['python']}, {findings['system']}")
     table = _table("Packages", "package", "version", "range", "newest tried", "what for")
     for name, package in findings["packages"].items():
@@ -124,8 +155,14 @@ def _print_findings(findings: dict[str, Any]) -> None:
     console.print(table)
     if old := _too_old(findings):
         console.print(f"[red]too old:[/red] {install_command(*old)}", soft_wrap=True)
+    table = _table(
+        "Attention backends, in the order in which attention='auto' asks", "backend", "serves", "install", "needs"
+    )
+    for name, limits in findings["attention"]["backends"].items():
+        table.add_row(name, ", ".join(("windows", *limits["serves"])), escape(limits["install"]), limits["needs"])
+    console.print(table)
     console.print(
-        f"Attention with {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green]: what attention='auto' takes"
+        f"Here, for {HEADS}/{KV_HEADS} heads of {HEAD_DIM}; [green]auto[/green] marks what attention='auto' takes"
     )
     for device, backends in findings["attention"]["devices"].items():
         table = _table(f"{device}: {findings['devices'][device]}", "backend", *DTYPES, "why not")

@@ -16,16 +16,16 @@ from fastpack.cli.training import run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, and print what the run did."""
+    """Train, and print a summary."""
     return run(DPO, arguments)
 
 
 def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
-    """Policy and reference where TRL's own way would not do.
+    """Return policy and reference where TRL would not build them right.
 
-    TRL loads the reference from where the policy came from; random weights came from nowhere, so a copy of them is
-    passed. With adapters the reference is the policy without them, and precomputed log-probabilities need none. Those
-    are computed while the trainer is built, so that the policy has to be patched before it.
+    TRL loads the reference from the policy's checkpoint. Random weights have none, so a copy of the model is passed.
+    With adapters the reference is the policy without them, and precomputed log-probabilities need no reference. Those
+    are computed while the trainer is built, so the policy has to be patched before.
     """
     training = args.training
     if training.precompute_ref_log_probs and args.ours.patch:
@@ -41,9 +41,9 @@ def _models(source: Any, args: ParsedArgs) -> dict[str, Any]:
 
 
 def _sharded(training: Any) -> bool:
-    """Return whether TRL shards the reference while its trainer is built, so that it has to be patched before."""
-    asked = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
-    return bool(training.fsdp or training.deepspeed or "true" in asked)
+    """Return whether TRL shards the reference while it builds its trainer: then it has to be patched before."""
+    flags = (os.environ.get(f"ACCELERATE_USE_{engine}", "false") for engine in ("FSDP", "DEEPSPEED"))
+    return bool(training.fsdp or training.deepspeed or "true" in flags)
 
 
 def _loaded(source: str, args: ParsedArgs) -> Any:

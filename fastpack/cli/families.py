@@ -46,10 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UsageError: a file is not the result of a sweep, or options don't go together.
     """
-    parser = argparse.ArgumentParser(prog="fastpack families", description="The families of models that are covered.")
+    parser = argparse.ArgumentParser(prog="fastpack families", description="List the model families that are covered.")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--markdown", action="store_true", help="a table in Markdown")
-    form.add_argument("--json", action="store_true", help="a list of objects")
+    form.add_argument("--markdown", action="store_true", help="print a table in Markdown")
+    form.add_argument("--json", action="store_true", help="print a JSON list of objects")
     form.add_argument(
         "--from",
         dest="run",
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
     if args.run is None and args.lock:
         raise UsageError("--lock enters what a sweep proved: pass its results with --from RUN.json")
     if args.lock:
-        _lock(_read_run(args.run), LOCK)
+        _update_lock_file(_read_run(args.run), LOCK)
     elif args.run is not None:
         print(proved(_read_run(args.run)))
     elif args.json:
@@ -112,7 +112,7 @@ def _print_table(rows: Sequence[dict[str, str]]) -> None:
     for tier, what in WORDS.items():
         console.print(f"[bold]{tier}[/bold]: {what}")
     scans = {name: {spec.scan for spec in family.mixers.values()} for name, family in FAMILIES.items()}
-    recurrent = sorted(name for name, found in scans.items() if found - {"conv"} and None not in found)
+    recurrent = sorted(name for name, kinds in scans.items() if kinds - {"conv"} and None not in kinds)
     console.print(
         f"{', '.join(recurrent)}: varlen too on a GPU where flash-linear-attention or mamba-ssm is installed, whose "
         "kernels run the recurrence packed."
@@ -136,7 +136,7 @@ def _read_run(run: Path) -> Record:
     return record
 
 
-def _lock(record: Record, lock_file: Path) -> None:
+def _update_lock_file(record: Record, lock_file: Path) -> None:
     """Enter the classes of the families that a sweep proved in the lock file.
 
     Raises:
@@ -182,7 +182,7 @@ def proved(record: Record) -> str:
         raise ValueError("no family was proved exact in it")
     kinds = dict.fromkeys(kind for row in exact for kind in row.kinds)
     worst = {dtype: max(row.error or 0.0 for row in exact if row.dtype == dtype) for dtype in {r.dtype for r in exact}}
-    figures = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
+    errors = " and ".join(f"{error:.1e} in {dtype}" for dtype, error in sorted(worst.items()))
     total = len({row.family for row in record.rows})
     names = (
         f"the {total} names that were tried"
@@ -190,7 +190,7 @@ def proved(record: Record) -> str:
         else f"{total} names in transformers' causal-LM mapping"
     )
     summary = (
-        f"{len(tiers)} of {names} give the logits and every gradient of each sequence alone, off by {figures} at most "
+        f"{len(tiers)} of {names} give the logits and every gradient of each sequence alone, off by {errors} at most "
         f"(allowed are 1e-5, or 1.5 times the stock model's own error if that is more). The inputs were "
         f"{', '.join(kinds)}; the models were in training mode, with `use_cache` at its default. Each model was built "
         f"tiny from its own config, in its own process, on {record.made_with}."

@@ -1,4 +1,4 @@
-"""A command's flags, declared as a table: each flag's name, and what ``argparse`` takes for it."""
+"""A command's flags as a table: each flag's name, and its keywords for ``argparse``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def make_parser(
     """Return the parser of a command.
 
     Args:
-        command: its name.
-        what: what it does, for people; text after an empty line is shown after the flags.
-        flags: its flags.
+        command: the command's name.
+        what: its description for the help text; text after an empty line is shown after the flags.
+        flags: the command's flags.
         groups: further flags, by the title of their group.
     """
     description, _, epilog = what.partition("\n\n")
@@ -30,13 +30,13 @@ def make_parser(
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of a flag that takes whole numbers from ``least`` on."""
+    """Return the ``argparse`` type of a flag that takes whole numbers, ``least`` or more."""
 
     def number(text: str) -> int:
-        found = int(text)
-        if found < least:
+        value = int(text)
+        if value < least:
             raise argparse.ArgumentTypeError(f"{text}: pass {least} or more")
-        return found
+        return value
 
     return number
 

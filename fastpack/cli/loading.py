@@ -23,7 +23,7 @@ def load_tokenizer(args: ParsedArgs) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust)
         if tokenizer.vocab_size == 0:
-            raise ValueError("what transformers makes of a config without a tokenizer's files is empty")
+            raise ValueError("without tokenizer files transformers builds an empty tokenizer")
     except (OSError, ValueError, KeyError) as error:
         missing = f"no tokenizer in {source}: pass --tokenizer FOLDER, or a name on the hub"
         raise UsageError(f"{missing} ({error})") from error
@@ -38,21 +38,21 @@ def load_dataset(command: Command, args: ParsedArgs) -> tuple[Any, Any]:
         splits = get_dataset(args.mixture) if args.mixture.datasets else _splits(script)
     except DatasetsError as error:
         raise UsageError(f"{name} can't be read as a data set: {error.__cause__ or error}") from error
-    except StopIteration as error:  # what datasets raises on a file without a line
+    except StopIteration as error:  # datasets raises this for an empty file
         raise UsageError(f"{name} holds no rows") from error
     if not isinstance(splits, dict):
         splits = {script.dataset_train_split: splits}
-    wanted = [script.dataset_train_split]
+    names = [script.dataset_train_split]
     if args.training.eval_strategy != "no":
-        wanted.append(script.dataset_test_split)
-    for split in wanted:
+        names.append(script.dataset_test_split)
+    for split in names:
         if split not in splits:
             raise UsageError(
                 f"{name} has no split {split!r}, only {', '.join(map(repr, splits))}: choose with "
                 "--dataset_train_split, and --dataset_test_split where --eval_strategy is set"
             )
-    _check_columns(splits[wanted[0]], name, command, args.training)
-    return splits[wanted[0]], splits[wanted[1]] if len(wanted) > 1 else None
+    _check_columns(splits[names[0]], name, command, args.training)
+    return splits[names[0]], splits[names[1]] if len(names) > 1 else None
 
 
 def _splits(script: Any) -> Any:
@@ -61,7 +61,9 @@ def _splits(script: Any) -> Any:
     require_there(name)
     if path.is_file():
         if path.suffix not in READERS:
-            raise UsageError(f"{name}: a local data set is one of {', '.join(READERS)}, or a folder of them")
+            raise UsageError(
+                f"{name}: a local data set is a file that ends in {', '.join(READERS)}, or a folder of such files"
+            )
         return datasets.load_dataset(READERS[path.suffix], data_files={"train": name}, streaming=stream)
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return datasets.load_from_disk(name)
@@ -70,29 +72,29 @@ def _splits(script: Any) -> Any:
 
 def _check_columns(dataset: Any, name: str, command: Command, training: Any) -> None:
     columns = set(dataset.column_names or ())
-    found = next((wanted for wanted in command.columns(training) if wanted <= columns), set())
-    if columns and not found:
+    present = next((required for required in command.columns(training) if required <= columns), set())
+    if columns and not present:
         takes = f"{command.name.upper()} takes {command.formats}"
         raise UsageError(f"{name} has the columns {', '.join(sorted(columns))}; {takes}")
     table = getattr(dataset, "data", None)
     if table is None or len(table) != len(dataset):
         return  # a stream, or rows that were chosen from a table
-    for column in sorted(found):
+    for column in sorted(present):
         if missing := table.column(column).null_count:
             raise UsageError(f"{name} has {counted(missing, 'row')} without a value of {column!r}: leave them out")
 
 
 def random_model(source: str, args: ParsedArgs) -> Any:
     """Return a causal LM with the config of ``--random_init`` and random weights."""
-    trust, asked = args.training.trust_remote_code, args.model
+    trust, requested = args.training.trust_remote_code, args.model
     require_there(source)
     config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     settings: dict[str, Any] = {"trust_remote_code": trust}
-    if asked.dtype not in (None, "auto"):
-        settings["dtype"] = read_dtype(asked.dtype)
-    if asked.attn_implementation is not None:
-        settings["attn_implementation"] = asked.attn_implementation
+    if requested.dtype not in (None, "auto"):
+        settings["dtype"] = read_dtype(requested.dtype)
+    if requested.attn_implementation is not None:
+        settings["attn_implementation"] = requested.attn_implementation
     set_seed(args.training.seed)
-    # where it will train: a large model is drawn in a second there, and in minutes on the host
+    # initialised on the training device: a second for a large model, where the host takes minutes
     with args.training.device:
         return AutoModelForCausalLM.from_config(config, **settings)

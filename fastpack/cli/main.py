@@ -1,7 +1,6 @@
-"""The ``fastpack`` command: which part is asked for, and one clear line where it can't be done.
+"""The ``fastpack`` command: run a subcommand, and print its errors on one line.
 
-Each subcommand is a module of :mod:`fastpack.cli`, imported only when it is called, and when what it needs is
-there.
+Each subcommand is a module of :mod:`fastpack.cli`. It is imported only when it is called and its packages are there.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from fastpack.cli import quiet, require
 COMMANDS = {
     "sft": "fine-tune a model with TRL's SFTTrainer, padding-free (every SFTConfig flag works)",
     "dpo": "train on preferences with TRL's DPOTrainer, padding-free (every DPOConfig flag works)",
-    "demo": "train a tiny model stock, then patched, and compare; without network",
-    "bench": "stock padded, stock padding_free and fastpack: time, memory and losses, in one run",
+    "demo": "train a tiny model stock, then patched, and compare them; needs no network",
+    "bench": "compare time, memory and losses of stock and patched training",
     "verify": "prove on a model that sequences don't see each other",
-    "smoke": "every architecture, built tiny: proved exact and trained; a table, an exit code",
-    "doctor": "what is installed, and what this machine can use",
-    "families": "the families of models that are covered",
+    "smoke": "build architectures tiny, prove them exact and train them",
+    "doctor": "show what is installed, and which attention backends work here",
+    "families": "list the model families that are covered",
 }
 
 TRAINING = ("trl", "datasets")
@@ -35,11 +34,11 @@ NEEDED = {
 """The optional packages without which a command can't be imported."""
 
 INTERRUPTED = 130
-"""What shells give a command that Ctrl-C ended."""
+"""The exit code that shells give a command ended by Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns the exit code: 2 where the user has something to mend."""
+    """Run a subcommand and return its exit code, 2 for an error that the user can mend."""
     parser = argparse.ArgumentParser(
         prog="fastpack",
         description="Make any Hugging Face causal LM train without padding, exactly.",
@@ -49,16 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fastpack {__version__}")
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of those below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see `fastpack COMMAND --help`")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     quiet()
     try:
-        require(given.command, *NEEDED.get(given.command, ()))
-        code: int = importlib.import_module(f"fastpack.cli.{given.command}").main(given.arguments)
+        require(args.command, *NEEDED.get(args.command, ()))
+        code: int = importlib.import_module(f"fastpack.cli.{args.command}").main(args.arguments)
     except FastpackError as error:
-        # messages of libraries may span lines; the terminal gets one
-        print(f"fastpack {given.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        # library messages may span lines
+        print(f"fastpack {args.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"\nfastpack {given.command}: interrupted", file=sys.stderr)
+        print(f"\nfastpack {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     return code

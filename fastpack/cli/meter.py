@@ -11,7 +11,7 @@ from fastpack.trainers.metrics.counting import peak_memory
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a run; tokens and slots are those of all ranks."""
+    """The results of a run; tokens and slots are summed over all ranks."""
 
     steps: int
     first_loss: float | None
@@ -25,9 +25,9 @@ class Summary:
 
 
 def read_steps(metrics: MetricsCallback) -> list[dict[str, Any]]:
-    """Return what was logged at each step: tokens, slots and seconds of a step, means since the last log; the loss.
+    """Return the tokens, slots and seconds of each logged step (means since the last log), and its loss.
 
-    Tokens and slots are those of all ranks. The loss is None at a last step that was not logged.
+    Tokens and slots are summed over all ranks. The loss is None at a last step that was not logged.
     """
     return [
         {
@@ -42,7 +42,7 @@ def read_steps(metrics: MetricsCallback) -> list[dict[str, Any]]:
 
 
 def summarize(trainer: Any, metrics: MetricsCallback) -> Summary:
-    """Sum up over all steps. What was logged first warms up, and is left out of the speed if there is more."""
+    """Summarise all steps. The first logged entry is warm-up, left out of the speed if there are more."""
     timed = metrics.history[1:] or metrics.history
     seconds = sum(each["steps"] * each["step_seconds"] for each in timed)
     losses = [each["loss"] for each in metrics.history if "loss" in each]
@@ -62,16 +62,16 @@ def summarize(trainer: Any, metrics: MetricsCallback) -> Summary:
 
 
 WASTE = 0.2
-"""A share of padding above which something is said."""
+"""The share of padding above which a hint is printed."""
 
 
 def hint(summary: Summary, *, patched: bool, head_too: bool) -> str | None:
-    """Return one line on the flag that leaves padding out; None where there is little, or no flag does.
+    """Return one line about the flag that avoids padding, or None if there is little, or no flag would.
 
     Args:
-        summary: of the run.
+        summary: the run's summary.
         patched: whether the backbone skipped padding.
-        head_too: whether the loss was spared it, too, as far as a flag can do that.
+        head_too: whether the loss head skipped it too, as far as a flag can make it.
     """
     if summary.padding_share <= WASTE or (patched and head_too):
         return None

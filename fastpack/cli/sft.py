@@ -9,7 +9,7 @@ from fastpack.cli.training import run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Train, and print what the run did."""
+    """Train, and print a summary."""
     return run(SFT, arguments)
 
 

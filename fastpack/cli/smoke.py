@@ -1,4 +1,4 @@
-"""``fastpack smoke``: many architectures, each built tiny, proved and trained; a table, an exit code."""
+"""``fastpack smoke``: build architectures tiny, prove and train each, and print a table."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ _MOST_USED = """
 """
 
 MOST_USED: tuple[str, ...] = tuple(_MOST_USED.split())
-"""The families that people fine-tune most, and then some: what is tried unless it is told otherwise."""
+"""The families that people fine-tune most, and some more: the default."""
 
-WHAT = """Build many architectures tiny, prove them exact patched, and train three steps.
+WHAT = """Build many architectures tiny, patch them, prove them exact, and train three steps.
 
-Modes: exact (every kind of input against each sequence alone), verify (fastpack.verify alone, which bounds each model
-by its own rounding), and with TRL plain, lora and packed."""
+Modes: exact (every kind of input against each sequence alone), verify (only fastpack.verify, whose bound is the
+model's own rounding), and training with TRL: plain, lora and packed."""
 FLAGS: dict[str, dict[str, Any]] = {
     "families": {"nargs": "*", "metavar": "FAMILY", "help": "default: those that people use most"},
     "--all": {"action": "store_true", "help": "every family of transformers' causal-LM mapping"},
@@ -59,7 +59,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--backends": {
         "choices": (EACH, "auto", *BACKENDS),
         "default": EACH,
-        "help": "every one that can serve, or one",
+        "help": "each: every backend that can serve; or the name of one",
     },
     "--jobs": {
         "type": POSITIVE,
@@ -67,25 +67,25 @@ FLAGS: dict[str, dict[str, Any]] = {
         "help": "processes at a time (default: one a core, 8 at most)",
     },
     "--timeout": {"type": float, "default": 300.0, "help": "seconds for a family"},
-    "--device": {"choices": ("cpu", "cuda"), "help": "default: cuda where there is one"},
+    "--device": {"choices": ("cpu", "cuda"), "help": "default: cuda if there is one"},
     "--dtype": {"choices": ("float32", "bfloat16", "float16"), "help": "default: bfloat16 on a GPU"},
-    "--json": {"type": Path, "help": "write the run here; fastpack families reads it"},
+    "--json": {"type": Path, "help": "write the results here, for fastpack families"},
 }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 1 where any row failed.
+    """Run the families, print the results, and return 1 if any row failed, else 0.
 
     Raises:
-        UsageError: the flags can't be followed.
+        UsageError: flags don't go together, or ask for what this machine lacks.
     """
-    given = make_parser("smoke", WHAT, FLAGS).parse_args(arguments)
-    check(given)
-    names, absent = choose(given.families, everyone=given.all, tier=given.tier)
-    setting = Setting.of_this_machine(given.device, given.dtype)
+    args = make_parser("smoke", WHAT, FLAGS).parse_args(arguments)
+    check(args)
+    names, absent = choose(args.families, everyone=args.all, tier=args.tier)
+    setting = Setting.of_this_machine(args.device, args.dtype)
     start = time.monotonic()
-    found = run(names, Task(tuple(given.modes), given.backends, setting), jobs=given.jobs, timeout=given.timeout)
-    rows = list(chain.from_iterable(track(found, "", total=len(names), transient=True)))
+    results = run(names, Task(tuple(args.modes), args.backends, setting), jobs=args.jobs, timeout=args.timeout)
+    rows = list(chain.from_iterable(track(results, "", total=len(names), transient=True)))
     record = Record.of_now(setting.named(), time.monotonic() - start, absent, rows)
     console = Console(width=room_for(150))
     console.print(heading(record), highlight=False)
@@ -100,8 +100,8 @@ def main(arguments: Sequence[str]) -> int:
     failed = [row for row in rows if row.problem is not None]
     for row in failed:
         print(f"{row.family} ({row.mode}, {row.backend or 'no backend'}): {row.problem}", file=sys.stderr)
-    if given.json:
-        given.json.write_text(json.dumps(record.to_dict(), indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(record.to_dict(), indent=1))
     return 1 if failed else 0
 
 
@@ -119,38 +119,38 @@ def heading(record: Record) -> str:
 
 
 def table(record: Record) -> Table:
-    """For people: a line for each family, mode and backend."""
-    made = headed("family", "mode", "tier", "attention", "dtype", *NUMBERS, "", right=NUMBERS)
+    """Return a table with a line for each family, mode and backend."""
+    summary = headed("family", "mode", "tier", "attention", "dtype", *NUMBERS, "", right=NUMBERS)
     before = ""
     for row in record.rows:
-        figures = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.bound, row.loss)]
+        cells = [f"{value:.1e}" if value is not None else "" for value in (row.error, row.bound, row.loss)]
         speed = f"{row.speed:.1f}" if row.speed is not None else ""
         name = row.family if row.family != before else ""
         style = {"FAILED": "bold red", "refused": "dim", "left out": "dim"}.get(row.verdict)
-        made.add_row(name, row.mode, row.tier, row.backend, row.dtype, *figures, speed, row.verdict, style=style)
+        summary.add_row(name, row.mode, row.tier, row.backend, row.dtype, *cells, speed, row.verdict, style=style)
         before = row.family
-    return made
+    return summary
 
 
-def check(given: argparse.Namespace) -> None:
-    """Raise what every family's process would stumble over, and where a flag would do nothing.
+def check(args: argparse.Namespace) -> None:
+    """Raise if every family's process would fail, or if a flag would have no effect.
 
     Raises:
-        UsageError: it names the flag, what came and what may.
+        UsageError: the message has the flag, its value, and what is allowed.
     """
-    require_file("--json", given.json)
-    if given.families and given.all:
-        raise UsageError(f"--all is every family, and {', '.join(given.families)} would be some: leave either out.")
-    if given.tier is not None and not given.all:
-        raise UsageError(f"--tier {given.tier} chooses among all families: pass --all with it.")
-    for name in given.families:
+    require_file("--json", args.json)
+    if args.families and args.all:
+        raise UsageError(f"--all is every family, and {', '.join(args.families)} only some: leave one of them out.")
+    if args.tier is not None and not args.all:
+        raise UsageError(f"--tier {args.tier} chooses among all families: pass --all with it.")
+    for name in args.families:
         if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UsageError(f"{name!r} is no name of a family: pass a model_type, like llama; --all is every one.")
-    if not (given.timeout > 0 and math.isfinite(given.timeout)):
-        raise UsageError(f"--timeout {given.timeout:g}: pass the seconds that a family may take, more than 0.")
-    if given.device == "cuda" and not torch.cuda.is_available():
+            raise UsageError(f"{name!r} is not the name of a family: pass a model_type, like llama, or --all.")
+    if not (args.timeout > 0 and math.isfinite(args.timeout)):
+        raise UsageError(f"--timeout {args.timeout:g}: pass the seconds that a family may take, more than 0.")
+    if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; pass --device cpu.")
-    _check_backend(given.backends, Setting.of_this_machine(given.device, given.dtype))
+    _check_backend(args.backends, Setting.of_this_machine(args.device, args.dtype))
 
 
 def _check_backend(name: str, setting: Setting) -> None:
@@ -164,18 +164,18 @@ def _check_backend(name: str, setting: Setting) -> None:
 
 
 def choose(named: Sequence[str], *, everyone: bool, tier: str | None = None) -> tuple[Sequence[str], Sequence[str]]:
-    """Return the families to run, and those that this release of transformers does not have.
+    """Return the families to run, and the requested families that this release of transformers does not have.
 
-    The families are the named ones, or everyone in transformers' causal-LM mapping (perhaps of one tier), or those that
-    people use most. An unknown name is run, and fails.
+    The families to run are the named ones, or all of transformers' causal-LM mapping (or those of one tier), or
+    :data:`MOST_USED`. An unknown name is run, and fails.
     """
     here = tiny.model_types()
-    known = {*FAMILIES, *REFUSED, *MOST_USED, *NOT_BUILT, *TRAITS}
+    listed = {*FAMILIES, *REFUSED, *MOST_USED, *NOT_BUILT, *TRAITS}
     if named:
-        absent = [name for name in named if name not in here and name in known]
+        absent = [name for name in named if name not in here and name in listed]
         return [name for name in named if name not in absent], absent
     if tier is not None:
         return [name for name in here if name in FAMILIES and FAMILIES[name].tier == tier], ()
     if everyone:
-        return here, sorted(known - {*here})
+        return here, sorted(listed - {*here})
     return [name for name in here if name in MOST_USED], [name for name in MOST_USED if name not in here]

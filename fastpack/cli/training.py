@@ -30,13 +30,13 @@ from fastpack.trainers.metrics import MetricsCallback, attach
 
 
 def run(command: Command, arguments: Sequence[str]) -> int:
-    """Train, and print what the run did.
+    """Train, and print a summary.
 
     Raises:
-        UsageError: the arguments ask for what can't be done; the message says why.
+        UsageError: the run is not possible; the message says why.
     """
     args = parse(command, arguments)
-    if args.training.process_index == 0:  # which writes it
+    if args.training.process_index == 0:  # only this process writes it
         require_file("--json", args.ours.json, made=args.training.output_dir)
     try:
         trainer = make_trainer(command, args)
@@ -45,18 +45,18 @@ def run(command: Command, arguments: Sequence[str]) -> int:
         metrics = attach(trainer)
         metrics.logs = args.ours.metrics
     except loading_errors() as error:
-        # Until training begins, these are the messages of TRL, transformers and the hub about what they were given.
+        # Until training begins, these are errors of TRL, transformers and the hub about the arguments.
         raise UsageError(str(error)) from error
     if args.training.device.type == "cpu":
         require_trl_on_cpu(command.name)
     trainer.train(resume_from_checkpoint=args.training.resume_from_checkpoint)
-    trainer.save_model(args.training.output_dir)  # as TRL's scripts do, which --save_strategy is not about
+    trainer.save_model(args.training.output_dir)  # as TRL's scripts do, whatever --save_strategy is
     _finish(command, trainer, metrics, args)
     return 0
 
 
 def make_trainer(command: Command, args: ParsedArgs) -> Any:
-    """Return the unmodified trainer that TRL's own script would build, also for local files."""
+    """Return the trainer that TRL's own script would build, unmodified, also for local files."""
     training, model, ours = args.training, args.model, args.ours
     tokenizer = load_tokenizer(args)
     train_dataset, eval_dataset = load_dataset(command, args)
@@ -65,7 +65,7 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
         source: Any = model.model_name_or_path
         if ours.random_init is not None:
             source = random_model(ours.random_init, args)
-            if quantization is not None:  # weights are quantized as they are loaded
+            if quantization is not None:  # quantization happens while weights are loaded
                 folder = cleanup.enter_context(tempfile.TemporaryDirectory())
                 source.save_pretrained(folder)
                 source = folder
@@ -93,14 +93,14 @@ def make_trainer(command: Command, args: ParsedArgs) -> Any:
     ids, rows = len(tokenizer), trainer.model.get_input_embeddings().weight.shape[0]
     if ids > rows:
         raise UsageError(
-            f"the tokenizer has {ids:,} ids, the model embeds {rows:,}: take the model's own tokenizer"
+            f"the tokenizer has {ids:,} ids, the model embeds {rows:,}: use the model's own tokenizer"
             + (", or set vocab_size in the config of --random_init" if ours.random_init else "")
         )
     return trainer
 
 
 def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: ParsedArgs) -> None:
-    """Print the summary, and write ``--json``; all ranks count, one prints and writes."""
+    """Print the summary and write ``--json`` on the main process; every rank adds to the counts."""
     summary = summarize(trainer, metrics)
     report = fastpack.report(trainer)
     fused = args.ours.loss is not None and "loss" not in dict(report.skipped)
@@ -118,21 +118,21 @@ def _finish(command: Command, trainer: Any, metrics: MetricsCallback, args: Pars
     if advice is not None:
         print(advice)
     if args.ours.json is not None:
-        figures = {
+        results = {
             "steps": [{**step, **logged.get(step["step"], {})} for step in read_steps(metrics)],
             "evaluations": evaluations,
             "summary": {**vars(summary), "backend": report.backend, "tier": report.tier},
             "hint": advice,
             "report": report.to_dict(),
         }
-        Path(args.ours.json).write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        Path(args.ours.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def _print_summary(title: str, summary: Summary, report: PatchReport) -> None:
     first, last = ("not logged" if x is None else f"{x:.4f}" for x in (summary.first_loss, summary.last_loss))
     memory = summary.peak_memory_bytes
-    shown = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
-    notes = [note for note in report.notes if note.startswith(shown)]
+    prefixes = ("graphs: ", "loss: ", "offload: ", "prefixes: ", "max_tokens=")
+    notes = [note for note in report.notes if note.startswith(prefixes)]
     notes += [f"loss: not fused: {reason}" for what, reason in report.skipped if what == "loss"]
     rows = {
         "steps": f"{summary.steps:,}",

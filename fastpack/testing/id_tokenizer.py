@@ -6,14 +6,14 @@ from typing import Any
 
 
 def tokenizer_of_ids() -> Any:
-    """Trainers want one; rows are token ids already."""
+    """Return a tokenizer for trainers that require one although rows are token ids already."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast
 
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2}
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")),
+        tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<pad>")),
         pad_token="<pad>",
         bos_token="<s>",
         eos_token="</s>",

@@ -1,4 +1,4 @@
-"""Many families, each in a process of its own with a time limit: one that hangs or crashes is a row, not the end."""
+"""Run many families, each in its own process with a time limit, so that a hang or a crash fails only its row."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(families: Sequence[str], task: Task, *, jobs: int, timeout: float) -> It
         one = functools.partial(_in_a_process, task, context, timeout, Path(folder), stopped)
         try:
             yield from pool.map(one, families)
-        except (KeyboardInterrupt, GeneratorExit):  # or all those that wait would have their turn first
+        except (KeyboardInterrupt, GeneratorExit):  # otherwise the waiting families would run first
             pool.shutdown(wait=False, cancel_futures=True)
             stopped.set()
             for process in context.active_children():
@@ -61,10 +61,10 @@ def _context(task: Task) -> Any:
 def _in_a_process(
     task: Task, context: Any, timeout: float, folder: Path, stopped: threading.Event, family: str
 ) -> list[Row]:
-    sent, words = folder / f"{family}.rows", folder / family
-    process = context.Process(target=work, args=(family, task, sent, words), daemon=True)
+    sent, log = folder / f"{family}.rows", folder / family
+    process = context.Process(target=work, args=(family, task, sent, log), daemon=True)
     process.start()
-    if stopped.is_set():  # while it started, and was not among those that were killed
+    if stopped.is_set():  # stopped during its start, so nobody killed it
         process.kill()
     process.join(timeout)
     late = process.is_alive()
@@ -75,19 +75,19 @@ def _in_a_process(
     rows = [Row(**row) for row in whole if row is not None]
     sent_modes = {row.mode for row in rows}
     missing = [mode for mode in task.modes if mode not in sent_modes and not any(row.refused for row in rows)]
-    if None not in whole:  # an exit code of 0 is no end: rows may be missing until the word that those were all
-        problem = f"not done after {timeout:g} s" if late else _last_word(words, process.exitcode or 0)
+    if None not in whole:  # exit code 0 is not enough: rows may be missing unless null ends the file
+        problem = f"not done after {timeout:g} s" if late else _last_line(log, process.exitcode or 0)
     elif missing:
-        problem = "its process was done, and had sent no row of it"
+        problem = "its process ended without a row for it"
     else:
         return rows
     return [*rows, Row(family, ", ".join(missing) or rows[-1].mode, problem=problem)]
 
 
-def _last_word(words: Path, exitcode: int) -> str:
+def _last_line(log: Path, exitcode: int) -> str:
     """Return a process's last line of output, and the signal that ended it, or that it ended without an error."""
-    printed = words.read_text(errors="replace") if words.exists() else ""
-    lines = [line for line in printed.splitlines() if line.strip()] or ["no word"]
+    printed = log.read_text(errors="replace") if log.exists() else ""
+    lines = [line for line in printed.splitlines() if line.strip()] or ["no output"]
     if exitcode < 0:
         fatal = [line for line in lines if line.startswith("Fatal Python error")]
         return f"ended by signal {-exitcode}: {(fatal or lines)[-1][:300]}"

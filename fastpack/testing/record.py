@@ -1,4 +1,4 @@
-"""A run of ``gists/smoke.sh``: what its models are, and its file: when, with which versions, on what, and every row."""
+"""The record of a run of ``gists/smoke.sh``: its date, versions, setting, and the row of every result."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GPU_HEAD_DIM = 64
 
 @dataclass(frozen=True)
 class Setting:
-    """Tiny and float32 on a CPU; on a GPU bfloat16, with heads of a real size.
+    """The device, dtype and head size of tiny models: float32 on a CPU; bfloat16 and real head sizes on a GPU.
 
     Attributes:
         dtype: name of a dtype of torch; head_dim: a multiple of 16.
@@ -36,7 +36,7 @@ class Setting:
 
     @classmethod
     def of_this_machine(cls, device: str | None = None, dtype: str | None = None) -> Setting:
-        """Return the setting for this machine; None stands for what suits it best."""
+        """Return the setting for this machine; None stands for the default of its device."""
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         gpu = device != "cpu"
         return cls(device, dtype or ("bfloat16" if gpu else "float32"), GPU_HEAD_DIM if gpu else HEAD_DIM)
@@ -54,7 +54,7 @@ class Setting:
         return build_tiny(model_type, head_dim=self.head_dim, dtype=dtype).train().to(self.device)
 
     def named(self) -> str:
-        """For people."""
+        """Return the setting as a line of text."""
         gpu = f" ({torch.cuda.get_device_name()})" if self.device.startswith("cuda") else ""
         return f"{self.device}{gpu}, {self.dtype}, heads of {self.head_dim}"
 
@@ -92,16 +92,23 @@ class Row:
     problem: str | None = None
 
     @classmethod
-    def of(cls, family: str, mode: str, setting: Setting, model: Any, found: Verification | None, **more: Any) -> Row:
-        """Return the row of a patched model and what was found on it: None where verify can't tell its tokens."""
+    def of(
+        cls, family: str, mode: str, setting: Setting, model: Any, verification: Verification | None, **more: Any
+    ) -> Row:
+        """Return the row of a patched model and its verification: None where verify can't tell its tokens."""
         report = fastpack.report(model)
-        if found is not None:
-            more = {"error": found.nearest.error, "bound": found.nearest.bound, "problem": found.problem, **more}
+        if verification is not None:
+            more = {
+                "error": verification.nearest.error,
+                "bound": verification.nearest.bound,
+                "problem": verification.problem,
+                **more,
+            }
         return cls(family, mode, report.tier, report.backend or "", setting.dtype, **more)
 
     @property
     def verdict(self) -> str:
-        """For people."""
+        """Return the row's result in a word or two."""
         if self.problem is not None:
             return "FAILED"
         if self.left_out is not None:
@@ -111,11 +118,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Record:
-    """One run.
+    """The record of one run.
 
     Attributes:
         date: ISO, of the day; versions: of the packages, fastpack and Python; setting: device, precision and heads.
-        seconds: that it took; absent: families that this release of transformers does not have.
+        seconds: the run's duration; absent: families that this release of transformers does not have.
     """
 
     date: str
@@ -134,16 +141,16 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Record:
         """Read a record from a file of :meth:`to_dict`."""
-        found = json.loads(path.read_text())
-        rows = tuple(Row(**row) for row in found.pop("rows"))
-        return cls(**{**found, "absent": tuple(found["absent"])}, rows=rows)
+        data = json.loads(path.read_text())
+        rows = tuple(Row(**row) for row in data.pop("rows"))
+        return cls(**{**data, "absent": tuple(data["absent"])}, rows=rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers."""
+        """Return the record as plain dicts, lists, strings and numbers."""
         return asdict(self)
 
     @property
     def made_with(self) -> str:
-        """A line for people."""
+        """Return the date, versions and setting as a line of text."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{self.date}, {versions}, {self.setting}"

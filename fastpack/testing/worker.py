@@ -1,7 +1,7 @@
-"""A family's rows: what runs in a process of its own, one mode after the other, into a file.
+"""Compute a family's rows in its own process, one mode after the other, and write them to a file.
 
-It is proved exact, verified, and trained for three steps with TRL: whole, with LoRA, and on packed batches, patched and
-unpatched.
+The model is proved exact, verified, and trained for three steps with TRL: whole, with LoRA, and on packed batches,
+patched and unpatched.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ EXACT, VERIFY = "exact", "verify"
 TRAINED = ("plain", "lora", "packed")
 MODES = (EXACT, VERIFY, *TRAINED)
 USUAL = (EXACT, *TRAINED)
-"""What is tried where nothing is asked for: a model is verified before it is trained, too."""
+"""The default modes; training also verifies a model first."""
 EACH = "each"
 STEPS, BATCH = 3, 4
 LENGTHS = (5, 33, 12, 20, 9, 40, 3, 17, 28, 6, 11, 36)
 LOSS_BOUND, HALF_LOSS_BOUND = 1e-4, 3e-2
 
 NOT_AS_PADDED = ("big_bird", "cpmant")
-"""The stock model gives a padded sequence other logits than the same one alone, whose losses are the patched ones."""
+"""Models whose stock logits of a padded sequence differ from those of the sequence alone, which patching gives."""
 MAMBAS = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 NOT_FOR_LORA = ("out_proj", "conv1d")
-"""What PEFT does not wrap in them, since their fused kernels read its weight."""
+"""Modules of these models that PEFT must not wrap, since fused kernels read their weights."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,24 @@ class Task:
     setting: Setting
 
 
-def work(family: str, task: Task, sent: Path, words: Path) -> None:
+def work(family: str, task: Task, sent: Path, log: Path) -> None:
     """Write every row of a family to the file ``sent``, one line of JSON each, and null after the last.
 
-    Printed output goes to the file ``words``.
+    Printed output goes to the file ``log``.
     """
-    with words.open("wb") as file:
+    with log.open("wb") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     faulthandler.enable(2)
     warnings.simplefilter("ignore")
     if task.setting.device == "cpu":
-        torch.set_num_threads(1)  # tensors are small: a second thread only waits for the first
+        torch.set_num_threads(1)  # tensors are so small that more threads only wait
     else:
-        torch.backends.cudnn.allow_tf32 = False  # convolutions in float32, or 1e-4 can't hold
+        torch.backends.cudnn.allow_tf32 = False  # TF32 convolutions would exceed 1e-4
     with sent.open("w") as lines:
         for row in rows(family, task):
             print(json.dumps(asdict(row)), file=lines, flush=True)
-        print("null", file=lines)  # that was all: what libraries do while the interpreter ends is no family's fault
+        print("null", file=lines)  # the end: an error of a library while the interpreter exits is no family's fault
 
 
 def rows(family: str, task: Task) -> Iterator[Row]:
@@ -121,7 +121,7 @@ def _refused(family: str, setting: Setting) -> Row:
         fastpack.patch(setting.build(family))
     except UnsupportedModelError:
         return Row(family, EXACT, refused=REFUSED[family])
-    return Row(family, EXACT, problem="it is in the list of those that are refused, and was not")
+    return Row(family, EXACT, problem="it is in the list of refused families, but patch accepted it")
 
 
 def _proved(
@@ -133,10 +133,10 @@ def _proved(
 ) -> Iterator[Row]:
     for backend in backends:
         model = fastpack.patch(setting.build(family), attention=backend)
-        found = prove(model)
-        checks = found.checks if found is not None and mode == EXACT else ()
+        verification = prove(model)
+        checks = verification.checks if verification is not None and mode == EXACT else ()
         kinds = {check.what: check.error for check in checks if not check.at_least}
-        yield Row.of(family, mode, setting, model, found, kinds=kinds)
+        yield Row.of(family, mode, setting, model, verification, kinds=kinds)
 
 
 def _backends(family: str, which: str, setting: Setting) -> list[str]:
@@ -145,15 +145,15 @@ def _backends(family: str, which: str, setting: Setting) -> list[str]:
         return [which]
     model = setting.build(family)
     with fastpack.patched(model):
-        able = [name for name, why in fastpack.report(model).backends.items() if why is None]
+        serving = [name for name, why in fastpack.report(model).backends.items() if why is None]
     alone = []
-    for name in able:
+    for name in serving:
         try:
             with fastpack.patched(model, attention=name):
                 alone.append(name)
         except BackendUnavailableError:
-            continue  # it serves some of the layers
-    return alone if alone == able and able else [*alone, "auto"]
+            continue  # it serves only some of the layers
+    return alone if alone == serving and serving else [*alone, "auto"]
 
 
 def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Sequence[str]) -> Iterator[Row]:
@@ -162,7 +162,7 @@ def train_rows(family: str, modes: Sequence[str], setting: Setting, backends: Se
     If TRL can't train the stock model either, the mode has one row that says so.
     """
     bound = LOSS_BOUND if setting.dtype == "float32" else HALF_LOSS_BOUND
-    # with LoRA or without: the stock model is given padded batches either way
+    # keyed by LoRA or not: the stock model gets padded batches in both
     stock: dict[bool, tuple[list[float], float] | str] = {}
     for mode in modes:
         lora = mode == "lora"
@@ -189,7 +189,7 @@ def _stock(family: str, lora: bool, setting: Setting) -> tuple[list[float], floa
     """Return the stock model's losses on padded batches, or why there are none."""
     try:
         return _train(_prepare(setting.build(family), lora), packed=False)
-    except Exception as error:  # noqa: BLE001 - nothing of fastpack runs here, and anything may be wrong elsewhere
+    except Exception as error:  # noqa: BLE001 - fastpack does not run here, and other code may raise anything
         return f"the stock model can't be trained so: {type(error).__name__}: {str(error)[:200]}"
 
 
@@ -200,10 +200,10 @@ def _off(losses: Sequence[float], stock: Sequence[float], *, packed: bool) -> fl
     its padded ones. That shows in some models (GPT-2), stock ones too; for most, TRL computes the loss itself.
     """
     tokens = [sum(LENGTHS[at : at + BATCH]) for at in range(0, BATCH * STEPS, BATCH)]
-    counted = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
+    rescaled = [true * n / (n - BATCH) for true, n in zip(stock, tokens, strict=True)]
     worst = [
         max(abs(a - b) / abs(b) for a, b in zip(losses, true, strict=True))
-        for true in ((stock, counted) if packed else (stock,))
+        for true in ((stock, rescaled) if packed else (stock,))
     ]
     return min(worst)
 
@@ -237,7 +237,7 @@ def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
 
     ends: list[float] = []
 
-    class Clock(TrainerCallback):
+    class StepEnds(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
@@ -264,21 +264,21 @@ def _train(model: Any, *, packed: bool) -> tuple[list[float], float]:
         )
         data = Dataset.from_dict({"input_ids": ids, "labels": ids})
         trainer = SFTTrainer(
-            model, args=arguments, train_dataset=data, processing_class=tokenizer_of_ids(), callbacks=[Clock()]
+            model, args=arguments, train_dataset=data, processing_class=tokenizer_of_ids(), callbacks=[StepEnds()]
         )
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], ends[-1] - ends[0]
 
 
 def _without_balance(config: Any) -> dict[str, Any]:
-    """TRL's settings for a model of experts whose config does not count them as TRL's own balancing loss expects."""
+    """Return TRL settings that turn its balancing loss off for a config without the ``num_experts`` that it reads."""
     text = config.get_text_config()
     balanced = hasattr(text, "output_router_logits") and not hasattr(text, "num_experts")
     return {"router_aux_loss_coef": 0.0} if balanced else {}
 
 
 def verified(model: Any) -> Verification | None:
-    """Return what verify finds on a patched model; None for one whose tokens it can't tell by their ids."""
+    """Return the verification of a patched model, or None if verify can't tell its tokens by their ids."""
     try:
         return fastpack.verify(model)
     except (ContaminationError, InconclusiveError) as error:

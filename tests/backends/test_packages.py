@@ -269,6 +269,26 @@ def test_a_library_that_xformers_lacks_is_named_with_its_package(
     assert doctor._backends(torch.device("cuda"))["xformers"]["bfloat16"] == reason
 
 
+def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fastpack.backends.registry import BACKENDS
+    from fastpack.cli import doctor
+
+    stand_ins.install_xformers(monkeypatch)
+    machine(*H100)
+    features: dict[str, dict[str, Any]] = {
+        "softcap": {"softcap": 30.0},
+        "sinks": {"sinks": True},
+        "dropout": {"dropout": 0.1},
+    }
+    assert doctor.LIMITS.keys() == BACKENDS.keys()
+    for name in BACKENDS.keys() - {"flash_attn"}:  # whose generations differ
+        assert BACKENDS[name].rejects(shape(dtype=HALF)) is None, name
+        served = [
+            feature for feature, facts in features.items() if not BACKENDS[name].rejects(shape(dtype=HALF, **facts))
+        ]
+        assert served == list(doctor.LIMITS[name][1]), name
+
+
 def test_another_library_that_xformers_lacks_is_not_this_one(
     linker: Linker, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fastpack.bench.flops import needed_flops
 from fastpack.bench.models import SHAPES, make_config
-from fastpack.bench.settings import Settings
+from fastpack.bench.settings import RunSettings
 
 HIDDEN, INNER, LAYERS, VOCABULARY, RANK = 8, 20, 3, 50, 16
 # q 8 x 8, k and v 8 x 4, o 8 x 8, gate and up 8 x 20, down 20 x 8: 64 + 32 + 32 + 64 + 3 x 160
@@ -28,7 +28,7 @@ HEAD = 2 * HIDDEN * VOCABULARY
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSettings:
     """A step on three rows, after one that is not timed."""
     (tmp_path / "lengths.json").write_text(json.dumps([9, 9, 9, *LENGTHS]))
     sizes = {
@@ -40,21 +40,21 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         "vocab_size": VOCABULARY,
     }
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], **sizes})
-    return Settings("", rows=3, steps=1, warmup=1, lengths=str(tmp_path / "lengths.json"))
+    return RunSettings("", rows=3, steps=1, warmup=1, lengths=str(tmp_path / "lengths.json"))
 
 
-def test_full_by_hand(small: Settings) -> None:
+def test_full_by_hand(small: RunSettings) -> None:
     assert needed_flops(small) == 3 * (LINEAR + ATTENTION + PREDICTED * HEAD)
 
 
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
-def test_lora_by_hand(mode: Any, small: Settings) -> None:
+def test_lora_by_hand(mode: Any, small: RunSettings) -> None:
     """Forward and the gradients of inputs, and of weights those of A and B."""
     expected = 2 * LINEAR + 3 * UPDATES + 3 * ATTENTION + 2 * PREDICTED * HEAD
     assert needed_flops(replace(small, mode=mode)) == expected
 
 
-def test_checkpointing_by_hand(small: Settings) -> None:
+def test_checkpointing_by_hand(small: RunSettings) -> None:
     again = LINEAR - 2 * TOKENS * INNER * HIDDEN * LAYERS + ATTENTION
     assert needed_flops(replace(small, checkpointing=True)) - needed_flops(small) == again
     lora = replace(small, mode="lora")
@@ -62,7 +62,7 @@ def test_checkpointing_by_hand(small: Settings) -> None:
     assert needed_flops(replace(lora, checkpointing=True)) - needed_flops(lora) == again
 
 
-def test_pairs_by_hand(small: Settings, tmp_path: Path) -> None:
+def test_pairs_by_hand(small: RunSettings, tmp_path: Path) -> None:
     """The policy's training and the reference's forward; the head on completions."""
     (tmp_path / "pairs.json").write_text("[[9, 9, 9], [5, 7, 11], [3, 2, 4]]")
     dpo = replace(small, trainer="dpo", rows=1, steps=2, lengths=str(tmp_path / "pairs.json"))
@@ -77,7 +77,7 @@ def test_pairs_by_hand(small: Settings, tmp_path: Path) -> None:
 
 def test_llama8b_is_what_is_known() -> None:
     """30 GFLOP a token with frozen weights: 6.98 billion in the layers, 0.53 in the head."""
-    settings = Settings("", shape="llama8b", mode="lora", lengths="190", steps=1)
+    settings = RunSettings("", shape="llama8b", mode="lora", lengths="190", steps=1)
     assert needed_flops(settings) / 3040 == pytest.approx(30.4e9, rel=0.01)
 
 
@@ -101,7 +101,7 @@ def test_against_what_torch_counts(mode: Any, checkpointing: bool, monkeypatch: 
     counted = sum(
         n for op, n in counter.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm", "aten.bmm")
     )
-    settings = Settings("", mode=mode, checkpointing=checkpointing, rows=1, steps=1, warmup=0, lengths="24")
+    settings = RunSettings("", mode=mode, checkpointing=checkpointing, rows=1, steps=1, warmup=0, lengths="24")
     needed = needed_flops(settings) + 2 * 256 * 2048 * (3 if mode == "full" else 2)
     needed -= 2 * 2 * 300 * 256 * 2 * (4 if checkpointing else 3)
     if mode == "lora" and not checkpointing:

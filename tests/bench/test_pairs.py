@@ -55,8 +55,8 @@ def test_rows_of_a_batch() -> None:
     assert made[0]["chosen_ids"] != made[0]["rejected_ids"][:7]
 
 
-def flags(*given: str) -> argparse.Namespace:
-    return PARSER.parse_args(given)
+def flags(*arguments: str) -> argparse.Namespace:
+    return PARSER.parse_args(arguments)
 
 
 def test_flags() -> None:
@@ -71,7 +71,7 @@ def test_flags() -> None:
         make_settings(flags("--trainer", "dpo", "--loop", "plain"), on_gpu=False)
 
 
-def test_who_takes_part() -> None:
+def test_the_variants() -> None:
     assert choose_variants(None, on_gpu=True, trainer="dpo") == (
         ["stock padded", "fastpack", "fastpack, prompts shared"],
         {},
@@ -81,5 +81,5 @@ def test_who_takes_part() -> None:
     names, left_out = choose_variants(None, on_gpu=True, trainer="dpo", graphs="auto")
     assert names == ["stock padded", "fastpack"]
     assert left_out == {"fastpack, prompts shared": "shares prefixes, which --graphs excludes"}
-    with pytest.raises(FastpackError, match="not a way of --trainer dpo, whose are stock padded, fastpack"):
+    with pytest.raises(FastpackError, match="not a variant of --trainer dpo, which has stock padded, fastpack"):
         choose_variants(["fastpack packed"], on_gpu=torch.cuda.is_available(), trainer="dpo")

@@ -18,7 +18,7 @@ from fastpack.bench.flops import needed_flops
 from fastpack.bench.plot import save_plot
 from fastpack.bench.runner import Outcome
 from fastpack.bench.same_losses import compare
-from fastpack.bench.settings import Figures, Settings
+from fastpack.bench.settings import RunResult, RunSettings
 from fastpack.bench.table import print_outcome
 from fastpack.bench.variants import VARIANTS
 from fastpack.cli import bench
@@ -29,16 +29,16 @@ from fastpack.errors import FastpackError
 CEILING = Ceiling(790e12, 4.3e12, "8192^3 bfloat16", "a GPU")
 
 
-def made_up(name: str, rate: float, **given: Any) -> Figures:
+def made_up(name: str, rate: float, **changes: Any) -> RunResult:
     seconds = [100 / rate] * 5
-    row = Figures(name, "kernel", seconds, [100] * 5, 500, 10.0, 12.5, [2.0] * 6, [1.0] * 6)
-    return replace(row, **given)
+    row = RunResult(name, "kernel", seconds, [100] * 5, 500, 10.0, 12.5, [2.0] * 6, [1.0] * 6)
+    return replace(row, **changes)
 
 
-def outcome(figures: list[Figures], floor: float = 3000.0) -> Outcome:
-    settings = Settings("", shape="llama8b", mode="lora")
-    verdict = compare(figures, half=True)
-    return Outcome(settings, figures, verdict, CEILING, floor, {"device": "a GPU"}, {"stock + FA2": "needs a GPU"})
+def outcome(results: list[RunResult], floor: float = 3000.0) -> Outcome:
+    settings = RunSettings("", shape="llama8b", mode="lora")
+    verdict = compare(results, half=True)
+    return Outcome(settings, results, verdict, CEILING, floor, {"device": "a GPU"}, {"stock + FA2": "needs a GPU"})
 
 
 def printed(found: Outcome) -> str:
@@ -48,17 +48,17 @@ def printed(found: Outcome) -> str:
 
 
 def test_the_table_compares_with_the_best_stock() -> None:
-    figures = [made_up("stock padded", 500), made_up("stock padding_free", 1000), made_up("fastpack", 1500)]
-    text = printed(outcome(figures))
+    results = [made_up("stock padded", 500), made_up("stock padding_free", 1000), made_up("fastpack", 1500)]
+    text = printed(outcome(results))
     (line,) = (line for line in text.splitlines() if "fastpack " in line and "kernel" in line)
     cells = [cell.strip() for cell in line.strip("│").split("│")]
     assert cells == ["fastpack", "kernel", "67", "1,500", "1,500", "1.50", "50%", "10.00", "12.5"]
     assert "left out: stock + FA2 (needs a GPU)" in text
 
 
-def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
-    figures = [made_up("stock padded", 500, held_memory=None), Figures("fastpack", error="out of memory")]
-    text = printed(outcome(figures))
+def test_empty_columns_are_left_out() -> None:
+    results = [made_up("stock padded", 500, held_memory=None), RunResult("fastpack", error="out of memory")]
+    text = printed(outcome(results))
     (head,) = (line for line in text.splitlines() if "real tokens/s" in line and "attention" in line)
     assert "GiB" in head
     assert "held" not in head
@@ -66,7 +66,7 @@ def test_columns_that_nobody_has_a_figure_for_are_left_out() -> None:
     assert len(line.strip("│").split("│")) == len(head.strip("│").split("│")) == 8
 
 
-def test_a_narrow_terminal_has_every_figure() -> None:
+def test_a_narrow_terminal_shows_every_number() -> None:
     """Headings and names fold, numbers stay whole."""
     shown = io.StringIO()
     found = outcome([made_up("stock + FA2 + Liger", 1000), made_up("fastpack collated", 1800)])
@@ -76,7 +76,7 @@ def test_a_narrow_terminal_has_every_figure() -> None:
     assert "…" not in shown.getvalue()
 
 
-def test_steps_together_are_told_beside_medians() -> None:
+def test_the_overall_speed_is_shown_beside_the_median() -> None:
     """Where one step of five was slow, which a median does not show."""
     ours = made_up("fastpack", 2000, seconds=[0.05] * 4 + [0.2])
     text = printed(outcome([made_up("stock padded", 500), ours]))
@@ -85,25 +85,29 @@ def test_steps_together_are_told_beside_medians() -> None:
 
 
 def test_no_speeds_where_losses_disagree() -> None:
-    figures = [made_up("stock padded", 500), made_up("fastpack", 1234, losses=[3.0] * 6)]
-    text = printed(outcome(figures))
+    results = [made_up("stock padded", 500), made_up("fastpack", 1234, losses=[3.0] * 6)]
+    text = printed(outcome(results))
     assert "DISAGREE" in text
     assert "'fastpack'" in text
     assert "1,234" not in text
     assert "tokens/s" not in text
 
 
-def test_what_ran_out_of_memory_is_said() -> None:
-    figures = [Figures("stock padded", error="out of memory"), made_up("stock padding_free", 5), made_up("fastpack", 9)]
-    found = outcome(figures)
+def test_out_of_memory_is_shown() -> None:
+    results = [
+        RunResult("stock padded", error="out of memory"),
+        made_up("stock padding_free", 5),
+        made_up("fastpack", 9),
+    ]
+    found = outcome(results)
     assert "out of memory" in printed(found)
-    assert found.results(figures[2])["times_best_stock"] == pytest.approx(9 / 5)
-    assert found.to_dict()["contestants"][0]["error"] == "out of memory"
+    assert found.row_dict(results[2])["times_best_stock"] == pytest.approx(9 / 5)
+    assert found.to_dict()["variants"][0]["error"] == "out of memory"
 
 
 def test_medians() -> None:
-    row = Figures("fastpack", seconds=[1.0, 1.0, 4.0], tokens=[10, 20, 40], slots=100)
-    found = outcome([row], floor=40.0).results(row)
+    row = RunResult("fastpack", seconds=[1.0, 1.0, 4.0], tokens=[10, 20, 40], slots=100)
+    found = outcome([row], floor=40.0).row_dict(row)
     assert found["tokens_per_second"] == row.tokens_per_second == 10
     assert found["step_median"] == 1
     assert found["padding_share"] == pytest.approx(0.3)
@@ -126,7 +130,7 @@ def test_flags() -> None:
     assert make_settings(parse("--graphs", "auto", "--warmup", "9"), on_gpu=True).warmup == 9
 
 
-def test_who_takes_part_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_variants_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     names, left_out = choose_variants(None, on_gpu=False)
     stock = ["stock padded", "stock padding_free"]
     assert names == [*stock, "fastpack", "fastpack packed", "fastpack collated", "fastpack fused loss"]
@@ -213,7 +217,7 @@ def test_the_title_says_what_is_not_at_its_default() -> None:
         (("--ops", "--plot", "ops.png"), "leave out --plot."),
     ],
 )
-def test_flags_that_nobody_would_read(
+def test_flags_without_effect_are_refused(
     flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "_train", None)
@@ -222,25 +226,25 @@ def test_flags_that_nobody_would_read(
     assert said in capsys.readouterr().err
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, rows: list[Figures]) -> list[str]:
-    """Has these in place of processes; the names of what is run from now on."""
-    told, ran = {row.contestant: row for row in rows}, []
+def stand_in(monkeypatch: pytest.MonkeyPatch, rows: list[RunResult]) -> list[str]:
+    """Replace processes with these results; return the list that collects the names of what is run."""
+    by_name, ran = {row.variant: row for row in rows}, []
     machine = {"ceiling": asdict(CEILING), "machine": {}}
 
     def said(name: str, *_: Any) -> dict[str, Any]:
         ran.append(name)
-        return asdict(told[name]) if name in told else machine
+        return asdict(by_name[name]) if name in by_name else machine
 
     monkeypatch.setattr(runner, "_run", said)
     return ran
 
 
-def test_nobody_is_timed_after_losses_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variant_runs_after_losses_that_disagree(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = made_up("stock padding_free", 1234, losses=[3.0] * 6)
     rows = [made_up("stock padded", 500), wrong, made_up("fastpack", 1500)]
-    names = [row.contestant for row in rows]
+    names = [row.variant for row in rows]
     ran = stand_in(monkeypatch, rows)
-    settings = Settings("", lengths="8", steps=5)
+    settings = RunSettings("", lengths="8", steps=5)
     found = runner.run_all(settings, names, left_out={"stock + FA2": "needs a GPU"}, on_gpu=False)
     assert ran[1:] == names[:2]
     assert not found.verdict.agree
@@ -249,9 +253,9 @@ def test_nobody_is_timed_after_losses_that_disagree(monkeypatch: pytest.MonkeyPa
         "fastpack": "was not run: 'stock padded' and 'stock padding_free' disagree",
     }
     record = found.to_dict()
-    assert [row["losses"] for row in record["contestants"]] == [[2.0] * 6, [3.0] * 6]
-    assert {name for row in record["contestants"] for name in row} == set(runner.WITHOUT_SPEED)
-    assert {"seconds", "step_median", "floor_share"} <= set(outcome(rows[:1]).to_dict()["contestants"][0])
+    assert [row["losses"] for row in record["variants"]] == [[2.0] * 6, [3.0] * 6]
+    assert {name for row in record["variants"] for name in row} == set(runner.WITHOUT_SPEED)
+    assert {"seconds", "step_median", "floor_share"} <= set(outcome(rows[:1]).to_dict()["variants"][0])
 
 
 @pytest.mark.parametrize(
@@ -259,27 +263,27 @@ def test_nobody_is_timed_after_losses_that_disagree(monkeypatch: pytest.MonkeyPa
     [
         ([made_up("stock padded", 500), made_up("fastpack", 900)], 0),
         ([made_up("stock padded", 500), made_up("fastpack", 900, losses=[3.0] * 6)], 1),
-        ([made_up("stock padded", 500), Figures("fastpack", error="out of memory")], 3),
+        ([made_up("stock padded", 500), RunResult("fastpack", error="out of memory")], 3),
         ([made_up("fastpack", 900)], 0),
     ],
     ids=["agree", "disagree", "one of two", "one alone"],
 )
 def test_exit_codes(
-    rows: list[Figures], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    rows: list[RunResult], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in(monkeypatch, rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["bench", "--lengths", "8", "--steps", "5", "--only", *(row.contestant for row in rows)]) == code
+    assert main(["bench", "--lengths", "8", "--steps", "5", "--only", *(row.variant for row in rows)]) == code
     assert ("nothing was compared" in capsys.readouterr().out) == (len([r for r in rows if r.error is None]) < 2)
 
 
-def test_each_contestant_is_told_as_it_ends(
+def test_each_variant_is_reported_as_it_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = [made_up("stock padded", 500), Figures("fastpack", error="out of memory")]
-    stand_in(monkeypatch, told)
-    names = [row.contestant for row in told]
-    settings = Settings("", lengths="8", steps=5)
+    rows = [made_up("stock padded", 500), RunResult("fastpack", error="out of memory")]
+    stand_in(monkeypatch, rows)
+    names = [row.variant for row in rows]
+    settings = RunSettings("", lengths="8", steps=5)
     found = runner.run_all(settings, names, left_out={}, on_gpu=False)
     assert found.floor_rate == pytest.approx(5 * 16 * 8 / (needed_flops(settings) / CEILING.flops))
     assert capsys.readouterr().err.splitlines() == [
@@ -306,11 +310,11 @@ def test_liger_takes_part_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert choose_variants(None, on_gpu=True)[1] == {"stock + FA2 + Liger": "liger-kernel is not installed"}
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    everyone = [name for name, contestant in VARIANTS.items() if "sft" in contestant.trainers]
+    everyone = [name for name, variant in VARIANTS.items() if "sft" in variant.trainers]
     assert choose_variants(None, on_gpu=True) == (everyone, {})
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from fastpack import cli as commands
 
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)

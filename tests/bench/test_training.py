@@ -18,14 +18,14 @@ from fastpack.backends import torch_varlen
 from fastpack.bench import loops, models, variant_run
 from fastpack.bench.models import SHAPES
 from fastpack.bench.same_losses import compare
-from fastpack.bench.settings import GATE_STEPS, LEARNING_RATE, Figures, Settings
+from fastpack.bench.settings import COMPARED_STEPS, LEARNING_RATE, RunResult, RunSettings
 from fastpack.bench.variants import VARIANTS
 from fastpack.cli.main import main
 
 trains_on_cpu = pytest.mark.skipif(
     not torch.cuda.is_available() and not commands.trl_trains_on_cpu(), reason="this TRL's loss needs a GPU"
 )
-SMALL = Settings("", rows=3, steps=2, warmup=2, lengths="lengths.json", loop="plain")
+SMALL = RunSettings("", rows=3, steps=2, warmup=2, lengths="lengths.json", loop="plain")
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +35,8 @@ def _small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "tiny", {**SHAPES["tiny"], "num_hidden_layers": 2, "vocab_size": 512})
 
 
-def train(settings: Settings, *names: str) -> list[Figures]:
-    return [variant_run.run(replace(settings, contestant=name)) for name in names]
+def train(settings: RunSettings, *names: str) -> list[RunResult]:
+    return [variant_run.run(replace(settings, variant=name)) for name in names]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -45,15 +45,15 @@ def test_all_variants_train_the_same_model(mode: Any, checkpointing: bool) -> No
     if mode == "qlora":
         pytest.importorskip("bitsandbytes")
     names = ("stock padded", "stock padding_free", "fastpack", "fastpack packed")
-    figures = train(replace(SMALL, mode=mode, checkpointing=checkpointing), *names)
-    verdict = compare(figures, half=mode == "qlora")
+    results = train(replace(SMALL, mode=mode, checkpointing=checkpointing), *names)
+    verdict = compare(results, half=mode == "qlora")
     assert verdict.agree, str(verdict)
-    assert all(len(row.seconds) == 2 and len(row.losses) == 4 and len(row.gradient_norms) == 2 for row in figures)
-    assert [row.backend for row in figures[:2]] == ["sdpa", "sdpa"]
-    assert figures[2].backend == figures[3].backend != "sdpa"
-    assert figures[0].slots == figures[2].slots > sum(figures[0].tokens)
-    assert figures[1].slots == figures[3].slots == sum(figures[0].tokens)
-    assert figures[0].tokens == figures[1].tokens == [sum(batch) for batch in SMALL.timed_batches()]
+    assert all(len(row.seconds) == 2 and len(row.losses) == 4 and len(row.gradient_norms) == 2 for row in results)
+    assert [row.backend for row in results[:2]] == ["sdpa", "sdpa"]
+    assert results[2].backend == results[3].backend != "sdpa"
+    assert results[0].slots == results[2].slots > sum(results[0].tokens)
+    assert results[1].slots == results[3].slots == sum(results[0].tokens)
+    assert results[0].tokens == results[1].tokens == [sum(batch) for batch in SMALL.timed_batches()]
 
 
 @trains_on_cpu
@@ -62,9 +62,9 @@ def test_the_same_under_trl(mode: Any) -> None:
     if mode == "qlora":
         pytest.importorskip("bitsandbytes")
     settings = replace(SMALL, mode=mode, loop="trl", checkpointing=True)
-    figures = train(settings, "stock padded", "stock padding_free", "fastpack packed")
-    assert compare(figures, half=True).agree
-    assert all(len(row.gradient_norms) == 4 for row in figures)
+    results = train(settings, "stock padded", "stock padding_free", "fastpack packed")
+    assert compare(results, half=True).agree
+    assert all(len(row.gradient_norms) == 4 for row in results)
 
 
 DPO = replace(SMALL, trainer="dpo", loop="trl", rows=2, lengths="pairs.json")
@@ -77,15 +77,15 @@ def test_dpo_is_the_same_padded_and_patched(mode: Any) -> None:
     if mode == "qlora":
         pytest.importorskip("bitsandbytes")
     Path("pairs.json").write_text("[[9, 30, 12], [20, 3, 44], [1, 5, 6]]")
-    figures = train(replace(DPO, mode=mode, checkpointing=mode == "lora"), "stock padded", "fastpack")
-    verdict = compare(figures, half=mode == "qlora")
+    results = train(replace(DPO, mode=mode, checkpointing=mode == "lora"), "stock padded", "fastpack")
+    verdict = compare(results, half=mode == "qlora")
     assert verdict.agree, str(verdict)
-    assert [len(row.losses) for row in figures] == [4, 4]
-    assert figures[0].losses == pytest.approx([math.log(2)] * 4, abs=1e-6), "it learns while it is compared"
-    assert (figures[0].backend, figures[1].backend) == ("sdpa", "segments")
+    assert [len(row.losses) for row in results] == [4, 4]
+    assert results[0].losses == pytest.approx([math.log(2)] * 4, abs=1e-6), "it learns while it is compared"
+    assert (results[0].backend, results[1].backend) == ("sdpa", "segments")
     # of the two timed steps: pairs 1 and 2, then 0 and 1, a prompt with each of its completions
-    assert figures[0].tokens == [23 + 6 + 64 + 7, 39 + 23 + 21 + 64] == figures[1].tokens
-    assert figures[0].slots == 4 * 64 + 4 * 64 == figures[1].slots
+    assert results[0].tokens == [23 + 6 + 64 + 7, 39 + 23 + 21 + 64] == results[1].tokens
+    assert results[0].slots == 4 * 64 + 4 * 64 == results[1].slots
 
 
 @trains_on_cpu
@@ -100,31 +100,31 @@ def test_dpo_on_other_pairs_is_noticed() -> None:
 def test_dpo_learns_once_it_was_compared() -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     rates = []
-    for step in range(GATE_STEPS + 2):
+    for step in range(COMPARED_STEPS + 2):
         loops.LearnLater().on_step_begin(None, TrainerState(global_step=step), None, optimizer=optimizer)
         rates.append(optimizer.param_groups[0]["lr"])
-    assert rates == [0.0] * GATE_STEPS + [LEARNING_RATE] * 2
+    assert rates == [0.0] * COMPARED_STEPS + [LEARNING_RATE] * 2
 
 
 def test_how_fastpack_patches_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     import fastpack
 
-    given: list[dict[str, Any]] = []
+    patch_options: list[dict[str, Any]] = []
     stock_patch = fastpack.patch
 
     def patch(model: Any, **options: Any) -> Any:
-        given.append(options)
+        patch_options.append(options)
         return stock_patch(model, attention=options["attention"])
 
     monkeypatch.setattr(fastpack, "patch", patch)
     chosen = {"attention": "reference", "kernels": "torch", "graphs": "auto", "loss": "fused", "offload": "activations"}
     settings = replace(SMALL, **chosen)  # type: ignore[arg-type]
     stock, ours = train(settings, "stock padded", "fastpack")
-    assert given == [{**chosen, "share_prefixes": None}]
+    assert patch_options == [{**chosen, "share_prefixes": None}]
     assert (stock.backend, ours.backend) == ("sdpa", "reference")
 
 
-def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contamination_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss alone, at half precision's bound, would not."""
     honest = train(SMALL, "stock padded")
 
@@ -135,25 +135,25 @@ def test_sequences_that_see_each_other_are_noticed(monkeypatch: pytest.MonkeyPat
         return {name: batch[name] for name in ("input_ids", "labels")}
 
     monkeypatch.setattr(loops, "FLATTEN", concatenated)
-    figures = [*honest, *train(SMALL, "stock padding_free")]
+    results = [*honest, *train(SMALL, "stock padding_free")]
     for half in (False, True):
-        verdict = compare(figures, half=half)
+        verdict = compare(results, half=half)
         assert not verdict.agree
-        assert verdict.contestant == "stock padding_free"
+        assert verdict.variant == "stock padding_free"
     assert verdict.what == "gradients' norm"
 
 
-def figures_of(name: str, losses: list[float], norms: list[float]) -> Figures:
-    return Figures(name, seconds=[1.0], tokens=[1], slots=1, losses=losses, gradient_norms=norms)
+def result_of(name: str, losses: list[float], norms: list[float]) -> RunResult:
+    return RunResult(name, seconds=[1.0], tokens=[1], slots=1, losses=losses, gradient_norms=norms)
 
 
 def test_the_verdict_names_the_worst() -> None:
-    first = figures_of("stock padded", [2.0, 2.0], [1.0])
-    near = figures_of("fastpack", [2.0, 2.0001], [1.0])
-    far = figures_of("fastpack packed", [2.0, 2.0], [1.1])
+    first = result_of("stock padded", [2.0, 2.0], [1.0])
+    near = result_of("fastpack", [2.0, 2.0001], [1.0])
+    far = result_of("fastpack packed", [2.0, 2.0], [1.1])
     assert compare([first, near], half=False).agree
     verdict = compare([first, near, far], half=False)
-    assert (verdict.agree, verdict.contestant, verdict.what, verdict.step) == (
+    assert (verdict.agree, verdict.variant, verdict.what, verdict.step) == (
         False,
         "fastpack packed",
         "gradients' norm",
@@ -161,9 +161,9 @@ def test_the_verdict_names_the_worst() -> None:
     )
     assert "'fastpack packed'" in str(verdict)
     assert "losses of the first 2 steps and gradients of 1 of them DISAGREE" in str(verdict)
-    assert not compare([first, figures_of("fastpack", [float("nan"), 2.0], [1.0])], half=True).agree
-    assert compare([first], half=True).contestant is None
-    assert compare([first, Figures("fastpack", error="out of memory")], half=True).contestant is None
+    assert not compare([first, result_of("fastpack", [float("nan"), 2.0], [1.0])], half=True).agree
+    assert compare([first], half=True).variant is None
+    assert compare([first, RunResult("fastpack", error="out of memory")], half=True).variant is None
 
 
 def test_the_verdict_says_what_was_compared() -> None:
@@ -172,16 +172,16 @@ def test_the_verdict_says_what_was_compared() -> None:
         ([1.0], "losses of the first 2 steps and gradients of 1 of them agree"),
         ([], "losses of the first 2 steps and gradients of 0 of them agree"),
     ):
-        verdict = compare([figures_of(name, [2.0, 2.0], norms) for name in ("a", "b")], half=False)
+        verdict = compare([result_of(name, [2.0, 2.0], norms) for name in ("a", "b")], half=False)
         assert str(verdict).startswith(said)
-    figures = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
-    assert "gradients of 0 of them" in str(compare(figures, half=False))
+    results = train(replace(SMALL, warmup=0), "stock padded", "fastpack")
+    assert "gradients of 0 of them" in str(compare(results, half=False))
 
 
 def test_later_steps_may_drift_apart() -> None:
-    steps = GATE_STEPS
-    first = figures_of("stock padded", [2.0] * steps + [1.0], [1.0])
-    assert compare([first, figures_of("fastpack", [2.0] * (steps + 1), [1.0])], half=False).agree
+    steps = COMPARED_STEPS
+    first = result_of("stock padded", [2.0] * steps + [1.0], [1.0])
+    assert compare([first, result_of("fastpack", [2.0] * (steps + 1), [1.0])], half=False).agree
 
 
 @pytest.mark.parametrize(("platform", "unit"), [("linux", 1024), ("darwin", 1)])
@@ -235,20 +235,20 @@ def test_the_stock_varlen_attention_is_the_stock_model(monkeypatch: pytest.Monke
 
     calls: list[int] = []
 
-    def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **given: Any) -> Any:
+    def varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **kwargs: Any) -> Any:
         assert torch.equal(cu_q, cu_k)
         assert max_q == max_k == int(cu_q.diff().max())
-        assert given["window_size"] == (-1, 0)
+        assert kwargs["window_size"] == (-1, 0)
         calls.append(max_q)
         packed = PackedSeqLens.from_lengths(cu_q.diff().tolist())
-        return attend(AttentionCall(q, k, v, packed, scale=given["scale"]), "reference")
+        return attend(AttentionCall(q, k, v, packed, scale=kwargs["scale"]), "reference")
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
-    figures = train(SMALL, "stock padding_free", "stock + FA2")
-    assert compare(figures, half=False).agree
+    results = train(SMALL, "stock padding_free", "stock + FA2")
+    assert compare(results, half=False).agree
     assert len(calls) == 4 * 2  # steps and layers
-    assert figures[1].backend.startswith(("FA2", "flash"))
+    assert results[1].backend.startswith(("FA2", "flash"))
 
 
 def test_padded_batches_are_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(found.read_text())
     assert record["verdict"]["agree"] is True
     assert record["floor_tokens_per_second"] > 0
-    for row in record["contestants"]:
+    for row in record["variants"]:
         assert row["floor_share"] == pytest.approx(row["tokens_per_second"] / record["floor_tokens_per_second"])
         assert len(row["seconds"]) == 2
 
@@ -302,10 +302,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.gpu
 def test_the_stock_kernel_on_a_gpu() -> None:
     """FlashAttention-2 for the stock model: the losses of sdpa, and what the device tells."""
-    figures = train(replace(SMALL, shape="tiny", rows=8), "stock padding_free", "stock + FA2", "fastpack packed")
-    verdict = compare(figures, half=True)
+    results = train(replace(SMALL, shape="tiny", rows=8), "stock padding_free", "stock + FA2", "fastpack packed")
+    verdict = compare(results, half=True)
     assert verdict.agree, str(verdict)
-    for row in figures:
+    for row in results:
         assert row.held_memory is not None
         assert row.held_memory >= row.peak_memory > 0
         assert all(0 < seconds < 10 for seconds in row.seconds)

@@ -18,8 +18,8 @@ trains_on_cpu = pytest.mark.skipif(not commands.trl_trains_on_cpu(), reason="thi
 
 
 def sft_flags(work: Path, *flags: str) -> list[str]:
-    given = ["--tokenizer", str(work / "tokenizer"), "--random_init", str(work / "llama.json")]
-    given += [
+    base = ["--tokenizer", str(work / "tokenizer"), "--random_init", str(work / "llama.json")]
+    base += [
         "--dataset_name",
         str(work / "rows.jsonl"),
         "--max_steps",
@@ -27,30 +27,30 @@ def sft_flags(work: Path, *flags: str) -> list[str]:
         "--per_device_train_batch_size",
         "8",
     ]
-    given += ["--use_cpu", "True", "--bf16", "False", "--learning_rate", "1e-2", "--save_strategy", "no"]
-    return ["sft", *given, *flags]
+    base += ["--use_cpu", "True", "--bf16", "False", "--learning_rate", "1e-2", "--save_strategy", "no"]
+    return ["sft", *base, *flags]
 
 
 def run_sft(work: Path, *flags: str) -> dict[str, Any]:
-    """The figures of a run that must end well."""
-    assert main([*sft_flags(work, *flags), "--json", "figures.json"]) == 0
-    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
-    return figures
+    """Run ``fastpack sft``, which must succeed, and return its results."""
+    assert main([*sft_flags(work, *flags), "--json", "results.json"]) == 0
+    results: dict[str, Any] = json.loads(Path("results.json").read_text())
+    return results
 
 
-def losses(figures: dict[str, Any]) -> list[float]:
-    return [step["loss"] for step in figures["steps"]]
+def losses(results: dict[str, Any]) -> list[float]:
+    return [step["loss"] for step in results["steps"]]
 
 
 def run_dpo(work: Path, *flags: str) -> dict[str, Any]:
-    """The figures of a run that must end well; one reference in all of them."""
-    arguments = ["dpo", *sft_flags(work, *flags)[1:], "--json", "figures.json", "--gradient_checkpointing", "False"]
+    """Run ``fastpack dpo``, which must succeed, and return its results; the reference is always the same."""
+    arguments = ["dpo", *sft_flags(work, *flags)[1:], "--json", "results.json", "--gradient_checkpointing", "False"]
     at = arguments.index("--dataset_name")
     arguments[at : at + 2] = ["--data", str(work / "pairs.jsonl")]
     assert main(arguments) == 0
-    figures: dict[str, Any] = json.loads(Path("figures.json").read_text())
-    assert len(figures["steps"]) == STEPS
-    return figures
+    results: dict[str, Any] = json.loads(Path("results.json").read_text())
+    assert len(results["steps"]) == STEPS
+    return results
 
 
 def assert_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a process may do instead of its work on a family; in a module of their own, since processes import it."""
+"""Functions that replace the work on a family; they have their own module, since processes import it."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ def send(sent: Path, row: Row | None) -> None:
         lines.write(json.dumps(row and asdict(row)) + "\n")
 
 
-def hang(family: str, task: Task, sent: Path, words: Path) -> None:
-    """After the first row."""
+def hang(family: str, task: Task, sent: Path, log: Path) -> None:
+    """Send the first row, then hang."""
     send(sent, Row(family, task.modes[0]))
     time.sleep(600)
 
 
-def fail(family: str, task: Task, sent: Path, words: Path) -> None:
-    """After the first row, with a few words."""
+def fail(family: str, task: Task, sent: Path, log: Path) -> None:
+    """Send the first row, print an error, and exit."""
     send(sent, Row(family, task.modes[0]))
-    words.write_text("Traceback\nValueError: no good\n\n")
+    log.write_text("Traceback\nValueError: no good\n\n")
     raise SystemExit(1)
 
 
-def die(family: str, task: Task, sent: Path, words: Path) -> None:
-    """At once."""
+def die(family: str, task: Task, sent: Path, log: Path) -> None:
+    """Kill the process at once."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def leave(family: str, task: Task, sent: Path, words: Path) -> None:
-    """After the first row, as if nothing were wrong."""
+def leave(family: str, task: Task, sent: Path, log: Path) -> None:
+    """Send the first row, then exit with code 0."""
     send(sent, Row(family, task.modes[0]))
     os._exit(0)
 
 
-def leave_before_anything(family: str, task: Task, sent: Path, words: Path) -> None:
-    """As if nothing were wrong."""
+def leave_before_anything(family: str, task: Task, sent: Path, log: Path) -> None:
+    """Exit with code 0 without a row."""
     os._exit(0)
 
 
-def forget(family: str, task: Task, sent: Path, words: Path) -> None:
-    """Say that the first row was all."""
+def forget(family: str, task: Task, sent: Path, log: Path) -> None:
+    """Send the first row, then the mark of the end."""
     send(sent, Row(family, task.modes[0]))
     send(sent, None)

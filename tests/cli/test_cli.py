@@ -49,40 +49,40 @@ def test_patched_and_stock_have_the_same_losses(work: Path, capsys: pytest.Captu
 def test_counts_are_those_of_the_collator(work: Path) -> None:
     from transformers import AutoTokenizer
 
-    figures = run_sft(work, "--train_sampling_strategy", "sequential", "--max_length", "64")
+    results = run_sft(work, "--train_sampling_strategy", "sequential", "--max_length", "64")
     tokenizer = AutoTokenizer.from_pretrained(work / "tokenizer")
     rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
     lengths = [min(64, len(tokenizer.apply_chat_template(row["messages"])["input_ids"])) for row in rows]
-    for at, step in enumerate(figures["steps"]):
+    for at, step in enumerate(results["steps"]):
         batch = lengths[8 * at : 8 * at + 8]
         assert (step["real_tokens"], step["slots"]) == (sum(batch), 8 * max(batch))
 
 
 @trains_on_cpu
-def test_what_patch_is_told(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = run_sft(work, "--graphs", "auto", "--kernels", "torch", "--max_steps", "2")
-    assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in figures["report"]["notes"])
+def test_patch_options_are_passed_on(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = run_sft(work, "--graphs", "auto", "--kernels", "torch", "--max_steps", "2")
+    assert any(note.startswith("graphs: off, CUDA graphs need a CUDA device") for note in results["report"]["notes"])
     assert "off, CUDA graphs need a CUDA device" in " ".join(capsys.readouterr().out.split())
-    assert losses(figures) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
+    assert losses(results) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
 
 
 @trains_on_cpu
 def test_the_fused_loss(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = run_sft(work, "--loss", "fused", "--max_steps", "2")
+    results = run_sft(work, "--loss", "fused", "--max_steps", "2")
     assert "fused in 2 micro-batches" in " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert losses(figures) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
+    assert losses(results) == pytest.approx(losses(run_sft(work, "--max_steps", "2")), rel=FLOAT32_BOUND)
     run_sft(work, "--loss", "fused", "--loss_type", "dft", "--max_steps", "1")
     assert "not fused: loss_type is 'dft'" in " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 @trains_on_cpu
 def test_packing_runs_and_leaves_nothing_to_say(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2")
-    assert figures["summary"]["padding_share"] == 0
-    assert figures["hint"] is None
+    results = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2")
+    assert results["summary"]["padding_share"] == 0
+    assert results["hint"] is None
     assert "hint:" not in capsys.readouterr().out
     stock = run_sft(work, "--packing", "--max_length", "256", "--per_device_train_batch_size", "2", "--no_patch")
-    assert losses(figures) == pytest.approx(losses(stock), rel=FLOAT32_BOUND)
+    assert losses(results) == pytest.approx(losses(stock), rel=FLOAT32_BOUND)
 
 
 @trains_on_cpu
@@ -98,11 +98,11 @@ def test_padding_free_has_the_losses_of_padded_batches(work: Path) -> None:
 def test_lora_on_four_bit_weights(work: Path) -> None:
     pytest.importorskip("bitsandbytes")
     flags = ("--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "up_proj", "--load_in_4bit")
-    figures = run_sft(work, *flags)
-    assert figures["summary"]["tier"] == "fast"
-    assert any("LoRA" in kind or "lora" in kind for kind in figures["report"]["projections"])
+    results = run_sft(work, *flags)
+    assert results["summary"]["tier"] == "fast"
+    assert any("LoRA" in kind or "lora" in kind for kind in results["report"]["projections"])
     stock = run_sft(work, *flags, "--no_patch")
-    assert losses(figures) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
+    assert losses(results) == pytest.approx(losses(stock), rel=2e-3)  # TRL trains these adapters in bfloat16
 
 
 def test_float32_where_there_is_no_accelerator(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,17 +125,17 @@ def test_prompts_and_completions_evaluation_and_saving(work: Path, tmp_path: Pat
     (folder / "train.jsonl").write_text("\n".join(pairs[:32]))
     (folder / "test.jsonl").write_text("\n".join(pairs[32:]))
     flags = ["--eval_strategy", "steps", "--eval_steps", "1", "--gradient_accumulation_steps", "2"]
-    arguments = [*sft_flags(work, *flags, "--output_dir", str(tmp_path / "out")), "--json", "figures.json"]
+    arguments = [*sft_flags(work, *flags, "--output_dir", str(tmp_path / "out")), "--json", "results.json"]
     arguments[arguments.index("--dataset_name") + 1] = str(folder)
     arguments[arguments.index("--save_strategy") + 1] = "steps"
     assert main(arguments) == 0
 
-    figures = json.loads(Path("figures.json").read_text())
+    results = json.loads(Path("results.json").read_text())
     # both halves of each step are counted, and no batch of the evaluation
-    assert all(step["real_tokens"] > 8 * 12 for step in figures["steps"])
-    assert figures["summary"]["slots"] < 3 * 16 * 256
-    evaluations = figures["evaluations"]
-    assert [each["step"] for each in evaluations] == [step["step"] for step in figures["steps"]]
+    assert all(step["real_tokens"] > 8 * 12 for step in results["steps"])
+    assert results["summary"]["slots"] < 3 * 16 * 256
+    evaluations = results["evaluations"]
+    assert [each["step"] for each in evaluations] == [step["step"] for step in results["steps"]]
     assert all(each["eval_loss"] > 0 for each in evaluations)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert not fastpack.is_patched(saved)
@@ -165,8 +165,8 @@ def test_a_mixture_of_datasets(work: Path, capsys: pytest.CaptureFixture[str]) -
     at = both.index("--dataset_name")
     del both[at : at + 2]
     further = ["--max_steps", "-1", "--num_train_epochs", "1", "--eval_strategy", "epoch"]
-    assert main([*both, *further, "--json", "figures.json"]) == 0
-    steps = json.loads(Path("figures.json").read_text())["steps"]
+    assert main([*both, *further, "--json", "results.json"]) == 0
+    steps = json.loads(Path("results.json").read_text())["steps"]
     assert len(lines) == 48
     assert len(steps) == 5, "of at most 8: three quarters of both"
 
@@ -178,14 +178,14 @@ def test_resumed(asked: str, work: Path, tmp_path: Path) -> None:
     whole = run_sft(work, "--output_dir", str(tmp_path / "out"), "--save_strategy", "steps", "--save_steps", "2")
     last = tmp_path / "out" / f"checkpoint-{STEPS}"
     last.rename(tmp_path / "elsewhere")
-    given = asked if asked == "True" else str(tmp_path / "out" / "checkpoint-2")
-    rest = run_sft(work, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", given)
+    checkpoint = asked if asked == "True" else str(tmp_path / "out" / "checkpoint-2")
+    rest = run_sft(work, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", checkpoint)
     assert losses(rest) == pytest.approx(losses(whole)[2:], rel=FLOAT32_BOUND)
     assert len(rest["steps"]) == STEPS - 2
 
 
 @trains_on_cpu
-def test_what_padding_free_does_not_cut_is_said(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_padding_free_says_that_it_cuts_no_examples(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_sft(work, "--max_steps", "1")
     assert "cuts no examples: the default" not in capsys.readouterr().out
     run_sft(work, "--max_steps", "1", "--padding_free", "True")
@@ -193,7 +193,7 @@ def test_what_padding_free_does_not_cut_is_said(work: Path, capsys: pytest.Captu
 
 
 @trains_on_cpu
-def test_figures_in_the_folder_that_is_made(work: Path, tmp_path: Path) -> None:
+def test_results_in_the_output_folder(work: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = sft_flags(work)
     for flag, value in (("--output_dir", folder), ("--json", folder / "run.json")):

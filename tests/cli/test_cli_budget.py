@@ -14,19 +14,19 @@ METRICS = ("fastpack/real_tokens", "fastpack/step_seconds", "fastpack/tokens_per
 
 @trains_on_cpu
 def test_sft_in_full_steps(work: Path) -> None:
-    figures = run_sft(work, "--max_tokens", "512")
-    steps = [step["real_tokens"] for step in figures["steps"]]
+    results = run_sft(work, "--max_tokens", "512")
+    steps = [step["real_tokens"] for step in results["steps"]]
     assert all(0.7 * 512 < tokens <= 512 for tokens in steps)
-    assert any("max_tokens=512: " in note for note in figures["report"]["notes"])
-    assert figures["hint"] is None
-    assert all(name in step for step in figures["steps"] for name in METRICS)
-    assert [step["fastpack/real_tokens"] for step in figures["steps"]] == steps
+    assert any("max_tokens=512: " in note for note in results["report"]["notes"])
+    assert results["hint"] is None
+    assert all(name in step for step in results["steps"] for name in METRICS)
+    assert [step["fastpack/real_tokens"] for step in results["steps"]] == steps
 
 
 @trains_on_cpu
 def test_sft_cuts_what_is_too_long(work: Path) -> None:
-    figures = run_sft(work, "--max_tokens", "40", "--too_long", "truncate")
-    assert [step["real_tokens"] for step in figures["steps"]] == [40] * 3
+    results = run_sft(work, "--max_tokens", "40", "--too_long", "truncate")
+    assert [step["real_tokens"] for step in results["steps"]] == [40] * 3
 
 
 @trains_on_cpu
@@ -43,9 +43,9 @@ def test_dpo_keeps_its_steps_within_a_budget(work: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--max_tokens", "512", "--no_patch"), "asks for a stock run"),
-        (("--same_steps",), "--same_steps says how --max_tokens is kept"),
-        (("--too_long", "truncate"), "--too_long says how --max_tokens is kept"),
+        (("--max_tokens", "512", "--no_patch"), "--no_patch trains without it"),
+        (("--same_steps",), "--same_steps changes how --max_tokens works"),
+        (("--too_long", "truncate"), "--too_long changes how --max_tokens works"),
         (("--max_tokens", "3"), "tokens, more than max_tokens=3"),
         (("--max_tokens", "3"), "(--too_long truncate)"),
         (("--max_tokens", "512", "--same_steps", "--padding_free"), "padding_free makes one row"),

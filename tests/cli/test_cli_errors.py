@@ -29,16 +29,16 @@ from fastpack import cli as commands
         ({"--no_such_flag": "1"}, "--no_such_flag"),
         ({"--max_steps": "many"}, "invalid int value: 'many'"),
         ({"--eval_strategy": "epoch"}, "has no split 'test'"),
-        ({"--resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere: no checkpoint of a trainer"),
+        ({"--resume_from_checkpoint": "/nowhere"}, "--resume_from_checkpoint /nowhere: /nowhere is not a checkpoint"),
         (
             {"--resume_from_checkpoint": "True"},
-            "no checkpoint of a trainer there (no trainer_state.json in outputs/sft)",
+            "outputs/sft is not a checkpoint, it has no trainer_state.json",
         ),
         ({"--packing": "True", "--max_length": "none"}, "`max_length` can't be `None`"),
         ({"--json": "/nowhere/run.json"}, "--json /nowhere/run.json: there is no folder /nowhere"),
-        ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: fastpack's"),
+        ({"--patch": "False", "--graphs": "auto", "--max_tokens": "99"}, "--graphs, --max_tokens: needs fastpack"),
         ({"--max_tokens": "0"}, "max_tokens=0; pass an int from 1 on"),
-        ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, not installed here"),
+        ({"--use_liger_kernel": "True"}, "--use_liger_kernel needs Liger, which is not installed"),
         ({"--config": "bad.yaml"}, "while parsing a flow sequence"),
         ({"--config": "data.yaml"}, "In a --config, --data is dataset_name"),
         ({"--config": "graphs.yaml"}, "graphs='always' is not a choice"),
@@ -85,7 +85,7 @@ def test_a_data_set_without_text_is_refused(work: Path, tmp_path: Path, capsys: 
         ("null.jsonl", "has 1 row without a value of 'text'"),
         ("odd.jsonl", "has the columns answer, question"),
         ("broken.jsonl", "can't be read as a data set"),
-        ("notes.doc", "a local data set is one of .jsonl"),
+        ("notes.doc", "a local data set is a file that ends in .jsonl"),
     ):
         arguments = sft_flags(work)
         arguments[arguments.index("--dataset_name") + 1] = str(tmp_path / name)
@@ -107,7 +107,7 @@ def test_an_encoder_and_a_foreign_tokenizer_are_refused(
         assert_one_line(arguments, said, capsys)
 
 
-def test_what_is_not_installed_is_named_with_its_extra(
+def test_a_missing_package_is_named_with_its_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands.importlib.util, "find_spec", lambda name: None)
@@ -129,4 +129,4 @@ def test_a_launcher_of_many_processes(
     """Contestants would be started by each, and look for the others."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_one_line([command], "runs in one process, and was started in 2: call it without torchrun", capsys)
+    assert_one_line([command], "runs in one process, but 2 were started: call it without torchrun", capsys)

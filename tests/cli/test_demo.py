@@ -1,4 +1,4 @@
-"""``fastpack demo``: both runs in a few steps, its figures and its picture; and the data that it makes."""
+"""``fastpack demo``: both runs in a few steps, its results and its picture; and the data that it makes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_demo(tmp_path: Path) -> None:
         "--rows",
         "96",
         "--json",
-        "figures.json",
+        "results.json",
     ]
     done = subprocess.run(
         command,
@@ -42,26 +42,26 @@ def test_demo(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fastpack-demo.png", "figures.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fastpack-demo.png", "results.json"]
     assert (tmp_path / "fastpack-demo.png").read_bytes().startswith(PNG)
     assert "The losses agree" in done.stdout
 
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["losses_agree"] is True
-    assert [row["step"] for row in figures["steps"]] == list(range(1, STEPS + 1))
-    for row in figures["steps"]:
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["losses_agree"] is True
+    assert [row["step"] for row in results["steps"]] == list(range(1, STEPS + 1))
+    for row in results["steps"]:
         assert row["patched_loss"] == pytest.approx(row["stock_loss"], rel=1e-4)
         assert row["stock_seconds"] > 0
         assert row["patched_seconds"] > 0
-    assert figures["steps"][-1]["stock_loss"] < figures["steps"][0]["stock_loss"]
-    assert figures["max_relative_difference"] == max(row["relative_difference"] for row in figures["steps"])
-    assert figures["real_tokens"] == sum(row["real_tokens"] for row in figures["steps"])
-    assert figures["slots"] == sum(row["slots"] for row in figures["steps"])
-    assert 0.3 < figures["padding_share"] < 0.7
-    speeds = figures["tokens_per_second"]
-    assert figures["speed_ratio"] == pytest.approx(speeds["patched"] / speeds["stock"])
-    assert figures["model"]["tier"] == "fast"
-    assert figures["machine"]["torch"]
+    assert results["steps"][-1]["stock_loss"] < results["steps"][0]["stock_loss"]
+    assert results["max_relative_difference"] == max(row["relative_difference"] for row in results["steps"])
+    assert results["real_tokens"] == sum(row["real_tokens"] for row in results["steps"])
+    assert results["slots"] == sum(row["slots"] for row in results["steps"])
+    assert 0.3 < results["padding_share"] < 0.7
+    speeds = results["tokens_per_second"]
+    assert results["speed_ratio"] == pytest.approx(speeds["patched"] / speeds["stock"])
+    assert results["model"]["tier"] == "fast"
+    assert results["machine"]["torch"]
 
 
 def written(loss: float, seconds: float) -> dict[str, Any]:

@@ -114,15 +114,15 @@ def test_a_record_that_can_not_be_written(monkeypatch: pytest.MonkeyPatch, capsy
     ("flags", "said"),
     [
         (["--tier", "fast"], "--tier fast chooses among all families: pass --all with it"),
-        (["llama", "--all"], "--all is every family, and llama would be some: leave either out"),
+        (["llama", "--all"], "--all is every family, and llama only some: leave one of them out"),
         (["--jobs", "0"], "argument --jobs: 0: pass 1 or more"),
         (["--timeout", "-1"], "--timeout -1: pass the seconds"),
         (["--timeout", "nan"], "--timeout nan: pass the seconds"),
         (["--device", "cuda"], "--device cuda: torch finds no CUDA device here"),
         (["--device", "toaster"], "argument --device: invalid choice: 'toaster'"),
         (["--device", "cpu", "--backends", "flash_attn"], "--backends flash_attn: attention='flash_attn' can't serve"),
-        ([""], "'' is no name of a family"),
-        (["../llama"], "'../llama' is no name of a family"),
+        ([""], "'' is not the name of a family"),
+        (["../llama"], "'../llama' is not the name of a family"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -140,7 +140,7 @@ def test_refused_before_anything_runs(
 
 
 @trains_on_cpu
-def test_what_trl_can_not_train_is_left_out(
+def test_a_model_that_trl_can_not_train_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The stock model, that is: a patched one that can't be trained fails."""
@@ -183,7 +183,7 @@ def test_every_backend_that_can_serve() -> None:
     assert all(row.verdict == "exact" for row in rows)
 
 
-def test_who_is_refused_is_a_row_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_family_is_a_row_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert smoke_main(["reformer", "gemma3n", "--modes", "exact", *ON_CPU]) == 0
     printed = capsys.readouterr().out
     assert "0 exact, 2 refused, 0 left out, 0 FAILED" in printed
@@ -191,13 +191,13 @@ def test_who_is_refused_is_a_row_and_no_failure(capsys: pytest.CaptureFixture[st
     assert f"gemma3n: refused: {NOT_BUILT['gemma3n']}" in printed
 
 
-def test_who_is_in_the_list_of_those_refused_and_is_not_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listed_family_that_is_not_refused_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REFUSED, "llama", "made up")
     (row,) = worker.rows("llama", EXACT)
     assert row.verdict == "FAILED"
 
 
-def test_a_family_that_nobody_knows_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_family_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert smoke_main(["no_such_family", "--modes", "exact", *ON_CPU]) == 1
     assert "no_such_family (exact, no backend): KeyError" in capsys.readouterr().err
 
@@ -210,11 +210,11 @@ def test_a_family_that_nobody_knows_fails(capsys: pytest.CaptureFixture[str]) ->
         (smoke_stand_ins.die, 60, "exact, plain, lora", "ended by signal 9"),
         (smoke_stand_ins.leave, 60, "plain, lora", "its process ended before it had sent all rows, with exit code 0"),
         (smoke_stand_ins.leave_before_anything, 60, "exact, plain, lora", "its process ended before it had sent all"),
-        (smoke_stand_ins.forget, 60, "plain, lora", "its process was done, and had sent no row of it"),
+        (smoke_stand_ins.forget, 60, "plain, lora", "its process ended without a row for it"),
     ],
     ids=["hangs", "raises", "is killed", "leaves", "leaves at once", "forgets"],
 )
-def test_what_hangs_or_crashes_is_a_failed_row(
+def test_a_hang_or_a_crash_is_a_failed_row(
     stand_in: Any, timeout: float, modes: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it had sent before is kept, the rest of its modes failed, and the next family runs."""
@@ -256,9 +256,7 @@ def test_an_interrupt_stops_everything(
     assert not multiprocessing.active_children()
 
 
-def test_columns_without_a_figure_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_empty_columns_are_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "150")
     row = Row("llama", "exact", "fast", "segments", "float32", 1e-6, 1e-4)
     monkeypatch.setattr(smoke, "run", lambda *_, **__: [[row]])
@@ -297,7 +295,7 @@ def test_a_row_that_fails_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, caps
     assert "qwen2 (plain, segments): not exact" in capsys.readouterr().err
 
 
-def test_who_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_families_that_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(smoke, "run", lambda families, *_, **__: asked.append(list(families)) or [])
     smoke_main(ON_CPU)

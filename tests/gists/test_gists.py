@@ -47,7 +47,7 @@ def test_scripts_parse(script: str) -> None:
 
 
 @prepared
-def test_what_is_installed_is_kept() -> None:
+def test_installed_packages_are_kept() -> None:
     done = bash("-euo", "pipefail", "-c", "source gists/setup.sh; satisfied torch; satisfied trl,plot", path=OURS)
     assert done.returncode == 0, done.stderr
 
@@ -87,13 +87,13 @@ def test_an_old_or_missing_python_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--", "train"], "comes sft or dpo"),
+        (["--", "train"], "after -- comes sft or dpo"),
         (["two"], "not 'two'"),
         pytest.param(["3"], "deals 8 rows", marks=prepared),
         pytest.param(["--fsdp"], "needs GPUs", marks=prepared),
     ],
 )
-def test_what_cannot_be_started_on_many_gpus_is_refused(arguments: list[str], said: str) -> None:
+def test_a_launch_that_can_not_work_is_refused(arguments: list[str], said: str) -> None:
     if torch.cuda.is_available() and arguments[0] in ("3", "--fsdp"):
         pytest.skip("how many GPUs there are decides")
     done = bash("gists/ddp.sh", *arguments, path=OURS)

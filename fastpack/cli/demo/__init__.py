@@ -1,7 +1,7 @@
 """``fastpack demo``: a tiny model trained stock, on padded batches, and patched; no network, no arguments.
 
-Both are runs of ``fastpack sft``, each in a process of its own, so that its peak memory is its own: same seed, weights
-and batches, float32. The losses must agree; the speed may not.
+Both runs are ``fastpack sft`` with the same seed, weights and batches, in float32. Each has its own process, so their
+peak memory can be compared. The losses must agree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastpack.cli.flags import at_least, make_parser
 from fastpack.utils.versions import versions_of
 
 TOLERANCE = 1e-4
-"""How far apart the losses of a step may be, relative to the stock one."""
+"""The largest difference of a step's losses, relative to the stock loss."""
 WARM_UP = 2
 """Steps of each run that are trained but not timed."""
 BATCH_SIZE = 16
@@ -48,7 +48,7 @@ ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-"""Threads wait for each other many times a step; with one, whatever else the machine does costs its share, no more."""
+"""One thread: several wait for each other many times a step, so other work on the machine would slow a run more."""
 
 
 WHAT = "Train a tiny Llama on made-up instruction data, padded and stock, then patched, and compare."
@@ -60,32 +60,35 @@ FLAGS: dict[str, dict[str, Any]] = {
     "--plot": {
         "type": Path,
         "default": Path(PICTURE),
-        "help": f"where the picture goes ({', '.join(PICTURES)}; default: {PICTURE})",
+        "help": f"file for the picture ({', '.join(PICTURES)}; default: {PICTURE})",
     },
-    "--json": {"type": Path, "help": "where the same figures go, for programs"},
+    "--json": {"type": Path, "help": "file for the same results as JSON"},
 }
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demo; the exit code is 1 where the losses disagree."""
-    given = make_parser("demo", WHAT, FLAGS).parse_args(arguments)
-    require_picture("--plot", given.plot)
-    require_file("--json", given.json)
+    """Run the demo; return 1 if the losses disagree, else 0."""
+    args = make_parser("demo", WHAT, FLAGS).parse_args(arguments)
+    require_picture("--plot", args.plot)
+    require_file("--json", args.json)
     require_one_process("demo")
     require_trl_on_cpu("demo")
-    from fastpack.cli.demo.shown import print_figures, save_plot  # matplotlib; the data are made without
+    from fastpack.cli.demo.output import (
+        print_results,
+        save_plot,
+    )  # it imports matplotlib, which making the data does not need
 
-    figures = compare(rows=given.rows, steps=given.steps, seed=given.seed)
-    save_plot(figures, given.plot)
-    if given.json is not None:
-        given.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    print_figures(figures)
-    print(f"plot: {given.plot}" + (f"   figures: {given.json}" if given.json else ""))
-    return 0 if figures["losses_agree"] else 1
+    results = compare(rows=args.rows, steps=args.steps, seed=args.seed)
+    save_plot(results, args.plot)
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print_results(results)
+    print(f"plot: {args.plot}" + (f"   results: {args.json}" if args.json else ""))
+    return 0 if results["losses_agree"] else 1
 
 
 def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
-    """Train both ways, one after the other, and return the figures."""
+    """Train stock, then patched, and return the results of both."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         chats = make_rows(rows, seed)
@@ -103,24 +106,24 @@ def compare(*, rows: int, steps: int, seed: int) -> dict[str, Any]:
         stock = _train("stock, padded", folder, {**flags, "patch": "False"})
         patched = _train("patched", folder, flags)
     data = {"rows": rows, "batch_size": BATCH_SIZE, "seed": seed}
-    return {"machine": _machine(), "data": data, **_figures(stock, patched)}
+    return {"machine": _machine(), "data": data, **_combine(stock, patched)}
 
 
 def _train(what: str, folder: Path, flags: dict[str, str]) -> dict[str, Any]:
-    """Run ``fastpack sft`` with these flags; return what it wrote as ``--json``."""
+    """Run ``fastpack sft`` with these flags; return the content of its ``--json`` file."""
     print(f"{what}:", file=sys.stderr)
-    written = folder / "figures.json"
+    written = folder / "results.json"
     flags = {**flags, "output_dir": str(folder / "run"), "json": str(written)}
     command = [sys.executable, "-m", "fastpack", "sft", *(f"--{name}={value}" for name, value in flags.items())]
     environment = {**os.environ, **ENVIRONMENT, "HF_DATASETS_CACHE": str(folder / "cache")}
     done = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         raise UsageError(f"the {what} run ended with exit code {done.returncode}, see above")
-    figures: dict[str, Any] = json.loads(written.read_text())
-    return figures
+    results: dict[str, Any] = json.loads(written.read_text())
+    return results
 
 
-def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
+def _combine(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
     """Return the results of both runs, step by step and in total."""
     steps = [
         {
@@ -136,7 +139,7 @@ def _figures(stock: dict[str, Any], patched: dict[str, Any]) -> dict[str, Any]:
         for s, p in zip(stock["steps"], patched["steps"], strict=True)
     ]
     summaries = {"stock": stock["summary"], "patched": patched["summary"]}
-    # Of the median step: when something else takes the processor for a while, a few steps are slow.
+    # The median, since other work on the machine makes a few steps slow.
     speeds = {
         name: statistics.median(row["real_tokens"] / row[f"{name}_seconds"] for row in steps[WARM_UP:])
         for name in summaries

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 Row = dict[str, list[dict[str, str]]]
-"""Chats by name, in TRL's format: ``{"messages": [{"role": ..., "content": ...}, ...]}``; of pairs, three."""
+"""Chats by name, in TRL's format: ``{"messages": [{"role": ..., "content": ...}, ...]}``; a pair has three chats."""
 
 ANIMALS = ("fox", "otter", "heron", "badger", "owl", "hare", "mole", "swan", "goat", "wren")
 PLACES = ("river", "mill", "orchard", "harbour", "meadow", "tower", "market", "quarry", "garden", "bridge")
@@ -76,7 +76,7 @@ def _story(draw: random.Random) -> tuple[str, str]:
 
 
 def _long(draw: random.Random, least: int) -> int:
-    """Mostly few, seldom many: lengths of instruction data have such a tail."""
+    """Draw a length, mostly short and seldom long, as in instruction data."""
     return least + min(9, int(draw.lognormvariate(1.2, 0.6)))
 
 
@@ -85,7 +85,7 @@ WEIGHTS = (2, 1, 2, 3, 3, 3)
 
 
 def make_rows(count: int, seed: int = 0) -> list[Row]:
-    """Chats of one to three questions and answers, of widely different lengths; the same for the same seed."""
+    """Return chats of one to three questions and answers, of widely different lengths; the same for the same seed."""
     draw = random.Random(seed)
     rows: list[Row] = []
     for _ in range(count):
@@ -98,7 +98,7 @@ def make_rows(count: int, seed: int = 0) -> list[Row]:
 
 
 def make_pairs(count: int, seed: int = 0) -> list[Row]:
-    """Preferences in TRL's format: a prompt, a good answer, and one to another question of its kind."""
+    """Return preferences in TRL's format: a prompt, its answer, and an answer to another question of the same kind."""
     draw = random.Random(seed)
     rows: list[Row] = []
     for _ in range(count):
