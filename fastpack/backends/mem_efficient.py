@@ -16,7 +16,7 @@ CAUSAL_FROM_TOP_LEFT = 1
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Why the memory-efficient kernel can't compute this, or None."""
+    """Return why the memory-efficient kernel can't compute this, or None."""
     return (
         lacks(shape, "the memory-efficient kernel", "softcap", "attention sinks")
         or needs_cuda(shape, (8, 0) if shape.dtype == torch.bfloat16 else (5, 0))
@@ -26,13 +26,13 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``; key/value heads are repeated, since this kernel has no grouped heads."""
+    """Return ``[T, H, V]``; key/value heads are repeated, since this kernel has no grouped heads."""
     k, v = call.expanded_kv()
     return _MemEfficient.apply(call.q, k, v, call)
 
 
 class _MemEfficient(torch.autograd.Function):
-    """The kernel's forward and backward. Torch's own derivative of the forward does not pass the window on."""
+    """The kernel's forward and backward. Torch's own derivative of the forward ignores the window."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

@@ -163,7 +163,7 @@ REASONS: list[tuple[str, AttentionShape, str]] = [
     ("torch_varlen", shape(dtype=FLOAT), "float16 and bfloat16, not float32"),
     ("torch_varlen", shape(head_dim=12, value_dim=12), "multiple of 8 up to 256, not 12"),
     ("torch_varlen", shape(head_dim=264, value_dim=264), "multiple of 8 up to 256, not 264"),
-    ("torch_varlen", shape(head_dim=192), "keys of 192 with values of 128"),
+    ("torch_varlen", shape(head_dim=192), "keys and values must have one head size, not 192 and 128"),
     ("torch_varlen", shape(softcap=1.0), "no softcap"),
     ("torch_varlen", shape(sinks=True), "no attention sinks"),
     ("torch_varlen", shape(dropout=0.1), "no dropout"),
@@ -228,8 +228,8 @@ def test_old_gpus(
 def test_no_backend_sees_earlier_segments() -> None:
     """``attend`` makes sequences whole first; whoever asks for segments themselves is told that nobody serves them."""
     asked = shape("cpu", visibility=Visibility(segments=True))
-    assert set(explain(asked).values()) == {"serves no segments"}
-    with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: serves no segments; "):
+    assert set(explain(asked).values()) == {"does not support segments"}
+    with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: does not support segments; "):
         choose(asked)
     assert None in explain(shape("cpu")).values(), "nothing else is wrong with it"
 
@@ -244,7 +244,7 @@ def test_what_visibility_is_given_later_is_refused() -> None:
     def served(x: Tensor, window: int | None, ahead: int) -> Tensor:
         return x + (Ahead(window, ahead=ahead).rejects(("window",)) is None)
 
-    assert Ahead(7, ahead=2).rejects(("window",)) == "serves no ahead"
+    assert Ahead(7, ahead=2).rejects(("window",)) == "does not support ahead"
     assert Ahead(7).rejects(("window",)) is None
     assert Ahead(7, ahead=2).rejects(("window", "ahead")) is None
     compiled = torch.compile(served, backend="eager", fullgraph=True)
@@ -256,7 +256,7 @@ def test_a_backend_without_windows_gets_none(monkeypatch: pytest.MonkeyPatch) ->
     assert choose(shape("cpu", window=7)) == "segments"
     monkeypatch.setattr(segments, "SERVES", ())
     assert choose(shape("cpu", window=7)) == "reference"
-    with pytest.raises(BackendUnavailableError, match=r"'segments' can't serve .* window 7: serves no window"):
+    with pytest.raises(BackendUnavailableError, match=r"'segments' can't serve .* window 7: does not support window"):
         choose(shape("cpu", window=7), "segments")
     assert choose(shape("cpu"), "segments") == "segments"
     call = AttentionCall(*torch.randn(3, 9, 2, 8), PackedSeqLens.from_lengths([5, 4]), 0.3, window=3)

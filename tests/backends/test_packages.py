@@ -58,23 +58,23 @@ def test_generation(
     [
         ((), H100, shape(), "flash-attn is not installed"),
         ((2, 3, 4), H100, shape("cpu"), "needs a CUDA device, not cpu"),
-        ((3,), A100, shape(), "FlashAttention 3: does not serve compute capability 8.0"),
-        ((2,), T4, shape(dtype=HALF), "FlashAttention 2: does not serve compute capability 7.5"),
+        ((3,), A100, shape(), "FlashAttention 3: does not support compute capability 8.0"),
+        ((2,), T4, shape(dtype=HALF), "FlashAttention 2: does not support compute capability 7.5"),
         ((3,), H100, shape(dropout=0.1), "FlashAttention 3: it has no dropout"),
-        ((2,), H100, shape(dropout=0.1, softcap=1.0), "FlashAttention 2: no dropout with a softcap"),
+        ((2,), H100, shape(dropout=0.1, softcap=1.0), "FlashAttention 2: it has no dropout with a softcap"),
         (
             (2, 3),
             H100,
             shape(sinks=True),
             "FlashAttention 2: it has no attention sinks; FlashAttention 3: it has no attention sinks",
         ),
-        ((4,), H100, shape(sinks=True), "FlashAttention 4: no gradient of attention sinks"),
+        ((4,), H100, shape(sinks=True), "FlashAttention 4: it has no gradient for attention sinks"),
         ((4,), H100, shape(softcap=1.0), "FlashAttention 4: it has no softcap"),
         ((3,), H100, shape(dtype=FLOAT), "FlashAttention 3: takes float16 and bfloat16, not float32"),
-        ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes 192 and 128"),
-        ((4,), H100, shape(head_dim=40, value_dim=40), "FlashAttention 4: wrong gradients with heads of 40"),
-        ((4,), B200, shape(head_dim=256, value_dim=256), "FlashAttention 4: wrong gradients with heads of 256"),
-        ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys of 192 with values of 128"),
+        ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes must be equal multiples of 8 up to 256"),
+        ((4,), H100, shape(head_dim=40, value_dim=40), "FlashAttention 4: its gradients are wrong with heads of 40"),
+        ((4,), B200, shape(head_dim=256, value_dim=256), "FlashAttention 4: its gradients are wrong with heads of 256"),
+        ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys and values must have one head size, not 192 and 128"),
     ],
 )
 def test_flash_attn_reason(
@@ -263,7 +263,7 @@ def test_a_library_that_xformers_lacks_is_named_with_its_package(
     stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
     reason = str(xformers.rejects(shape()))
-    assert reason.startswith("xformers is there and libcudart.so.12 is not (pip install nvidia-cuda-runtime-cu12")
+    assert reason.startswith("xformers needs libcudart.so.12, which is missing (pip install nvidia-cuda-runtime-cu12")
     from fastpack.cli import doctor
 
     assert doctor._backends(torch.device("cuda"))["xformers"]["bfloat16"] == reason
@@ -282,7 +282,7 @@ def test_an_xformers_imported_too_early_is_told_where_the_library_is(
 ) -> None:
     stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
-    assert f"start Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
+    assert f"restart Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
 
 
 def test_triton_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
