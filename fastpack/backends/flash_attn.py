@@ -89,7 +89,7 @@ def wins_on_long(shape: AttentionShape) -> bool:
         1 of 8,192 and 20 of 100   5.2  / 3.4           1.6  / 0.86
     """
     tokens, longest = shape.total_tokens, shape.max_seqlen
-    # a lower bound, from the longest and the mean length, on the sum over tokens of their own sequence's length
+    # the sum over tokens of their own sequence's length, estimated from the longest and the mean length
     lengths = longest**2 + (tokens - longest) * (tokens / max(shape.num_sequences, 1))
     generation = serving(shape) if tokens and lengths >= LONG * tokens else None
     return generation is not None and generation.number > 2

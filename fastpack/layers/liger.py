@@ -1,7 +1,7 @@
-"""Liger's kernels as they stand on a model: forwards that compute what they replaced.
+"""Recognise Liger's kernels on a model: forwards that compute the same as the forwards that they replaced.
 
-Liger (Hsu et al., arXiv:2410.10989) binds forwards of its own to a model's norms and gated MLPs; trainers have it do so
-with ``use_liger_kernel=True``, before or after a patch. A fast forward of what these replaced is one of theirs too.
+Liger (Hsu et al., arXiv:2410.10989) binds its own forwards to a model's norms and gated MLPs. Trainers make it do so
+with ``use_liger_kernel=True``, before or after a patch. A fast forward of the replaced module replaces Liger's too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MLPS: dict[tuple[str, str], ActivationKind] = {
     ("liger_kernel.transformers.swiglu", "LigerPhi3SwiGLUMLP.forward"): "silu",
     ("liger_kernel.transformers.geglu", "LigerGEGLUMLP.forward"): "gelu_tanh",
 }
-"""Each with its activation, whatever the config names."""
+"""Liger's MLP forwards, each with its activation, whatever the config names."""
 
 _ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
-"""By ``casting_mode``."""
+"""How a norm rounds, by Liger's ``casting_mode``."""
 
 
 def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> bool:
-    """Whether a forward that was bound to a module, whose class computes ``spec``, computes the same."""
+    """Return whether a forward bound to a module computes what the module's class computes, which is ``spec``."""
     function = getattr(forward, "__func__", None)
     if function is None or forward.__self__ is not module:
         return False
@@ -45,15 +45,15 @@ def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> boo
 
 
 def stands_for(module: nn.Module, forward: object, spec: Spec, backbone: nn.Module) -> bool:
-    """Whether ours may stand where a drop-in stands in this model."""
-    known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
-    return known and _keeps_dtype(module, spec, backbone)
+    """Return whether fastpack's forward may replace a drop-in in this model."""
+    recognised = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
+    return recognised and _keeps_dtype(module, spec, backbone)
 
 
 def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
-    """What a module of one of Liger's own classes computes, in this model; None for others.
+    """Return the spec of a module of one of Liger's own classes in this model, or None for other modules.
 
-    Models have these that were built after Liger had put them in the place of the family's.
+    A model has such modules if it was built after Liger had replaced the family's classes.
     """
     place = _place(type(module).forward)
     if place in _NORMS and module.offset in (0.0, 1.0) and module.casting_mode in _ROUNDINGS:
@@ -66,18 +66,18 @@ def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
 
 
 def _keeps_dtype(module: nn.Module, spec: Spec, backbone: Any) -> bool:
-    """Whether the family's own norm would not promote its input, which Liger's never does."""
+    """Return whether the family's own norm would not promote its input; Liger's never does."""
     return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
 
 
 def count_unknown(backbone: nn.Module) -> int:
-    """How many modules of Liger's own classes have no forward of ours."""
+    """Count the modules of Liger's own classes that have no forward of fastpack's."""
     own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
     return sum(FORWARD_COPY not in module.__dict__ for module in own)
 
 
 def _place(function: object) -> tuple[str, str]:
-    """Where a function was written; nowhere, where it wraps another."""
+    """Return the module and name that define a function, or empty strings for a wrapper."""
     if hasattr(function, "__wrapped__"):
         return "", ""
     return defined_in(function), getattr(function, "__qualname__", "")

@@ -19,7 +19,7 @@ from fastpack.utils.replacement import Replacement
 
 
 def mlp_forward(patched: Replacement[MlpSpec, Runtime], x: Tensor) -> Tensor:
-    """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
+    """Return ``down(activation(gate(x)) * up(x))`` for x ``[..., hidden]``, packed or not."""
     module, spec = patched.owner, patched.spec
     out = mlp_block(module, spec, patched.runtime, x.reshape(-1, x.shape[-1]))
     return drop(module, spec.out_dropout, reshaped(out, x.shape))
@@ -37,11 +37,17 @@ def mlp_block(
     kept: Kept | None = None,
     row_count: RowCount | None = None,
 ) -> Tensor:
-    """The same on ``[T, hidden]``, of ``norm(x)`` where a norm is given, and with x added where ``residual``.
+    """Return the MLP of ``norm(x)``, plus x if ``residual``.
 
     Args:
-        need_output: False where only what the backward needs is computed again, and nobody reads the result.
-        kept: where gate and up may wait between a checkpointed forward and its backward.
+        module: the MLP.
+        spec: its family's form.
+        runtime: settings of the patched model.
+        x: ``[T, hidden]``.
+        norm: the norm before the MLP, or None.
+        residual: whether to add x to the result.
+        need_output: False in a recomputation for the backward, which never reads the result.
+        kept: stores gate and up between a checkpointed forward and its backward, or None.
         row_count: how many of the T tokens count.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
@@ -67,15 +73,15 @@ def mlp_block(
         if residual and not adds:
             return x + (out if x.dtype == stock else out.to(stock))
         return out.to(stock)
-    made, x = project_modules(inner, x, runtime, norm=norm, row_count=row_count)
-    gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+    outputs, x = project_modules(inner, x, runtime, norm=norm, row_count=row_count)
+    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
     h = gated(gate, up, activation, kernels)
     (out,), _ = project_modules([down], h, runtime, residual=x if residual else None, row_count=row_count)
     return out
 
 
 def _stock_dtype(down: Projection, x: Tensor, norm: Norm | None) -> torch.dtype:
-    """That of the stock module's result: bitsandbytes gives back its input's, whatever it computes in."""
+    """Return the dtype of the stock module's result: bitsandbytes returns its input's, whatever it computes in."""
     if down.quant_state is None:
         return down.dtype
     return x.dtype if norm is None else norm.result_dtype(x)

@@ -1,4 +1,4 @@
-"""What the layers of one patched model share."""
+"""The settings that the layers of one patched model share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """What the layers of one patched model share; a layer can be copied with it, by itself.
+    """The settings that the layers of one patched model share. A single layer can be copied together with them.
 
     Attributes:
-        attention: the backend asked for, or ``auto``.
-        kernels: what computes norms, RoPE, gated units and projections.
-        context: where modules find the packing that no keyword brings; None where every one is told.
+        attention: the requested backend, or ``auto``.
+        kernels: the implementation of norms, RoPE, gated units and projections.
+        context: holds the packing for modules that get no keyword; None if every module gets the keyword.
     """
 
     attention: str = "auto"
@@ -26,5 +26,5 @@ class Runtime:
     context: PackingContext | None = None
 
     def packing_of(self, module: nn.Module, packed: PackedSeqLens | None) -> PackedSeqLens | None:
-        """The packing that came by keyword, else that of the context; None where the stock path runs."""
+        """Return the packing from the keyword, else from the context; None on the stock path."""
         return self.context.required(module) if packed is None and self.context is not None else packed
