@@ -19,22 +19,21 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.tensors import send
 
 RATIO = 0.75
-"""A row is at least so long, as a share of the longest of its group, where rows may be padded."""
+"""If rows may be padded, the least length of a row, as a share of the longest row in its group."""
 FULL = 8192
-"""On a GPU a group has at least so many slots before another one begins: a smaller one is done as soon as launched."""
+"""On a GPU, the least slots of a group before another begins: a smaller group takes no longer than its launch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Some sequences of a batch, one a row, padded on the right with copies of their last tokens.
 
-    A copy is as good a value as any (zeros would be divided by in some norms), and what becomes of it is dropped, so
-    that its gradient is zero.
+    Padding may hold any value, but some norms would divide by zeros. Its results are dropped, so its gradient is zero.
 
     Attributes:
         tokens: int64 ``[n, L]``: the token in each slot, as an index into T.
-        slots: int64: where the real tokens are in ``[n * L]``, row after row; None where every slot holds one, empty
-            where all are dropped.
+        slots: int64: the real tokens' slots in ``[n * L]``, row after row. None if every slot holds a real token;
+            empty if the results of all slots are dropped.
     """
 
     tokens: Tensor
@@ -42,12 +41,12 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """n."""
+        """The number of rows, n."""
         return self.tokens.shape[0]
 
     @property
     def length(self) -> int:
-        """L."""
+        """The length of the rows, L."""
         return self.tokens.shape[1]
 
 
@@ -56,16 +55,15 @@ class RowGroups:
     """All sequences of a batch, in groups of similar lengths.
 
     Attributes:
-        groups: longest first.
-        order: int64 ``[T]``: where each token is among the results of the groups, one after the other; None where they
-            come in order.
+        groups: the groups, longest first.
+        order: int64 ``[T]``: each token's index in the groups' concatenated results; None if they are in order.
     """
 
     groups: tuple[Rows, ...]
     order: Tensor | None
 
     def gather(self, results: Sequence[Tensor]) -> Tensor:
-        """``[T, ...]`` from what each group gave, ``[n * L, ...]``."""
+        """Return ``[T, ...]`` from the groups' results, ``[n * L, ...]`` each."""
         real = [
             x if rows.slots is None else x.index_select(0, rows.slots)
             for x, rows in zip(results, self.groups, strict=True)
@@ -75,12 +73,13 @@ class RowGroups:
 
 
 def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.ProcessGroup] = ()) -> RowGroups:
-    """The groups of a batch, made once for it.
+    """Return the groups of a batch, which are made once for it.
 
     Args:
+        packed: the lengths of the sequences.
         equal: whether rows of a group must be equally long, so that nothing is padded.
-        among: processes that must come to the same number of groups, since each exchanges weights: those with fewer run
-            a row of theirs again, and drop what becomes of it.
+        among: groups of processes that must run the same number of row groups, since each run exchanges weights.
+            Processes with fewer row groups run one of their rows again, and drop the result.
     """
     groups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
     if among:
@@ -119,11 +118,12 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
 
 
 def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[int]]:
-    """Indices of sequences of similar lengths, those of the longest first; in order inside a group.
+    """Yield groups of indices of sequences with similar lengths, the longest group first; each group is in order.
 
     Args:
-        ratio: how long a sequence is at least, as a share of the longest of its group.
-        least: how many slots a group has at least, whatever the ratio; but for the last one.
+        lengths: the lengths of the sequences.
+        ratio: the least length of a sequence, as a share of the longest in its group.
+        least: the least slots of a group, whatever the ratio; the last group may have fewer.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     group: list[int] = []
@@ -137,11 +137,11 @@ def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[i
 
 
 def take(x: object, rows: Rows, total: int) -> Any:
-    """An argument as the rows' own: tensors with a dimension of T in the place of the tokens, in any nesting.
+    """Re-pad an argument: bring each tensor with a dimension of T tokens, in any nesting, to the shape of the rows.
 
-    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` ``[n, heads, L, ...]``; ``[axes, 1, T]`` of
-    positions ``[axes, n, L]``; positions ``[T]``, counted from 0 in each row, ``[L]``; a size that begins with 1 and T
-    begins with n and L. Anything else is left as it is.
+    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions
+    ``[axes, 1, T]`` become ``[axes, n, L]``; positions ``[T]`` become ``[L]``, counted from 0; a size that begins with
+    1 and T begins with n and L. Anything else is returned as it is.
     """
     if isinstance(x, torch.Size) and x[:2] == (1, total):
         return torch.Size((*rows.tokens.shape, *x[2:]))
@@ -163,9 +163,9 @@ def take(x: object, rows: Rows, total: int) -> Any:
 
 
 def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
-    """Of attention, ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4 has compressed ones).
+    """Return whether results are attention weights, ``[n, heads, L, L]``, or with more keys (DeepSeek-V4's compressed).
 
-    With as many heads as tokens a group can't tell; the others do, or all are square.
+    A group with as many heads as tokens is ambiguous: then another group decides, or all must be square.
     """
     pairs = list(zip(results, shapes, strict=True))
     if not all(x.ndim == 4 and x.shape[0] == n and x.shape[2] == s <= x.shape[3] for x, (n, s) in pairs):
@@ -174,15 +174,15 @@ def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -
 
 
 def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
-    """What the groups gave, in any nesting, as one result of ``[1, T, ...]`` (``[T, ...]`` where rows were flattened).
+    """Un-pad the groups' results, in any nesting, to one result ``[1, T, ...]`` (``[T, ...]`` if rows were flattened).
 
     Raises:
-        PatchError: a tensor is not of the rows' shape, so that nobody knows what the whole batch would have given.
+        PatchError: a tensor does not have the rows' shape, so that the result of the whole batch is not defined.
     """
     first = results[0]
     if isinstance(first, tuple | list):
         return type(first)(put_back(items, groups, what) for items in zip(*results, strict=True))
-    if isinstance(first, dict):  # a ModelOutput is one; what is pooled of a row is nobody's in a packed batch
+    if isinstance(first, dict):  # a ModelOutput is a dict; a row's pooled output has no place in a packed batch
         joined = {
             key: None if key == "pooler_output" else put_back([result[key] for result in results], groups, what)
             for key in first
@@ -192,11 +192,11 @@ def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
         return first
     shapes = [(rows.count, rows.length) for rows in groups.groups]
     if _are_weights(results, shapes):
-        return None  # nobody asked for them: those who do are on the stock path
+        return None  # no caller needs them: callers that ask for attention weights are on the stock path
     if all(x.ndim >= 2 and x.shape[:2] == shape for x, shape in zip(results, shapes, strict=True)):
         return groups.gather([x.flatten(0, 1) for x in results])[None]
     if all(x.ndim >= 3 and x.shape[:2] == (1, length) for x, (_, length) in zip(results, shapes, strict=True)):
-        # the same for each row, as what depends on positions alone
+        # one result for all rows, as for values that depend only on positions
         return groups.gather(
             [x.expand(n, *x.shape[1:]).flatten(0, 1) for x, (n, _) in zip(results, shapes, strict=True)]
         )[None]
