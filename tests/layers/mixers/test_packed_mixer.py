@@ -325,7 +325,7 @@ def test_nothing_of_transformers_changes(kernels: Kernels) -> None:
     assert all(upstream[name] is before[name] for name in before)
 
 
-def test_a_forward_that_nobody_read_runs_on_rows(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchecked_forward_runs_on_rows(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another release, or someone else's in its place."""
     model = build_tiny("qwen3_next").train()
     alone = run_alone(model)
