@@ -136,7 +136,7 @@ class AttentionCall:
         if any(count != expected for count in tokens):
             raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens has {expected}.")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"window must be at least 1, since it counts the query itself, not {self.window}.")
+            raise ValueError(f"window counts the query itself, so it must be at least 1, not {self.window}.")
 
     @property
     def shape(self) -> AttentionShape:
