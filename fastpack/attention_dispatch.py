@@ -24,7 +24,7 @@ __all__ = ["BACKENDS", "AttentionCall", "AttentionShape", "Visibility", "attend"
 
 
 def explain(shape: AttentionShape) -> dict[str, str | None]:
-    """For each backend, in order of preference, why it can't serve this shape, or None if it can."""
+    """Return each backend, in order of preference, with why it can't serve this shape, or None if it can."""
     return {name: why_not(name, shape) for name in in_order(shape)}
 
 
@@ -37,11 +37,11 @@ def check_name(attention: str) -> None:
 
 
 def choose(shape: AttentionShape, attention: str = "auto") -> str:
-    """Return the name of the backend that serves a shape.
+    """Return the name of the backend that serves ``shape``.
 
     Args:
-        shape: the shape of the call, with its device.
-        attention: ``auto`` for the first backend that can serve it, or a name.
+        shape: the attention to compute, and its device.
+        attention: ``auto`` for the first backend that can serve, or a backend's name.
 
     Raises:
         BackendUnavailableError: the named backend rejects the shape, or for ``auto`` every backend does.
@@ -67,15 +67,21 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
     """Run packed causal attention.
 
     Args:
-        call: queries, keys and values ``[T, heads, dim]`` with the lengths of the sequences and what modifies the
-            scores. Where sequences share tokens, each such token is there once, in the result too.
+        call: queries, keys and values ``[T, heads, dim]``, the lengths of the sequences, and what modifies the
+            scores. If sequences share tokens, the inputs and the result hold each shared token once.
         attention: ``auto`` or the name of a backend.
 
     Returns:
-        ``[T, H, V]`` in the dtype that the kernel ran in: autocast's where autocast is on, else that of ``call.q``.
+        ``[T, H, V]`` in the dtype that the kernel ran in: autocast's dtype under autocast, else that of ``call.q``.
 
     Raises:
         BackendUnavailableError: see :func:`choose`.
+
+    Example:
+        >>> packed = PackedSeqLens.from_lengths([3, 5])
+        >>> q, k, v = torch.randn(3, 8, 4, 16).unbind()
+        >>> attend(AttentionCall(q, k, v, packed, scale=16**-0.5)).shape
+        torch.Size([8, 4, 16])
     """
     call = _under_autocast(call)
     if call.packed.shared is not None:
@@ -86,9 +92,9 @@ def attend(call: AttentionCall, attention: str = "auto") -> Tensor:
 
 
 def _attend_whole(call: AttentionCall, shared: SharedTokens, attention: str) -> Tensor:
-    """Make every sequence whole, since no backend serves segments, and keep each token's result once."""
+    """Copy shared tokens into every sequence, since no backend serves segments, and keep each token's result once."""
     copies = shared.copies
-    # nobody reads the results of other copies, so the gradients of their queries are zero
+    # nothing reads the results of the other copies, so the gradients of their queries are zero
     q = spread(call.q, copies, only_first=True)
     k, v = spread(call.k, copies), spread(call.v, copies)
     return first_copies(attend(replace(call, q=q, k=k, v=v, packed=call.packed.whole), attention), copies)
@@ -99,7 +105,7 @@ def _attend_compiled(call: AttentionCall, attention: str) -> Tensor:
     for name in TRACED:
         if attention in ("auto", name) and why_not(name, shape) is None:
             return BACKENDS[name].run(call)
-    from fastpack.backends import custom_op  # it registers the operator
+    from fastpack.backends import custom_op  # the import registers the operator
 
     return custom_op.run(choose(shape, attention), call)
 

@@ -1,1 +1,1 @@
-"""One file a source of attention kernels; the table is in :mod:`fastpack.attention_dispatch`."""
+"""The attention backends, one file for each source of kernels; :mod:`fastpack.attention_dispatch` picks one."""

@@ -1,4 +1,4 @@
-"""A call of attention (:class:`AttentionCall`), and the facts of it that a backend is asked about beforehand."""
+"""A call of attention (:class:`AttentionCall`), and the facts by which a backend says whether it can serve it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,35 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 @dataclass(frozen=True)
 class Visibility:
-    """The keys that a query sees: a range of its own sequence, and earlier segments that other sequences see too.
+    """The keys that a query sees: a range of its own sequence, and earlier segments that several sequences share.
 
-    The query at position p sees ``[start, p + 1)`` of its sequence: from the first token on, or at most ``window``
-    tokens. A backend names the attributes that it serves (``SERVES``), so that whatever is added here (a range that
-    ends behind the query, as in blocks of an image, or begins on another rank) is refused by those that don't know it.
+    The query at position p sees ``[start, p + 1)`` of its sequence. The range starts at the first token, or holds at
+    most ``window`` tokens. Each backend names the attributes that it serves in ``SERVES``. If an attribute is added
+    here (a range that ends after the query, as in blocks of an image, or that begins on another rank), the backends
+    that don't name it refuse it.
 
     Attributes:
-        window: how many tokens a query sees, itself included; None for all before it.
-        segments: True where tokens that sequences have in common at their beginnings stand once, in segments before
-            those that differ (:class:`fastpack.packing.prefixes.SharedTokens`).
+        window: how many tokens a query sees, itself included; None for all tokens before it.
+        segments: True if sequences have a common beginning whose tokens are stored once, in segments before
+            the tokens that differ (:class:`fastpack.packing.prefixes.SharedTokens`).
     """
 
     window: int | None = None
     segments: bool = False
 
     def rejects(self, serves: Collection[str]) -> str | None:
-        """Say why a backend that serves these attributes alone can't compute it, or return None."""
+        """Return why a backend that serves only these attributes can't compute this visibility, or None."""
         for part in type(self).__dataclass_fields__.values():  # fields() would filter them anew in each layer
             if part.name not in serves and getattr(self, part.name) != part.default:
-                return f"serves no {part.name}"
+                return f"does not support {part.name}"
         return None
 
     def block(self, at: int, end: int, device: torch.device) -> tuple[int, Tensor]:
-        """Find the keys of a block of queries, those at positions ``[at, end)`` of a sequence.
+        """Return the keys that the queries at positions ``[at, end)`` of a sequence see.
 
         Returns:
-            The position of the first key that one of them sees; and bool ``[queries, keys]``, which see which, of the
-            keys from there to ``end``.
+            The position of the first key that any of these queries sees; and a mask, bool ``[queries, keys]``, over
+            the keys from that position to ``end``: True where the query sees the key.
         """
         first = 0 if self.window is None else max(0, at - self.window + 1)
         distance = torch.arange(at, end, device=device)[:, None] - torch.arange(first, end, device=device)
@@ -50,19 +51,20 @@ class Visibility:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The facts on which a backend decides whether it can serve. Holds no tensor, so it can be asked ahead of time.
+    """The facts by which a backend decides whether it can serve a call. It holds no tensor, so it can be made early.
 
     Attributes:
-        device: where the tensors are.
-        dtype: of q, k and v.
+        device: the device of the tensors.
+        dtype: the dtype of q, k and v.
         num_heads, num_kv_heads: H and K; H is a multiple of K.
-        head_dim: size of a query and of a key; ``value_dim``: of a value.
+        head_dim: the size of a query and of a key.
+        value_dim: the size of a value.
         visibility: the keys that a query sees.
-        softcap: c in ``c * tanh(score / c)``; None for none.
-        sinks: True where each head has a learned score that takes part in the softmax and carries no value.
+        softcap: c in ``c * tanh(score / c)``; None for no softcap.
+        sinks: True if each head has a learned score that takes part in the softmax and carries no value.
         dropout: probability that an attention weight is dropped.
-        total_tokens, num_sequences, max_seqlen: T, N and the longest length; 0 where not yet known.
-        needs_grad: True where a backward pass may follow.
+        total_tokens, num_sequences, max_seqlen: T, N and the longest length; 0 if not yet known.
+        needs_grad: True if a backward pass may follow.
     """
 
     device: torch.device
@@ -81,7 +83,7 @@ class AttentionShape:
     needs_grad: bool = True
 
     def describe(self) -> str:
-        """One line for an error message."""
+        """Return one line for an error message."""
         parts = [
             f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}",
             f"{self.num_heads}/{self.num_kv_heads} heads of {self.head_dim}",
@@ -103,14 +105,17 @@ class AttentionShape:
 class AttentionCall:
     """One layer's packed causal attention.
 
-    ``softmax(softcap(scale * q k^T) | sinks) v``, over the keys that :attr:`visibility` says.
+    It computes ``softmax(softcap(scale * q k^T) | sinks) v`` over the keys that :attr:`visibility` describes.
 
     Attributes:
-        q: ``[T, H, D]``; k: ``[T, K, D]``; v: ``[T, K, V]``; contiguous in the last dimension.
-        packed: where sequences begin and end; where it says that tokens are shared, q, k and v have each of them once.
+        q: ``[T, H, D]``, contiguous in the last dimension, as k and v are.
+        k: ``[T, K, D]``.
+        v: ``[T, K, V]``.
+        packed: where sequences begin and end. If tokens are shared, q, k and v hold each of them once.
         scale: multiplies the scores.
         sinks: ``[H]`` or None.
-        window: as in :class:`Visibility`; softcap, dropout: as in :class:`AttentionShape`.
+        window: as in :class:`Visibility`.
+        softcap, dropout: as in :class:`AttentionShape`.
     """
 
     q: Tensor
@@ -124,18 +129,18 @@ class AttentionCall:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        """Check the shapes and the packing."""
+        """Check the counts of tokens and the window."""
         tokens = (self.q.shape[0], self.k.shape[0], self.v.shape[0])
         packed = self.packed
         expected = packed.total_tokens if packed.shared is None else packed.shared.total_tokens
         if any(count != expected for count in tokens):
-            raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens {expected}.")
+            raise ValueError(f"q, k and v have {tokens} tokens, packed_seq_lens has {expected}.")
         if self.window is not None and self.window < 1:
-            raise ValueError(f"a window counts the query itself, so it is at least 1, not {self.window}.")
+            raise ValueError(f"window counts the query itself, so it must be at least 1, not {self.window}.")
 
     @property
     def shape(self) -> AttentionShape:
-        """The shape of the call, by which backends accept or reject it."""
+        """The facts by which backends decide whether they can serve."""
         return AttentionShape(
             device=self.q.device,
             dtype=self.q.dtype,
@@ -148,7 +153,7 @@ class AttentionCall:
             sinks=self.sinks is not None,
             dropout=self.dropout,
             total_tokens=self.packed.total_tokens,
-            num_sequences=self.packed.cu_seqlens.numel() - 1,  # in a bucket, also those without a token
+            num_sequences=self.packed.cu_seqlens.numel() - 1,  # in a bucket, empty sequences count too
             max_seqlen=self.packed.max_seqlen,
             needs_grad=torch.is_grad_enabled()
             and any(t is not None and t.requires_grad for t in (self.q, self.k, self.v, self.sinks)),
@@ -156,7 +161,7 @@ class AttentionCall:
 
     @property
     def visibility(self) -> Visibility:
-        """The keys that a query of this batch sees; without a window where no sequence is longer than it."""
+        """The keys that a query of this batch sees, without a window if no sequence is longer than the window."""
         window = None if self.window is None or self.window >= self.packed.max_seqlen else self.window
         return Visibility(window, segments=self.packed.shared is not None)
 
@@ -170,9 +175,10 @@ class AttentionCall:
         return replace(self, q=q, k=k, v=v)
 
     def runs(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """q, k and v of each run of equally long neighbours, ``[n, L, heads, dim]``, as views.
+        """Yield q, k and v of each run of equally long neighbours, ``[n, L, heads, dim]``, as views.
 
-        Split at once: the backward of a split is one concatenation, that of a slice a zero-filled copy of the whole.
+        All runs are split at once: the backward of a split is one concatenation, while the backward of each slice
+        would be a zero-filled copy of the whole.
         """
         runs = self.packed.runs
         sizes = [count * length for count, length in runs]
@@ -181,7 +187,7 @@ class AttentionCall:
             yield q.unflatten(0, (count, length)), k.unflatten(0, (count, length)), v.unflatten(0, (count, length))
 
     def expanded_kv(self) -> tuple[Tensor, Tensor]:
-        """Return k and v with every head repeated for each of its query heads, ``[T, H, ...]``."""
+        """Return k and v with each head repeated for its query heads, ``[T, H, ...]``: for kernels without groups."""
         if self.groups == 1:
             return self.k, self.v
         return self.k.repeat_interleave(self.groups, 1), self.v.repeat_interleave(self.groups, 1)

@@ -1,12 +1,12 @@
 """Any backend as one operator of a compiled graph, ``fastpack::packed_attention``.
 
-``torch.compile`` can't look into most backends: they read lengths on the host, for which it would compile anew with
-every batch, or are Functions around kernels. As an operator one is called, and left alone; the lengths of each batch it
-finds in ``cu_seqlens``. The backends that take them as Python ints wait for the device, if that is a GPU.
+``torch.compile`` can't trace most backends. Some read lengths on the host, so that it would compile again for every
+batch; others are Functions around kernels. The compiled graph calls the operator as it is, and the operator finds each
+batch's lengths in ``cu_seqlens``. On a GPU, the backends that take lengths as Python ints wait for the device.
 
-The backward runs the backend once more, with autograd: one forward more than outside a compiled region.
+The backward runs the backend again, with autograd: one more forward than outside a compiled region.
 
-Imported where a region is traced, since it registers the operator.
+Importing this module registers the operator, so it is imported only where a region is traced.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from fastpack.errors import BackendUnavailableError
 from fastpack.packing.seqlens import PackedSeqLens
 
 READ_LENGTHS = ("segments", "reference")
-"""Backends that take lengths as Python ints, also on a GPU."""
+"""Backends that take lengths as Python ints, even on a GPU."""
 
 
 def run(backend: str, call: AttentionCall) -> Tensor:
-    """``[T, H, V]``, as ``BACKENDS[backend].run(call)``.
+    """Return ``[T, H, V]``, as ``BACKENDS[backend].run(call)`` does.
 
     Raises:
-        BackendUnavailableError: there is dropout, which the second forward would draw anew.
+        BackendUnavailableError: the call has dropout; the second forward would drop other weights.
     """
     if call.dropout:
         raise BackendUnavailableError(
@@ -84,15 +84,15 @@ def _backward(
     softcap: float | None,
     backend: str,
 ) -> list[Tensor]:
-    # An operator runs beneath autograd; what happens here is to be seen by it. torch.func.vjp, the public way, takes no
-    # Functions of the old style, which flash-attn's are.
-    seen = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with seen, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        wanted = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
-        q, k, v = wanted[:3]
-        last = None if sinks is None else wanted[3]
+    # An operator runs beneath autograd, but this one needs autograd to record it. torch.func.vjp, the public way, takes
+    # no old-style Functions, and flash-attn's are old-style.
+    autograd_on = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with autograd_on, torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        inputs = [t.detach().requires_grad_() for t in (q, k, v, sinks) if t is not None]
+        q, k, v = inputs[:3]
+        last = None if sinks is None else inputs[3]
         out = _attend(q, k, v, last, cu_seqlens, position_ids, max_seqlen, scale, window, softcap, backend)
-        return [g.contiguous() for g in torch.autograd.grad(out, wanted, grad)]
+        return [g.contiguous() for g in torch.autograd.grad(out, inputs, grad)]
 
 
 def _attend(
@@ -111,7 +111,7 @@ def _attend(
     reads = q.device.type == "cpu" or backend in READ_LENGTHS
     lengths = tuple(length for length in cu_seqlens.diff().tolist() if length) if reads else ()
     packed = PackedSeqLens(lengths, cu_seqlens, position_ids, max_seqlen)
-    with torch.autocast(q.device.type, enabled=False):  # whoever made q, k and v has seen to their dtype
+    with torch.autocast(q.device.type, enabled=False):  # the caller has already cast q, k and v
         call = AttentionCall(q, k, v, packed, scale, window=window, softcap=softcap, sinks=sinks)
         return BACKENDS[backend].run(call).contiguous()
 

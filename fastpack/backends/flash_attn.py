@@ -3,10 +3,10 @@
 Generation 2 is ``flash_attn.flash_attn_varlen_func``, 3 is ``flash_attn_interface.flash_attn_varlen_func``, 4 is
 ``flash_attn.cute.flash_attn_varlen_func``. They differ in the names of a few arguments and in what they can do.
 
-Sources for what they can't: 2 checks that dropout is 0 where there is a softcap; 4 refuses a softcap in its varlen
-backward (Dao-AILab/flash-attention #2544), gave no gradient to sinks before #2706, and up to 4.0.0b36 gives wrong
-gradients without a word where the head size is not a multiple of 32 (#2896, and seen here with 8 and 40 on an H200), or
-is 256 on Blackwell (NVIDIA/TransformerEngine #3216).
+Sources for their limits: 2 asserts that dropout is 0 if there is a softcap. 4 refuses a softcap in its varlen backward
+(Dao-AILab/flash-attention #2544) and gave sinks no gradient before #2706. Up to 4.0.0b36 it silently gives wrong
+gradients if the head size is not a multiple of 32 (#2896; measured here with 8 and 40 on an H200), or is 256 on
+Blackwell (NVIDIA/TransformerEngine #3216).
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Generation:
     number: int
     module: str
     capabilities: tuple[int, ...]
-    """Major compute capabilities that it is the better choice on, in its order of preference."""
+    """Major compute capabilities on which it is the better choice."""
     lacks: tuple[str, ...]
-    """Features, as :func:`fastpack.backends.limits.lacks` names them, that its forward or backward does not have."""
+    """Features that its forward or backward does not have, as :func:`fastpack.backends.limits.lacks` names them."""
     no_window: int | None
-    """What stands for "no limit" on the left of a window."""
+    """The value that means "no limit" on the left of a window."""
 
 
 GENERATIONS = (
@@ -50,13 +50,13 @@ GENERATIONS = (
 
 
 LONG = 768
-"""From sequences of how many tokens on generations 3 and 4 are taken before our own kernel."""
+"""Sequences of at least this many tokens prefer generations 3 and 4 to fastpack's own kernel."""
 
 NOT_INSTALLED = "not installed"
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Return why no installed generation of flash-attn can compute this, or None."""
+    """Return why no installed generation can compute this, or None."""
     if shape.device.type != "cuda":
         return needs_cuda(shape, (8, 0))
     why: dict[int, str] = {}
@@ -72,27 +72,31 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def serving(shape: AttentionShape) -> Generation | None:
-    """Return the generation of flash-attn that computes this, or None."""
+    """Return the generation that computes this, or None."""
     return next((generation for generation in GENERATIONS if _rejects(generation, shape) is None), None)
 
 
 def wins_on_long(shape: AttentionShape) -> bool:
-    """Return whether sequences are so long that a generation made for this GPU beats our own kernel.
+    """Return whether sequences are so long that a generation made for this GPU is faster than fastpack's own kernel.
 
-    On an H200, forward and backward, ours and generation 4 (4.0.0b36), recorded, in ms: with 32/8 heads of 128 64
-    sequences of 199 tokens 0.56 and 0.95, twelve of 700 0.64 and 0.67, eight of 1,024 0.82 and 0.74, one of 8,192 5.2
-    and 3.4, with twenty of 100 beside it 5.2 and 3.4; with 14/2 heads of 64 0.20 and 0.27, 0.22 and 0.20, 0.29 and
-    0.21, 1.5 and 0.85, 1.6 and 0.86.
+    Measured on an H200, forward and backward in a recorded graph, in ms, fastpack's kernel / generation 4 (4.0.0b36)::
+
+        sequences                  32/8 heads of 128    14/2 heads of 64
+        64 of 199 tokens           0.56 / 0.95          0.20 / 0.27
+        12 of 700                  0.64 / 0.67          0.22 / 0.20
+        8 of 1,024                 0.82 / 0.74          0.29 / 0.21
+        1 of 8,192                 5.2  / 3.4           1.5  / 0.85
+        1 of 8,192 and 20 of 100   5.2  / 3.4           1.6  / 0.86
     """
     tokens, longest = shape.total_tokens, shape.max_seqlen
-    # the tokens that an average token's own sequence has, at least, as far as the longest and the mean tell
-    seen = longest**2 + (tokens - longest) * (tokens / max(shape.num_sequences, 1))
-    generation = serving(shape) if tokens and seen >= LONG * tokens else None
+    # the sum over tokens of their own sequence's length, estimated from the longest and the mean length
+    lengths = longest**2 + (tokens - longest) * (tokens / max(shape.num_sequences, 1))
+    generation = serving(shape) if tokens and lengths >= LONG * tokens else None
     return generation is not None and generation.number > 2
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``; grouped key/value heads are read as they are."""
+    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are."""
     generation = serving(call.shape)
     assert generation is not None
     window = call.visibility.window
@@ -125,43 +129,43 @@ def _rejects(generation: Generation, shape: AttentionShape) -> str | None:
 def _rejects_shape(generation: Generation, shape: AttentionShape) -> str | None:
     capability = cuda_capability(shape)
     if capability is not None and capability[0] not in generation.capabilities:
-        return f"does not serve compute capability {capability[0]}.{capability[1]}"
+        return f"does not support compute capability {capability[0]}.{capability[1]}"
     why = lacks(shape, "it", *generation.lacks)
     if why is not None:
         return why
     if shape.sinks and shape.needs_grad:
-        return "no gradient of attention sinks"
+        return "it has no gradient for attention sinks"
     if shape.dropout and shape.softcap is not None:
-        return "no dropout with a softcap"
+        return "it has no dropout with a softcap"
     if generation.number == 2:
         return flash2_rejects(shape)
     why = needs_cuda(shape, (8, 0)) or wrong_dtype(shape, HALF_DTYPES)
     if why is None and (shape.head_dim > 256 or shape.head_dim % 8 or shape.value_dim != shape.head_dim):
-        why = f"head sizes {shape.head_dim} and {shape.value_dim}"
+        why = f"head sizes must be equal multiples of 8 up to 256, not {shape.head_dim} and {shape.value_dim}"
     if why is None and generation.number == 4 and shape.needs_grad:
         blackwell = capability is not None and capability[0] == 10
         if shape.head_dim % 32 or (blackwell and shape.head_dim > 128):
-            why = f"wrong gradients with heads of {shape.head_dim}"
+            why = f"its gradients are wrong with heads of {shape.head_dim}"
     return why
 
 
 @cached_constant
 def _installed(module: str) -> bool:
     parent = module.partition(".")[0]
-    found = importlib.util.find_spec(parent)
-    if found is None:
+    spec = importlib.util.find_spec(parent)
+    if spec is None:
         return False
     if parent == module:
-        return found.origin is not None  # a folder without code of its own holds generation 4 alone
+        return spec.origin is not None  # a folder without code of its own holds only generation 4
     try:
-        return importlib.util.find_spec(module) is not None  # imports the parent, which may be broken
+        return importlib.util.find_spec(module) is not None  # this imports the parent, which may be broken
     except (ImportError, OSError):
         return True
 
 
 @cached_constant
 def _import_error(module: str) -> str | None:
-    # A wheel for another torch or CUDA, or generation 4's source shipped beside 2 without what it needs.
+    # It fails with a wheel for another torch or CUDA, or if 2 ships generation 4's source without its dependencies.
     try:
         _function(module)
     except (ImportError, OSError, AttributeError) as error:

@@ -1,7 +1,7 @@
-"""FlexAttention, compiled, with a block mask built once a batch from the offsets.
+"""FlexAttention, compiled, with a block mask that is built once a batch from the offsets.
 
 Sources: Dong et al., "Flex Attention", arXiv:2412.05496 (blocks that need no mask are skipped or run in full);
-attention sinks as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - sink)``.
+attention sinks are applied as in gpt-oss, through the log-sum-exp: ``out * sigmoid(lse - sink)``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``; grouped key/value heads are read as they are."""
+    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     window = call.visibility.window
@@ -42,7 +42,7 @@ def run(call: AttentionCall) -> Tensor:
         "block_mask": call.packed.memo(("flex", window), lambda: block_mask(call.packed, window)),
         "scale": call.scale,
         "enable_gqa": call.groups > 1,
-        "kernel_options": {"BACKEND": "TRITON"},  # not the decoding kernel, which is chosen for short batches
+        "kernel_options": {"BACKEND": "TRITON"},  # else torch picks its decoding kernel for short batches
     }
     if call.sinks is None:
         out: Tensor = _compiled()(q, k, v, **keywords)
@@ -53,17 +53,17 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
-    """Return the ``BlockMask`` of packed causal attention, from comparisons of ``(T / 128)^2`` blocks: never T x T.
+    """Build the ``BlockMask`` of packed causal attention by comparing ``(T / 128)^2`` blocks, never T x T tokens.
 
-    A block of queries sees the blocks from the first key of its first token up to itself. A block is full if its last
-    token's first key is not after the block's first token.
+    A block of queries sees the key blocks from the first key of its first token up to itself. A key block is full (it
+    needs no mask) if it begins at or after the first key of the query block's last token.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     device = packed.cu_seqlens.device
     total = packed.total_tokens
     blocks = -(-total // BLOCK)
-    # first key that each token may see: its sequence's first token, or the window's edge
+    # the first key that each token may see: its sequence's first token, or the window's edge
     sequence_start = packed.cu_seqlens[:-1].long()[packed.seq_idx[0].long()]
     first_key = sequence_start
     if window is not None:
@@ -71,21 +71,21 @@ def block_mask(packed: PackedSeqLens, window: int | None) -> Any:
     edge = torch.arange(blocks, device=device) * BLOCK
     lowest = first_key[edge] // BLOCK  # first_key never falls from one token to the next
     last_token = (edge + BLOCK - 1).clamp(max=total - 1)
-    whole = edge + BLOCK <= total  # the last block may hold fewer tokens: never full
+    whole = edge + BLOCK <= total  # the last block may hold fewer tokens, and is then never full
     row, column = torch.arange(blocks, device=device)[:, None], torch.arange(blocks, device=device)[None]
     seen = (column >= lowest[:, None]) & (column <= row)
     full = (column < row) & (column * BLOCK >= first_key[last_token][:, None]) & whole[:, None]
-    found: dict[str, Any] = {}
-    for kind, chosen in (("", seen & ~full), ("full_", full)):
-        # from_kv_blocks would turn them over by vmap, which does not work inside an operator
-        found |= _ordered(f"{kind}kv", chosen) | _ordered(f"{kind}q", chosen.T)
+    fields: dict[str, Any] = {}
+    for kind, blocks_of_kind in (("", seen & ~full), ("full_", full)):
+        # from_kv_blocks would transpose them with vmap, which does not work inside an operator
+        fields |= _ordered(f"{kind}kv", blocks_of_kind) | _ordered(f"{kind}q", blocks_of_kind.T)
     return BlockMask(
-        **found, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_mask_mod(packed.seq_idx[0], window), seq_lengths=(total, total)
+        **fields, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=_mask_mod(packed.seq_idx[0], window), seq_lengths=(total, total)
     )
 
 
 def _ordered(side: str, blocks: Tensor) -> dict[str, Tensor]:
-    """Return the number of blocks that each row of blocks sees ``[1, 1, Q]``, and their indices ``[1, 1, Q, K]``."""
+    """Return how many blocks each row of blocks sees ``[1, 1, Q]``, and their indices in order ``[1, 1, Q, K]``."""
     count = blocks.sum(-1, dtype=torch.int32)
     order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True).to(torch.int32)
     return {f"{side}_num_blocks": count[None, None], f"{side}_indices": order[None, None].contiguous()}
@@ -106,7 +106,7 @@ def _mask_mod(seq_idx: Tensor, window: int | None) -> Callable[..., Tensor]:
 
 
 def _softcap(call: AttentionCall, limit: float) -> Callable[..., Tensor]:
-    # A tensor, since a float would become symbolic when compiled, which inductor refuses in a score_mod.
+    # The limit is a tensor: compiled, a float would become symbolic, which inductor refuses in a score_mod.
     heads = call.q.shape[1]
     limits = call.packed.memo(("flex softcap", limit, heads), lambda: call.q.new_full((heads,), limit).float())
 
@@ -120,7 +120,7 @@ def _softcap(call: AttentionCall, limit: float) -> Callable[..., Tensor]:
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # dynamic: lengths change with every batch. fullgraph: where dynamo can't compile, or has compiled too often, it
-    # raises, rather than run eagerly with T x T scores. Windows, softcaps, dtypes and head counts compile anew, so
-    # several models in a process pass its limit of 8.
+    # dynamic: lengths change with every batch. fullgraph: if dynamo can't compile, or has compiled too often, it raises
+    # rather than run eagerly with T x T scores. Each window, softcap, dtype and head count compiles again, so that
+    # several models in a process exceed dynamo's limit of 8.
     return compile_often(flex_attention, 64, dynamic=True, fullgraph=True)

@@ -1,4 +1,4 @@
-"""The limits of kernels: those that several have, and those of FlashAttention-2, whoever ships it."""
+"""The limits of kernels: limits that several kernels share, and those of every build of FlashAttention-2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT_DTYPES = (*HALF_DTYPES, torch.float32)
 
 
 def cuda_capability(shape: AttentionShape) -> tuple[int, int] | None:
-    """Compute capability of the shape's device, or None where it is not a CUDA device of this machine."""
+    """Return the compute capability of the shape's device, or None if it is not a CUDA device of this machine."""
     if shape.device.type != "cuda" or not torch.cuda.is_available():
         return None
     return _capability(shape.device)
@@ -21,7 +21,6 @@ def cuda_capability(shape: AttentionShape) -> tuple[int, int] | None:
 
 @constant
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(device)
 
 
@@ -31,68 +30,68 @@ def needs_cuda(shape: AttentionShape, minimum: tuple[int, int]) -> str | None:
     if capability is None:
         return f"needs a CUDA device, not {shape.device.type}"
     if capability < minimum:
-        wanted, found = (".".join(map(str, pair)) for pair in (minimum, capability))
-        return f"needs compute capability {wanted}, this GPU has {found}"
+        required, actual = (".".join(map(str, pair)) for pair in (minimum, capability))
+        return f"needs compute capability {required}, this GPU has {actual}"
     return None
 
 
 def lacks(shape: AttentionShape, kernel: str, *features: str) -> str | None:
-    """Return why a kernel without these features can't compute this, or None.
+    """Return why a kernel without these features can't serve, or None.
 
     Args:
-        shape: the shape of the call.
+        shape: the attention to compute.
         kernel: the kernel's name in the message.
-        features: the missing features: ``softcap``, ``attention sinks`` or ``dropout``.
+        *features: what the kernel lacks, of ``softcap``, ``attention sinks`` and ``dropout``.
     """
-    asked = {"softcap": shape.softcap is not None, "attention sinks": shape.sinks, "dropout": shape.dropout > 0}
+    needed = {"softcap": shape.softcap is not None, "attention sinks": shape.sinks, "dropout": shape.dropout > 0}
     for feature in features:
-        if asked[feature]:
+        if needed[feature]:
             return f"{kernel} has no {feature}"
     return None
 
 
 def wrong_dtype(shape: AttentionShape, dtypes: tuple[torch.dtype, ...]) -> str | None:
-    """Return why a kernel for these dtypes can't compute this, or None."""
+    """Return why a kernel for these dtypes can't serve, or None."""
     if shape.dtype in dtypes:
         return None
-    *others, last, given = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, shape.dtype))
-    return f"takes {', '.join(others)} and {last}, not {given}"
+    *others, last, dtype = (str(dtype).removeprefix("torch.") for dtype in (*dtypes, shape.dtype))
+    return f"takes {', '.join(others)} and {last}, not {dtype}"
 
 
 def wrong_sizes(shape: AttentionShape, *, multiple: int = 1, least: int = 1, most: int | None = None) -> str | None:
-    """Return why a kernel for such head sizes can't compute this, or None."""
+    """Return why a kernel with these limits on the sizes of keys and values can't serve, or None."""
     sizes = (shape.head_dim, shape.value_dim)
-    wanted = None
+    limit = None
     if sizes[0] % multiple or sizes[1] % multiple:
-        wanted = f"multiples of {multiple}"
+        limit = f"multiples of {multiple}"
     elif most is not None and max(sizes) > most:
-        wanted = f"at most {most}"
+        limit = f"at most {most}"
     elif min(sizes) < least:
-        wanted = f"at least {least}"
-    return None if wanted is None else f"head sizes must be {wanted}, not {sizes[0]} and {sizes[1]}"
+        limit = f"at least {least}"
+    return None if limit is None else f"head sizes must be {limit}, not {sizes[0]} and {sizes[1]}"
 
 
 def flash2_rejects(shape: AttentionShape) -> str | None:
-    """Return why a FlashAttention-2 varlen kernel can't compute this, softcap, sinks and dropout aside; or None."""
+    """Return why a FlashAttention-2 varlen kernel can't serve, apart from softcap, sinks and dropout, or None."""
     why = needs_cuda(shape, (8, 0)) or wrong_dtype(shape, HALF_DTYPES)
     if why is not None:
         return why
     if shape.head_dim > 256 or shape.head_dim % 8:
         return f"head size must be a multiple of 8 up to 256, not {shape.head_dim}"
     if shape.value_dim != shape.head_dim:
-        return f"keys of {shape.head_dim} with values of {shape.value_dim}"
+        return f"keys and values must have one head size, not {shape.head_dim} and {shape.value_dim}"
     if shape.needs_grad and flash2_accumulator(shape) >= INT32_LIMIT:
         return (
             f"its backward would index past 2^31 elements (T = {shape.total_tokens}, N = {shape.num_sequences}); "
-            "use fewer tokens a batch"
+            "use fewer tokens per batch"
         )
     return None
 
 
 def flash2_accumulator(shape: AttentionShape) -> int:
-    """Elements of the float32 dq accumulator of FlashAttention-2's varlen backward, indexed with an int32.
+    """Return the size of the float32 dq accumulator in FlashAttention-2's varlen backward, which int32 indexes.
 
-    It pads each sequence to a multiple of 128 tokens and the head size to a multiple of 32.
+    The kernel pads each sequence to a multiple of 128 tokens and the head size to a multiple of 32.
     """
     head_dim = -(-shape.head_dim // 32) * 32
     return (shape.total_tokens + 128 * shape.num_sequences) * shape.num_heads * head_dim

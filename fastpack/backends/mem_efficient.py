@@ -26,13 +26,13 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``; key/value heads are repeated, since this kernel has no grouped heads."""
+    """Return ``[T, H, V]``; key/value heads are repeated, since this kernel has no grouped heads."""
     k, v = call.expanded_kv()
     return _MemEfficient.apply(call.q, k, v, call)
 
 
 class _MemEfficient(torch.autograd.Function):
-    """The kernel's forward and backward. Torch's own derivative of the forward does not pass the window on."""
+    """The kernel's forward and backward. Torch's own derivative of the forward ignores the window."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:

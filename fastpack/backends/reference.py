@@ -1,7 +1,7 @@
 """Plain float32 attention, a sequence at a time: the definition that every other backend is measured against.
 
-Does everything that an :class:`AttentionCall` can ask for, on any device, slowly. Queries are taken in blocks, so
-that the scores held at once are ``[block, keys]``, never T x T.
+It computes everything that an :class:`AttentionCall` can ask for, on any device, slowly. It takes queries in blocks, so
+that it holds scores of ``[block, keys]`` at once, never T x T.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ QUERY_BLOCK = 512
 
 
 def rejects(shape: AttentionShape) -> str | None:
-    """Never: this is the last resort."""
+    """Return None: this backend is the last resort and rejects nothing."""
     return None
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]`` in the dtype of ``call.q``, computed in float32 (float64 for float64 inputs)."""
+    """Return ``[T, H, V]`` in the dtype of ``call.q``, computed in float32 (float64 for float64 inputs)."""
     wide = torch.promote_types(call.q.dtype, torch.float32)
-    if call.sinks is not None:  # widened once: the gradients of all sequences and blocks meet before it is rounded
+    if call.sinks is not None:  # widened once, so that gradients of all sequences and blocks are summed before rounding
         call = replace(call, sinks=call.sinks.to(wide))
     out: list[Tensor] = []
     with torch.autocast(call.q.device.type, enabled=False):
@@ -42,7 +42,7 @@ def run(call: AttentionCall) -> Tensor:
 
 
 def _block(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, at: int) -> Tensor:
-    """Attend with queries ``[n, K, G, block, D]`` that begin at position ``at`` to the keys that they may see."""
+    """Attend with queries ``[n, K, G, block, D]``, which begin at position ``at``, to the keys that they may see."""
     end = at + q.shape[-2]
     first, seen = call.visibility.block(at, end, q.device)
     k, v = k[:, :, None, first:end], v[:, :, None, first:end]

@@ -1,8 +1,9 @@
 """The table of attention backends.
 
-A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``; adding one is a file in this folder and a
-row here, in the order in which ``auto`` asks. :data:`TRACED` names those that ``torch.compile`` knows, ``READ_LENGTHS``
-in :mod:`fastpack.backends.custom_op` those that read lengths on the host; ``patch``'s docstring and README list all.
+A backend is a module with ``SERVES``, ``run(call)`` and ``rejects(shape)``. To add one, write a file in this folder and
+a row here, at its place in the order in which ``auto`` asks. :data:`TRACED` names the backends that ``torch.compile``
+knows; ``READ_LENGTHS`` in :mod:`fastpack.backends.custom_op` names those that read lengths on the host. The docstring
+of ``patch`` and the README list all backends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fastpack.backends.call import AttentionCall, AttentionShape
 
 
 class Backend(Protocol):
-    """The interface of a module in ``backends/``. Its docstring's first line says what the backend is."""
+    """The interface of a module in ``backends/``. The first line of the module's docstring says what it is."""
 
     __doc__: str | None
 
@@ -38,7 +39,7 @@ class Backend(Protocol):
         """``[T, H, V]``: attention of each token over the keys that ``call.visibility`` says."""
 
     def rejects(self, shape: AttentionShape, /) -> str | None:
-        """Return why this backend can't compute a call of this shape, visibility aside, or None if it can."""
+        """Return why this backend can't serve, visibility aside, or None if it can."""
 
 
 # In order of preference: `auto` takes the first that does not reject.
@@ -54,16 +55,16 @@ BACKENDS: dict[str, Backend] = {
 }
 
 TRACED = ("torch_varlen",)
-"""Backends that are operators of torch's own, which ``torch.compile`` knows: there ``auto`` prefers them."""
+"""Backends that are torch's own operators, which ``torch.compile`` knows: compiled, ``auto`` prefers them."""
 
 
 def why_not(name: str, shape: AttentionShape) -> str | None:
-    """Say why a backend can't serve a shape, or return None if it can."""
+    """Return why a backend can't serve a shape, or None if it can."""
     return shape.visibility.rejects(BACKENDS[name].SERVES) or BACKENDS[name].rejects(shape)
 
 
 def in_order(shape: AttentionShape) -> list[str]:
-    """Names in the order in which ``auto`` tries them: the table's, our own kernel ahead of those it is faster than."""
+    """Return names in the order in which ``auto`` tries them: the table's, with our kernel where it is faster."""
     names = list(BACKENDS)
     if triton_packed.wins(shape):
         names.remove("triton_packed")

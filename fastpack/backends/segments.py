@@ -1,8 +1,8 @@
 """Torch's scaled_dot_product_attention, a run of equally long sequences at a time: what a CPU or an Apple chip uses.
 
-Padding-free without a varlen kernel: neighbouring sequences of one length share a call, as a batch. A window shorter
-than a sequence is walked in blocks of queries, each with a band mask of at most ``[block, block + window]``; so is a
-long sequence for which torch has no fused kernel, lest it hold the scores of all of its queries at once.
+It needs no padding and no varlen kernel: neighbouring sequences of one length share a call, as a batch. If a window is
+shorter than a sequence, queries are taken in blocks, each with a band mask of at most ``[block, block + window]``. Long
+sequences for which torch has no fused kernel are taken in blocks too, so that only one block's scores exist at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``."""
+    """Return ``[T, H, V]``."""
     out: list[Tensor] = []
     with _kernels(call.q.device):
         for q, k, v in call.runs():
@@ -46,7 +46,7 @@ def run(call: AttentionCall) -> Tensor:
 def _has_fused_kernel(call: AttentionCall) -> bool:
     if call.dropout or call.q.shape[2] != call.v.shape[2]:
         return False
-    # on a GPU only FlashAttention reads grouped heads as they are, and only in half precision
+    # on a GPU, only FlashAttention reads grouped heads as they are, and only in half precision
     return call.q.device.type != "cuda" or call.groups == 1 or call.q.dtype in HALF_DTYPES
 
 
@@ -70,7 +70,7 @@ def _sdpa(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | N
 
 
 def _kernels(device: torch.device) -> AbstractContextManager[None]:
-    # On a GPU cuDNN builds a plan for every new length (~150 ms each): a loop over lengths must not land there.
+    # On a GPU, cuDNN builds a plan for every new length (~150 ms each): a loop over lengths must not use it.
     if device.type != "cuda":
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

@@ -1,4 +1,4 @@
-"""The varlen FlashAttention-2 kernel that torch itself carries (``torch.nn.attention.varlen``)."""
+"""The varlen FlashAttention-2 kernel that torch itself ships (``torch.nn.attention.varlen``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``; grouped key/value heads are read as they are."""
+    """Return ``[T, H, V]``; the kernel reads grouped key/value heads as they are."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = call.visibility.window
@@ -37,18 +37,18 @@ def run(call: AttentionCall) -> Tensor:
         window_size=(-1 if window is None else window - 1, 0),
         **grouped_heads(call.groups > 1),
     )
-    assert isinstance(out, Tensor)  # the log-sum-exp comes along only where asked for
+    assert isinstance(out, Tensor)  # the log-sum-exp is returned only on request
     return out
 
 
 def grouped_heads(grouped: bool) -> dict[str, Any]:
-    """Return what tells the kernel of key/value heads that are fewer than the query heads, where it asks."""
+    """Return the keyword that announces grouped key/value heads, if there are any and this torch asks for it."""
     return {"enable_gqa": True} if grouped and _asks_for_groups() else {}
 
 
 @cached_constant
 def _asks_for_groups() -> bool:
-    # torch 2.11 takes fewer key/value heads without being told; from 2.13 on it wants enable_gqa=True.
+    # torch 2.11 accepts fewer key/value heads without a keyword; from 2.13 on it needs enable_gqa=True.
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -18,7 +18,7 @@ from fastpack.utils.versions import install_command
 SERVES = ("window",)
 
 RUNTIME, RUNTIME_PACKAGE = "libcudart.so.12", "nvidia-cuda-runtime-cu12"
-"""The library that xformers' wheel is linked with, and the package that brings it: torch for CUDA 13 has another."""
+"""The library that xformers' wheel links to, and the package that ships it: torch for CUDA 13 ships another version."""
 
 
 def rejects(shape: AttentionShape) -> str | None:
@@ -27,7 +27,9 @@ def rejects(shape: AttentionShape) -> str | None:
     if why is not None:
         return why
     if torch.compiler.is_compiling():
-        return "in a compiled region its mask, made of lengths on the host, would wait for the device in each layer"
+        return (
+            "it builds its mask from lengths on the host, so a compiled region would wait for the device in each layer"
+        )
     return (
         lacks(shape, "xformers", "softcap", "attention sinks")
         or needs_cuda(shape, (8, 0) if shape.dtype == torch.bfloat16 else (7, 0))
@@ -37,7 +39,7 @@ def rejects(shape: AttentionShape) -> str | None:
 
 
 def run(call: AttentionCall) -> Tensor:
-    """``[T, H, V]``; key/value heads are repeated, since xformers trains without grouped heads only."""
+    """Return ``[T, H, V]``; key/value heads are repeated, since xformers can't train with grouped heads."""
     from xformers.ops import memory_efficient_attention
 
     k, v = call.expanded_kv()
@@ -69,22 +71,22 @@ def _unusable() -> str | None:
         from xformers.ops.fmha import common
     except (ImportError, OSError) as error:
         return f"xformers does not import with torch {torch.__version__}: {error}"
-    # Its wheels hold kernels for one torch and CUDA only; elsewhere every call says "wasn't build with CUDA support".
+    # Its wheels hold kernels for one torch and CUDA only. With others, each call says "wasn't build with CUDA support".
     if getattr(common, "_built_with_cuda", True):
         return None
     if not _lacks_runtime():
         return f"this xformers wheel holds no CUDA kernels for torch {torch.__version__}"
     path = _runtime_path()
     if path is None:
-        return f"xformers is there and {RUNTIME} is not ({install_command(RUNTIME_PACKAGE)}, and start Python anew)"
+        return f"xformers needs {RUNTIME}, which is missing ({install_command(RUNTIME_PACKAGE)}, then restart Python)"
     return (
-        f"xformers was imported before fastpack could load {RUNTIME} for it: start Python with "
+        f"xformers was imported before fastpack could load {RUNTIME} for it: restart Python with "
         f"LD_LIBRARY_PATH={path.parent}"
     )
 
 
 def _load_runtime() -> None:
-    """Load what xformers is linked with, where the linker does not find it: before xformers is imported, and tries."""
+    """Load the library that xformers links to, before xformers is imported, if the linker does not find it."""
     try:
         ctypes.CDLL(RUNTIME)
     except OSError:
@@ -94,7 +96,7 @@ def _load_runtime() -> None:
 
 
 def _runtime_path() -> Path | None:
-    """Return where the package has it; None where that is not installed."""
+    """Return the library's path in its package, or None if the package is not installed."""
     from importlib import metadata
 
     try:
@@ -105,7 +107,7 @@ def _runtime_path() -> Path | None:
 
 
 def _lacks_runtime() -> bool:
-    """Return whether xformers, when it was imported, failed for that library."""
+    """Return whether xformers failed to load its kernels, when it was imported, because that library was missing."""
     from xformers import _cpp_lib
 
     error: BaseException | None = getattr(_cpp_lib, "_cpp_library_load_exception", None)

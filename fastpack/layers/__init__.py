@@ -1,1 +1,1 @@
-"""The forwards that families share. Each is a module-level function, bound to a module with ``functools.partial``."""
+"""The forwards that families share. Each is a module-level function that a patch binds to modules."""

@@ -17,7 +17,7 @@ from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 from fastpack.layers import latent_attention, shared_attention
 from fastpack.layers.projections import project_modules
-from fastpack.layers.rope import Tables, normalise_and_turn, repeated
+from fastpack.layers.rope import Tables, normalise_and_rotate, repeated
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import as_row
 from fastpack.ops.row_count import RowCount
@@ -36,7 +36,7 @@ def attention_forward(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Self-attention on ``[1, T, hidden]``; the stock forward where no lengths came."""
+    """Attend on packed ``[1, T, hidden]``, or run the stock forward if no sequence lengths came."""
     module, spec, runtime = patched.owner, patched.spec, patched.runtime
     packed_seq_lens = runtime.packing_of(module, packed_seq_lens)
     require_packing(module, packed_seq_lens, attention_mask)
@@ -66,8 +66,8 @@ def project_qkv(
     """Project ``norm(x)``, where x is ``[T, hidden]``.
 
     Returns:
-        The projections, and x to continue with. The projections are queries, keys and values ``[T, heads * D]``, or one
-        to all three, or the latents of latent attention.
+        The outputs of the first projections, and x for the residual addition. The outputs are queries, keys and values
+        ``[T, heads * D]``; one output for all three if the family fuses them; or latents in latent attention.
     """
     names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     if isinstance(spec, LatentAttentionSpec):
@@ -88,16 +88,16 @@ def attend_heads(
     packed: PackedSeqLens,
     shared: shared_attention.SharedStates | None = None,
 ) -> Tensor:
-    """Return the heads' results side by side, ``[T, H * E]``, from the projections of :func:`project_qkv`.
+    """Attend, and return the heads' results side by side, ``[T, H * E]``.
 
     Args:
         module: the attention module.
-        spec: its spec.
-        runtime: the model's runtime.
-        projected: the projections.
-        position_embeddings: cos and sin, as the family hands them down.
-        packed: the batch's packing.
-        shared: keys and values that layers share, for families that have such layers.
+        spec: its family's form.
+        runtime: settings of the patched model.
+        projected: the outputs of :func:`project_qkv`.
+        position_embeddings: cos and sin, ``[1, T, R]``, or None.
+        packed: the lengths of the sequences.
+        shared: keys and values that layers share, in families that share them.
     """
     modifiers: dict[str, Any] = {}
     gate = None
@@ -111,7 +111,7 @@ def attend_heads(
         modifiers["window"] = module.sliding_window
     else:
         q, k, v, gate = _heads(module, spec, projected)
-        q, k = normalise_and_turn(module, spec, runtime, q, k, _tables(module, spec, position_embeddings))
+        q, k = normalise_and_rotate(module, spec, runtime, q, k, _tables(module, spec, position_embeddings))
         if spec.window_if is None or getattr(module, spec.window_if):
             modifiers["window"] = _read(module, spec.window)
         modifiers |= {"softcap": _read(module, spec.softcap) or None, "sinks": _read(module, spec.sinks)}
@@ -122,21 +122,21 @@ def attend_heads(
 
 
 def drop(module: nn.Module, name: str | None, x: Tensor) -> Tensor:
-    """Dropout with the probability of that name, where the module has one and trains."""
+    """Apply dropout with the probability in the module's attribute ``name``, if it has one and the module trains."""
     return F.dropout(x, getattr(module, name)) if drops(module, name) else x  # type: ignore[arg-type]
 
 
 def drops(module: nn.Module, name: str | None) -> bool:
-    """Return whether :func:`drop` does anything."""
+    """Return whether :func:`drop` changes anything."""
     return name is not None and bool(module.training and getattr(module, name))
 
 
 def _heads(
     module: AttentionLike, spec: AttentionSpec, projected: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return queries ``[T, H, D]``, keys and values ``[T, K, D]``, and a gate ``[T, H * D]`` or None.
+    """Split projections into queries ``[T, H, D]``, keys and values ``[T, K, D]``, and a gate ``[T, H * D]`` or None.
 
-    Norms of the whole projection are applied.
+    Queries and keys come normalised if the family normalises the whole projection.
     """
     head_dim = module.head_dim
     if spec.qkv is not None:
@@ -156,11 +156,11 @@ def _heads(
     return q, k if spec.key_scale is None else k * getattr(module, spec.key_scale), v, gate
 
 
-def _tables(module: nn.Module, spec: AttentionSpec, given: Tables | None) -> Tables | None:
+def _tables(module: nn.Module, spec: AttentionSpec, tables: Tables | None) -> Tables | None:
     """Return cos and sin as the ops take them, ``[T, R]``, or None for a layer without positions."""
-    if given is None or (spec.rope_if and not any(_holds(module, name) for name in spec.rope_if)):
+    if tables is None or (spec.rope_if and not any(_holds(module, name) for name in spec.rope_if)):
         return None
-    cos, sin = given[0][0], given[1][0]
+    cos, sin = tables[0][0], tables[1][0]
     if spec.rope_tables == "repeated":
         return repeated(cos), repeated(sin)
     if spec.rope_tables == "once":

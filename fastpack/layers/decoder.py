@@ -1,7 +1,7 @@
 """The fast forward of a decoder layer: norms, projections and residual additions in as few passes as possible.
 
-Attention and MLP compute what their own swapped forwards do; here their neighbours are fused with them: each norm
-with the projections behind it, each residual addition with the projection before it.
+Attention and MLP compute what their own replaced forwards compute. Here their neighbours are fused with them: each norm
+with the projections after it, each residual addition with the projection before it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def decoder_forward(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``[1, T, hidden]`` to the same; the stock forward where no lengths came, or where attention is not ours."""
+    """Run the layer on ``[1, T, hidden]``; the stock forward if no lengths came or attention is not fastpack's."""
     layer, runtime = patched.owner, patched.runtime
     packed_seq_lens = runtime.packing_of(layer, packed_seq_lens)
     attention = fast_forward(layer.self_attn, attention_forward)
@@ -57,15 +57,15 @@ def decoder_forward(
 
 
 def _checkpoints_in_forward(cls: type) -> bool:
-    """Return whether transformers checkpoints inside the forward that ours replaces; older releases do so around it."""
+    """Return whether transformers checkpoints inside the forward that ours replaces; older versions do it outside."""
     return cls.forward.__code__.co_name == "forward_with_checkpointing"  # type: ignore[attr-defined]
 
 
 def _is_run_again(layer: LayerLike) -> bool:
-    """Return whether torch's checkpointing runs this layer again for its backward, which never reads the result.
+    """Return whether torch's checkpointing is recomputing this layer for its backward, which never reads the result.
 
-    In that case the innermost saved-tensor hooks are those of the recomputation. In a first forward inside the
-    recomputation of something larger, they are those of the layer's own checkpointing, if that is torch's non-reentrant
+    The innermost saved-tensor hooks then belong to the recomputation. In a layer's first forward inside the
+    recomputation of something larger, they belong to the layer's own checkpointing, if that is torch's non-reentrant
     kind.
     """
     if not (layer.gradient_checkpointing and layer.training) or torch.compiler.is_compiling():
@@ -73,9 +73,9 @@ def _is_run_again(layer: LayerLike) -> bool:
     if checkpointing(layer) != "plain":
         return False
     if has_hooks(layer) and not _checkpoints_in_forward(type(layer)):
-        return False  # they run again too, and read the result
+        return False  # the hooks run again too, and read the result
     if torch._C._len_torch_dispatch_stack():
-        return False  # selective checkpointing looks every operation up
+        return False  # selective checkpointing looks up every operation
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return False
@@ -111,12 +111,12 @@ def _run(
 def _run_mlp(
     layer: LayerLike, spec: DecoderSpec, runtime: Runtime, x: Tensor, dropout: nn.Module | None, count: RowCount | None
 ) -> Tensor:
-    """Return x ``[T, hidden]`` plus the result of its MLP or its experts."""
+    """Return x ``[T, hidden]`` plus the result of the MLP or the experts."""
     norm, mlp = _child(layer, spec.pre_mlp), getattr(layer, spec.mlp)
     fast = fast_forward(mlp, mlp_forward)
     if fast is None:
-        found = mlp(x[None] if norm is None else norm(x[None]))
-        out = (found[0] if isinstance(found, tuple) else found).squeeze(0)
+        result = mlp(x[None] if norm is None else norm(x[None]))
+        out = (result[0] if isinstance(result, tuple) else result).squeeze(0)
         return _added(layer, spec, x, out, spec.post_mlp, dropout)
     mlp_spec = fast.spec
     fuses = (
@@ -133,7 +133,7 @@ def _run_mlp(
 def _added(
     layer: LayerLike, spec: DecoderSpec, x: Tensor, out: Tensor, norm: str | None, dropout: nn.Module | None
 ) -> Tensor:
-    """Return x plus a branch's result, which is normalised, dropped out and scaled as the spec says."""
+    """Return x plus a branch's output, after the norm, dropout and scale that the family puts after the branch."""
     if norm is not None:
         out = getattr(layer, norm)(out[None])[0]
     if dropout:
@@ -146,7 +146,7 @@ def _child(layer: LayerLike, name: str | None) -> Any:
 
 
 def _dropouts(layer: LayerLike, spec: DecoderSpec) -> tuple[Any, Any]:
-    """Return the dropout modules after attention and MLP, or None for each that does nothing."""
+    """Return the dropout modules after attention and MLP, each None if it does nothing."""
     if spec.dropouts is None:
         return None, None
     first, second = (None if _is_idle(getattr(layer, name)) else getattr(layer, name) for name in spec.dropouts)

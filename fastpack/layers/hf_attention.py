@@ -1,6 +1,6 @@
-"""Packed attention for modules whose own forward is kept: an implementation in transformers' interface.
+"""Packed attention for modules that keep their own forward: an implementation in transformers' interface.
 
-Attention whose form is known has a forward of its own instead, in :mod:`fastpack.layers.attention`.
+Attention of a known form has a forward of its own instead, in :mod:`fastpack.layers.attention`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import Forward
 
 INTERFACE_PREFIX = "fastpack_"
-"""Our names in transformers' ``AttentionInterface`` are this and the name of the backend asked for."""
+"""Fastpack's names in transformers' ``AttentionInterface`` are this prefix and the name of the requested backend."""
 _IMPLEMENTATION = "_attn_implementation_internal"
-"""Where a config keeps the name of its attention."""
-_SEEN = "_fastpack_seen"
-"""What that one held when it was last looked at."""
+"""The attribute of a config that names its attention."""
+_LAST_VALUES = "_fastpack_last_values"
+"""The attribute of a private config that holds the stock config's values when they were last copied."""
 SCOPE = "_fastpack_scope"
-"""And where it is told of the packing that no keyword brings; None where none has to."""
+"""The attribute of a private config that holds the packing context, or None if a keyword brings the packing."""
 
 
 def packed_interface(
@@ -47,25 +47,28 @@ def packed_interface(
     packed_seq_lens: PackedSeqLens | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention for the varlen tier, as an implementation in transformers' ``AttentionInterface``.
+    """Compute packed attention for transformers' ``AttentionInterface``: attention of the varlen tier calls this.
 
     Args:
-        attention: the name of the requested backend, or ``auto``.
-        module: the attention module.
-        query: ``[1, H, T, D]``.
-        key: ``[1, K, T, D]``.
-        value: ``[1, K, T, E]``.
+        attention: the requested backend, or ``auto``.
+        module: the attention module that calls.
+        query: ``[1, heads, T, dim]``.
+        key: the same shape as query, with key/value heads.
+        value: as key.
         attention_mask: the placeholder (:func:`fastpack.packing.mask.mask_placeholder`) or None.
-        scaling: the factor on the scores; None for ``D ** -0.5``.
-        dropout: the probability with which scores are dropped.
+        scaling: multiplies the scores; None for ``dim ** -0.5``.
+        dropout: probability that an attention weight is dropped.
         sliding_window: transformers' name for the window.
-        softcap: the softcap on the scores, or None.
-        s_aux: transformers' name for sinks.
-        packed_seq_lens: the batch's packing.
-        kwargs: further keywords of transformers, which are ignored.
+        softcap: c in ``c * tanh(score / c)``, or None.
+        s_aux: transformers' name for the sinks, ``[heads]``.
+        packed_seq_lens: the lengths of the sequences; None for the lengths in the packing context, if any.
+        **kwargs: other arguments of the interface.
 
     Returns:
-        ``[1, T, H, E]`` and None, as transformers' own implementations return.
+        ``[1, T, heads, dim]`` and None, as transformers' own implementations return.
+
+    Raises:
+        PatchError: the module asks for bidirectional attention, a position bias or a cache.
     """
     scope: PackingContext | None = getattr(module.config, SCOPE)
     if packed_seq_lens is None and scope is not None:
@@ -74,8 +77,8 @@ def packed_interface(
     if packed_seq_lens is None:
         stock = stock_interface(module)
         modifiers = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux}
-        given = {name: what for name, what in modifiers.items() if what is not None}
-        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **given, **kwargs)
+        kwargs |= {name: value for name, value in modifiers.items() if value is not None}
+        return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     unknown = [name for name in ("position_bias", "cache") if kwargs.get(name) is not None]
     if unknown or kwargs.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise PatchError(
@@ -97,18 +100,18 @@ def packed_interface(
         ),
         attention,
     )
-    return out.contiguous()[None], None  # as stock implementations return it: some take a view of it
+    return out.contiguous()[None], None  # contiguous as from stock implementations: some callers take a view of it
 
 
 def stock_config(module: nn.Module) -> Any:
-    """Return the config that a module's private one replaces, or None if it does not attend through our interface."""
+    """Return the stock config behind a module's private one, or None if it does not attend through our interface."""
     return getattr(module.__dict__.get("config"), STOCK_CONFIG, None)
 
 
 def private_config(config: ConfigLike, attention: str, scope: PackingContext | None) -> Any:
-    """Return a copy of a config that names our attention, refers to the original, and has the packing's context."""
+    """Copy a config. The copy names our attention, and holds the original config and the packing context."""
     private = copy.copy(config)
-    setattr(private, _SEEN, dict(vars(config)))
+    setattr(private, _LAST_VALUES, dict(vars(config)))
     setattr(private, STOCK_CONFIG, config)  # set_attn_implementation() names another attention there
     setattr(private, SCOPE, scope)
     setattr(private, _IMPLEMENTATION, interface_name(attention))
@@ -116,18 +119,18 @@ def private_config(config: ConfigLike, attention: str, scope: PackingContext | N
 
 
 def follow_stock_config(private: object) -> None:
-    """Take over what was changed since in the config that a private one stands for; what was set on that one stays."""
+    """Copy what has changed in the stock config to the private one; values set on the private one stay."""
     mine = vars(private)
-    seen = mine[_SEEN]
+    last = mine[_LAST_VALUES]
     for name, value in vars(mine[STOCK_CONFIG]).items():
-        if seen.get(name, seen) is not value:
-            seen[name] = value
+        if last.get(name, last) is not value:
+            last[name] = value
             if name != _IMPLEMENTATION:
                 mine[name] = value
 
 
 def stock_interface(module: nn.Module) -> Forward:
-    """Return the attention implementation that ``module`` would use without the patch: masks are built for it."""
+    """Return the attention implementation that ``module`` would use unpatched: its masks are built for that one."""
     name = stock_config(module)._attn_implementation
     file = sys.modules[stock_class(module).__module__]
     eager = eager_function(file)
@@ -137,12 +140,12 @@ def stock_interface(module: nn.Module) -> Forward:
 
 
 def interface_name(attention: str) -> str:
-    """Our name for this choice of backend in transformers' ``AttentionInterface``."""
+    """Return fastpack's name for this choice of backend in transformers' ``AttentionInterface``."""
     return INTERFACE_PREFIX + attention
 
 
 def register_interface(attention: str) -> None:
-    """Register our implementation under its name, through transformers' own extension point. Idempotent."""
+    """Register fastpack's implementation through transformers' own extension point. Idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(interface_name(attention), functools.partial(packed_interface, attention))

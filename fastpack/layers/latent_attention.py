@@ -1,6 +1,6 @@
 """Multi-head latent attention: from latents to heads.
 
-Shape suffixes: T tokens, H heads, N elements of a head without positions, R rotated ones, E size of a value, C size
+Shape suffixes: T tokens, H heads, N elements of a head without positions, R rotated elements, E size of a value, C size
 of the latent of keys and values.
 """
 
@@ -19,7 +19,7 @@ from fastpack.utils.protocols import AttentionLike
 
 
 def first_projections(module: AttentionLike) -> tuple[str, str]:
-    """Names of those that read the layer's input: to queries or their latent, and to the latent of keys and values."""
+    """Return the names of the projections of the input: to queries or their latent, and to the key/value latent."""
     return ("q_proj" if module.q_lora_rank is None else "q_a_proj"), "kv_a_proj_with_mqa"
 
 
@@ -30,9 +30,9 @@ def heads(
 
     Args:
         module: the attention module.
-        runtime: the model's runtime.
-        projected: queries ``[T, H (N + R)]`` or their latent, and the latent of keys and values with the key's rotated
-            elements, which all heads share, ``[T, C + R]``.
+        runtime: settings of the patched model.
+        projected: queries ``[T, H (N + R)]`` or their latent; and ``[T, C + R]``, the latent of keys and values with
+            the key's rotated elements, which all heads share.
         tables: cos and sin, ``[1, T, R]``.
     """
     q, latent = projected
@@ -48,9 +48,9 @@ def heads(
     cos, sin = tables[0][0], tables[1][0]
     interleaved = module.config.rope_interleave
     if interleaved:
-        # upstream also puts the pairs' elements apart, in queries and keys alike, which no product of the two shows
+        # upstream also reorders the elements of pairs, in queries and keys alike, which does not change the scores
         cos, sin = repeated(cos), repeated(sin)
-    turned, shared = apply_rope(
+    rotated_q, shared = apply_rope(
         q[..., size:],
         shared,
         cos,
@@ -59,4 +59,4 @@ def heads(
         implementation=runtime.kernels,
     )
     k = torch.cat([kv[..., :size], shared.expand(-1, kv.shape[1], -1)], -1)
-    return torch.cat([q[..., :size], turned], -1), k, kv[..., size:]
+    return torch.cat([q[..., :size], rotated_q], -1), k, kv[..., size:]

@@ -1,7 +1,7 @@
-"""Liger's kernels as they stand on a model: forwards that compute what they replaced.
+"""Recognise Liger's kernels on a model: forwards that compute the same as the forwards that they replaced.
 
-Liger (Hsu et al., arXiv:2410.10989) binds forwards of its own to a model's norms and gated MLPs; trainers have it do so
-with ``use_liger_kernel=True``, before or after a patch. A fast forward of what these replaced is one of theirs too.
+Liger (Hsu et al., arXiv:2410.10989) binds its own forwards to a model's norms and gated MLPs. Trainers make it do so
+with ``use_liger_kernel=True``, before or after a patch. A fast forward of the replaced module replaces Liger's too.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MLPS: dict[tuple[str, str], ActivationKind] = {
     ("liger_kernel.transformers.swiglu", "LigerPhi3SwiGLUMLP.forward"): "silu",
     ("liger_kernel.transformers.geglu", "LigerGEGLUMLP.forward"): "gelu_tanh",
 }
-"""Each with its activation, whatever the config names."""
+"""Liger's MLP forwards, each with its activation, whatever the config names."""
 
 _ROUNDINGS: dict[str, Rounding] = {"llama": "before", "gemma": "after"}
-"""By ``casting_mode``."""
+"""How a norm rounds, by Liger's ``casting_mode``."""
 
 
 def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> bool:
-    """Return whether a forward that was bound to a module computes the same as its class with this spec."""
+    """Return whether a forward bound to a module computes what the module's class computes, which is ``spec``."""
     function = getattr(forward, "__func__", None)
     if function is None or forward.__self__ is not module:
         return False
@@ -45,13 +45,13 @@ def is_drop_in(module: nn.Module, forward: Any, spec: NormSpec | MlpSpec) -> boo
 
 
 def stands_for(module: nn.Module, forward: object, spec: Spec, backbone: nn.Module) -> bool:
-    """Return whether our forward may replace a drop-in in this model."""
-    known = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
-    return known and _keeps_dtype(module, spec, backbone)
+    """Return whether fastpack's forward may replace a drop-in in this model."""
+    recognised = isinstance(spec, (NormSpec, MlpSpec)) and is_drop_in(module, forward, spec)
+    return recognised and _keeps_dtype(module, spec, backbone)
 
 
 def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
-    """Return the spec of a module of one of Liger's own classes, or None for other modules.
+    """Return the spec of a module of one of Liger's own classes in this model, or None for other modules.
 
     A model has such modules if it was built after Liger had replaced the family's classes.
     """
@@ -66,18 +66,18 @@ def spec_of(module: Any, backbone: nn.Module) -> NormSpec | MlpSpec | None:
 
 
 def _keeps_dtype(module: nn.Module, spec: Spec, backbone: Any) -> bool:
-    """Return whether the family's own norm keeps its input's dtype, as Liger's always does."""
+    """Return whether the family's own norm would not promote its input; Liger's never does."""
     return not isinstance(spec, NormSpec) or getattr(module.weight, "dtype", None) == backbone.dtype
 
 
 def count_unknown(backbone: nn.Module) -> int:
-    """Return the number of modules of Liger's own classes without a forward of ours."""
+    """Count the modules of Liger's own classes that have no forward of fastpack's."""
     own = (module for module in backbone.modules() if type(module).__module__.startswith(PACKAGE))
     return sum(FORWARD_COPY not in module.__dict__ for module in own)
 
 
 def _place(function: object) -> tuple[str, str]:
-    """Return where a function was written, or an empty string if it wraps another function."""
+    """Return the module and name that define a function, or empty strings for a wrapper."""
     if hasattr(function, "__wrapped__"):
         return "", ""
     return defined_in(function), getattr(function, "__qualname__", "")

@@ -19,7 +19,7 @@ from fastpack.utils.replacement import Replacement
 
 
 def mlp_forward(patched: Replacement[MlpSpec, Runtime], x: Tensor) -> Tensor:
-    """``down(activation(gate(x)) * up(x))`` on ``[..., hidden]``, packed or not."""
+    """Return ``down(activation(gate(x)) * up(x))`` for x ``[..., hidden]``, packed or not."""
     module, spec = patched.owner, patched.spec
     out = mlp_block(module, spec, patched.runtime, x.reshape(-1, x.shape[-1]))
     return drop(module, spec.out_dropout, reshaped(out, x.shape))
@@ -37,18 +37,18 @@ def mlp_block(
     kept: Kept | None = None,
     row_count: RowCount | None = None,
 ) -> Tensor:
-    """Compute a gated MLP on x ``[T, hidden]``, after a norm and with the residual added, if these are asked for.
+    """Return the MLP of ``norm(x)``, plus x if ``residual``.
 
     Args:
         module: the MLP.
-        spec: its spec.
-        runtime: the model's runtime.
+        spec: its family's form.
+        runtime: settings of the patched model.
         x: ``[T, hidden]``.
-        norm: the norm before it, or None.
-        residual: whether x is added to the result.
-        need_output: False if only the tensors that the backward needs are recomputed.
-        kept: the store of gate and up between a checkpointed forward and its backward, or None.
-        row_count: the number of the T tokens that count, or None for all.
+        norm: the norm before the MLP, or None.
+        residual: whether to add x to the result.
+        need_output: False in a recomputation for the backward, which never reads the result.
+        kept: stores gate and up between a checkpointed forward and its backward, or None.
+        row_count: how many of the T tokens count.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
     activation = F.silu if spec.activation is None else getattr(module, spec.activation)
@@ -73,8 +73,8 @@ def mlp_block(
         if residual and not adds:
             return x + (out if x.dtype == stock else out.to(stock))
         return out.to(stock)
-    made, x = project_modules(inner, x, runtime, norm=norm, row_count=row_count)
-    gate, up = made if len(made) == 2 else made[0].chunk(2, -1)
+    outputs, x = project_modules(inner, x, runtime, norm=norm, row_count=row_count)
+    gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, -1)
     h = gated(gate, up, activation, kernels)
     (out,), _ = project_modules([down], h, runtime, residual=x if residual else None, row_count=row_count)
     return out

@@ -11,7 +11,7 @@ from fastpack.utils.replacement import Replacement
 
 
 def norm_forward(patched: Replacement[NormSpec, Runtime], x: Tensor) -> Tensor:
-    """Normalise the last dimension of ``x``, any shape, packed or not."""
+    """Normalise the last dimension of ``x``, which may have any shape, packed or not."""
     module, spec, kernels = patched.owner, patched.spec, patched.runtime.kernels
     eps = getattr(module, spec.eps)
     if spec.kind == "layer":

@@ -1,4 +1,4 @@
-"""Calling projections: a group of them as one Function where their parts can be read, as modules where not."""
+"""Run projections: as one Function for a group whose weights can be read, else module by module."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from fastpack.utils.sharding import is_partitioned
 
 
 def fast_forward(module: nn.Module, function: Callable[..., Any]) -> Replacement[Any, Runtime] | None:
-    """Return the replacement of a module's forward that calls ``function``, or None.
+    """Return the replacement by which ``function`` computes a module's forward.
 
-    None means that another forward is there which computes something else, or that hooks do more than the forward.
+    Return None if another forward that computes something else is bound to the module, or if the module has hooks.
     """
-    found = module.__dict__.get("forward")
-    if not isinstance(found, Replacement) and not torch.compiler.is_compiling():
-        kept: Replacement[Any, Runtime] | None = module.__dict__.get(FORWARD_COPY)
-        if kept is not None and is_drop_in(module, found, kept.spec):
-            found = kept
-    if not replaces(found, function) or not found.enabled or has_hooks(module):
+    forward = module.__dict__.get("forward")
+    if not isinstance(forward, Replacement) and not torch.compiler.is_compiling():
+        copied: Replacement[Any, Runtime] | None = module.__dict__.get(FORWARD_COPY)
+        if copied is not None and is_drop_in(module, forward, copied.spec):
+            forward = copied
+    if not replaces(forward, function) or not forward.enabled or has_hooks(module):
         return None
-    return found
+    return forward
 
 
 def read_norm(module: Any) -> Norm | None:
-    """Return the parts of a swapped RMS norm, or None if the module has to be called."""
+    """Return the parameters of a replaced root-mean-square norm, or None if it must be called as a module."""
     fast = fast_forward(module, norm_forward)
     if fast is None:
         return None
@@ -49,19 +49,19 @@ def read_norm(module: Any) -> Norm | None:
 
 
 def read_group(modules: Sequence[nn.Module], x: Tensor, norm: Norm | None = None) -> list[Projection] | None:
-    """Return the parts of projections of ``norm(x)`` for one Function, or None if one has to be called as a module."""
+    """Read projections of ``norm(x)`` that can share a Function; None if one must be called as a module."""
     if torch.compiler.is_compiling():
-        return None  # the compiler fuses better what it can see
-    given = x.dtype if norm is None else norm.result_dtype(x)
-    found: list[Projection] = []
+        return None  # the compiler fuses plain modules better
+    dtype = x.dtype if norm is None else norm.result_dtype(x)
+    group: list[Projection] = []
     for module in modules:
-        parts = read_projection(module)
-        if isinstance(parts, str) or (found and parts.dtype != found[0].dtype):
+        projection = read_projection(module)
+        if isinstance(projection, str) or (group and projection.dtype != group[0].dtype):
             return None
-        if not takes(parts, given):
+        if not takes(projection, dtype):
             return None
-        found.append(parts)
-    return found
+        group.append(projection)
+    return group
 
 
 def project_modules(
@@ -73,29 +73,29 @@ def project_modules(
     residual: Tensor | None = None,
     row_count: RowCount | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the outputs ``[T, O_i]`` of projections of ``norm(x)``.
+    """Run projections that share the input ``norm(x)``.
 
     Args:
         modules: the projections.
         x: ``[T, H]``.
-        runtime: the model's runtime.
+        runtime: settings of the patched model.
         norm: a normalisation module, or None.
         residual: ``[T, O]``, added to the output of a single projection, or None.
         row_count: the number of the T tokens that count, or None for all.
 
     Returns:
-        The outputs, and x to continue with (see :func:`fastpack.ops.linear.projections.project`).
+        The outputs ``[T, O_i]``, and x for the residual addition (see :func:`fastpack.ops.linear.projections.project`).
     """
     fused_norm = None if norm is None else read_norm(norm)
-    given = x if norm is None or fused_norm is not None else _call(norm, x)
-    group = read_group(modules, given, fused_norm)
+    inputs = x if norm is None or fused_norm is not None else _call(norm, x)
+    group = read_group(modules, inputs, fused_norm)
     if group is None:
-        n = given if norm is None or fused_norm is None else _call(norm, x)
+        n = inputs if norm is None or fused_norm is None else _call(norm, x)
         outputs = _one_by_one(modules, n, runtime)
         return ([residual + outputs[0]] if residual is not None else outputs), x
     adds = residual is not None and residual.dtype == group[0].dtype
-    made, passed = project(
-        given,
+    results, passed = project(
+        inputs,
         group,
         norm=fused_norm,
         residual=residual if adds else None,
@@ -103,17 +103,17 @@ def project_modules(
         implementation=runtime.kernels,
     )
     if residual is not None and not adds:
-        made = (residual + made[0],)
-    return list(made), passed if given is x else x
+        results = (residual + results[0],)
+    return list(results), passed if inputs is x else x
 
 
 def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> list[Tensor]:
-    """Modules called as modules; LoRA around a base that can't be read (8-bit, hooks) is fused all the same."""
+    """Call projections as modules. LoRA around a base that can't be read (8-bit, hooks) is still fused."""
     if torch.compiler.is_compiling():
         return [module(n) for module in modules]
     refuse_rows(modules)
     split = [read_update(module) for module in modules]
-    if any(isinstance(found, str) for found in split) or not any(found[1] for found in split):
+    if any(isinstance(parts, str) for parts in split) or not any(parts[1] for parts in split):
         return [_call(module, n) for module in modules]
     pairs: list[Any] = split
     bases = [_call(base, n) for base, _ in pairs]
@@ -121,6 +121,6 @@ def _one_by_one(modules: Sequence[nn.Module], n: Tensor, runtime: Runtime) -> li
 
 
 def _call(module: nn.Module, n: Tensor) -> Tensor:
-    """Call a projection with one row ``[1, T, H]``, which is what its hooks see on every tier."""
+    """Call a module on one row ``[1, T, H]``, the shape that its hooks see on every tier."""
     result: Tensor = module(n[None])
     return result[0]

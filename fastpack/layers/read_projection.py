@@ -1,7 +1,7 @@
-"""Read the parts of a projection: base weight, bias, quantisation, LoRA's A, B and scale.
+"""Read a projection: base weight, bias, quantisation, and LoRA's A, B and scale.
 
-Layers read a projection at each call, since adapters may be switched at any time. A projection that can't be read, or
-that another adapter than LoRA wraps, is called as a module, and the report says why.
+Layers read each projection at each call, since adapters may be switched at any time, and compute with its parts. A
+projection that can't be read, or that another adapter than LoRA wraps, is called as a module, and the report says why.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fastpack.utils.sharding import is_gathered, is_partitioned
 
 
 def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection | str:
-    """Return the parts of a linear layer (plain, 4-bit or wrapped by LoRA), or why it has to be called as a module.
+    """Return the parts of a linear layer (plain, 4-bit or wrapped by LoRA), or why it must be called as a module.
 
     Args:
-        module: the layer.
-        at_rest: whether the parts are only reported, not computed with. A weight that FSDP2 has sharded then counts as
-            the whole weight that it is while its layer runs.
+        module: the projection.
+        at_rest: True for a report, which does not compute with the parts: a weight that FSDP2 has sharded then counts
+            as whole, as it is while its layer runs.
     """
     reason = _why_opaque(module)
     if reason is not None:
@@ -46,22 +46,21 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
     if _base_layer(module) is not None:
         return f"wrapped by {cls.__module__}.{cls.__name__}, an adapter that is not read (plain LoRA is)"
     if cls.__name__ == "Linear8bitLt":
-        return "LLM.int8 has a product of its own"
+        return "LLM.int8 has a matmul of its own"
     return f"a {cls.__name__}"
 
 
-def takes(parts: Projection, given: torch.dtype) -> bool:
-    """Return whether a projection computes with inputs of this dtype in its own dtype.
+def takes(parts: Projection, dtype: torch.dtype) -> bool:
+    """Return whether a projection can be computed from its parts for an input of this dtype.
 
-    Without autocast, bitsandbytes casts the input to its compute dtype and the result back, and LoRA beside it does
-    not.
+    Without autocast, bitsandbytes casts its input to its compute dtype and the result back; LoRA beside it does not.
     """
-    cast = given == torch.float32 and torch.is_autocast_enabled(parts.weight.device.type)
-    return parts.quant_state is None or parts.dtype == given or cast
+    cast = dtype == torch.float32 and torch.is_autocast_enabled(parts.weight.device.type)
+    return parts.quant_state is None or parts.dtype == dtype or cast
 
 
 def read_update(module: nn.Module) -> tuple[nn.Module, Lora | None] | str:
-    """Return a projection's base layer, to be called as a module, and its low-rank update; or why it can't."""
+    """Return a projection's base layer, to be called as a module, and its LoRA update; or why it can't be split."""
     reason = _why_opaque(module)
     if reason is not None:
         return reason
@@ -79,14 +78,14 @@ _BY_ROWS = {
     "Shadow": "its second transformer reads the rows of a batch",
     "X-LoRA": "it scales its parts by the rows and columns of a batch",
 }
-"""What PEFT computes from the very rows that a patched model does away with, and how."""
+"""PEFT's methods that read the rows of a padded batch, which a patched model does not have, and what they do."""
 
 
 def refuse_rows(modules: Iterable[nn.Module]) -> None:
-    """Raise where an adapter in force depends on the rows of a batch.
+    """Raise if an active adapter depends on the rows of a batch.
 
     Raises:
-        PatchError: it would be given one row of real tokens, and fail or silently see all sequences at once.
+        PatchError: the adapter would get one row of all real tokens, and fail or silently mix the sequences.
     """
     for module in modules:
         method = _reads_rows(module)
@@ -98,9 +97,9 @@ def refuse_rows(modules: Iterable[nn.Module]) -> None:
 
 
 def refuse_rows_at_the_door(model: nn.Module) -> None:
-    """Refuse adapters of a whole model that read the rows of a batch, also those added after the patch.
+    """Raise if an adapter that was added after the patch depends on the rows of a batch.
 
-    All modules are checked only if PEFT's configs name such a method; otherwise one is.
+    It checks all modules only if PEFT's configs name such a method, else one.
 
     Raises:
         PatchError: see :func:`refuse_rows`.
@@ -110,7 +109,7 @@ def refuse_rows_at_the_door(model: nn.Module) -> None:
         return
     if any(map(_may_read_rows, configs.values())):
         refuse_rows(model.modules())
-    else:  # which adapter each row gets, PEFT tells all layers or none
+    else:  # PEFT names each row's adapter to all layers or to none, so one layer is enough
         refuse_rows(itertools.islice((m for m in model.modules() if _base_layer(m) is not None), 1))
 
 
@@ -120,17 +119,17 @@ def _may_read_rows(config: ConfigLike) -> bool:
 
 
 def method_of(config: ConfigLike) -> str:
-    """PEFT's name of the method of one of its configs: ``LORA``, ``PREFIX_TUNING``."""
-    found = getattr(config, "peft_type", "")
-    return getattr(found, "value", found)
+    """Return PEFT's name for the method of one of its configs: ``LORA``, ``PREFIX_TUNING``."""
+    peft_type = getattr(config, "peft_type", "")
+    return getattr(peft_type, "value", peft_type)
 
 
 _TUNERS_BY_ROWS = {"lily": "Lily", "poly": "Poly", "shadow": "Shadow"}
-"""PEFT's packages all of whose adapters read rows, and their names here."""
+"""PEFT's packages whose adapters all read rows, and fastpack's names for them."""
 
 
 def _reads_rows(module: nn.Module) -> str | None:
-    """Return the name of a layer's active adapter that depends on the rows of a batch, or None."""
+    """Return the name of a layer's active adapter if it depends on the rows of a batch, else None."""
     if _base_layer(module) is None or getattr(module, "disable_adapters", False):
         return None
     if any("adapter_names" in getattr(hook, "keywords", ()) for hook in module._forward_pre_hooks.values()):
@@ -144,7 +143,7 @@ def _reads_rows(module: nn.Module) -> str | None:
 
 
 def _active_variants(module: Any, kind: str) -> list[str]:
-    """Return the active adapters of a layer that are of one of PEFT's variants of LoRA, by its classes' prefix."""
+    """Return a layer's active adapters of one of PEFT's variants of LoRA; ``kind`` begins the variant's class name."""
     variants = getattr(module, "lora_variant", {})
     if not variants or module.disable_adapters or module.merged:
         return []
@@ -185,7 +184,7 @@ def _read_4bit(module: Any) -> Projection | str:
         return "its 4-bit weight is packed for a CPU"
     if module.compute_dtype is None or not module.compute_type_is_set:
         return "it has not chosen its compute dtype yet"
-    # autocast reaches into bitsandbytes' product, whatever dtype that was asked to compute in
+    # autocast also casts inside bitsandbytes' matmul, whatever its compute dtype
     return Projection(weight, product_dtype(weight, module.compute_dtype), module.bias, quant_state=state)
 
 
@@ -200,14 +199,14 @@ def _read_lora(module: Any, at_rest: bool) -> Projection | str:
 
 
 def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
-    """Return the one active low-rank update, None if there is none, or why PEFT has to compute it."""
+    """Return the active LoRA update, None if there is none, or why PEFT must compute it."""
     if module.merged:
         if not module.disable_adapters or at_rest:
             return None
-        module.unmerge()  # as its own forward does: checkpointing, which runs it again, must meet the same both times
+        module.unmerge()  # as its own forward does: a checkpointed forward must find the same weights both times
     if module.disable_adapters:
         return None
-    parts = module._modules  # looked up for each projection in each step: nn.Module's own lookup is slow
+    parts = module._modules  # read for each projection in each step, and nn.Module's own lookup is slow
     all_a, all_b = parts["lora_A"]._modules, parts["lora_B"]._modules
     active = [name for name in module.active_adapters if name in all_a]
     if len(active) != 1:
@@ -227,23 +226,23 @@ def _active_update(module: Any, at_rest: bool = False) -> Lora | str | None:
         return "its adapter has no weight"
     reason = _why_not_plain(weight_a, at_rest) or _why_not_plain(weight_b, at_rest)
     if reason is not None:
-        return f"of its adapter, {reason}"
+        return f"in its adapter, {reason}"
     probability = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
     return Lora(weight_a, weight_b, float(module.scaling[name]), probability)
 
 
 def _weight_of(linear: nn.Module) -> Tensor | None:
     weight = linear._parameters.get("weight")
-    return getattr(linear, "weight", None) if weight is None else weight  # FSDP's first version puts a view there
+    return getattr(linear, "weight", None) if weight is None else weight  # FSDP's first version sets a view instead
 
 
 def _base_layer(module: nn.Module) -> nn.Module | None:
-    """Return the layer that an adapter's layer wraps, or None. All of PEFT's layers keep it under this name."""
+    """Return the layer that an adapter wraps, or None. PEFT stores it under this name in all adapters."""
     return module._modules.get("base_layer")
 
 
 def _wraps_parameter(module: nn.Module | None) -> bool:
-    """Return True for what PEFT wraps a module in, once for each of its parameters that LoRA trains."""
+    """Return whether a module is PEFT's wrapper around a parameter that LoRA trains."""
     return type(module).__name__ == "ParamWrapper" and type(module).__module__ in _PEFT_MODULES
 
 
@@ -254,10 +253,10 @@ def _wrapped(module: nn.Module) -> nn.Module:
 
 
 def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Return inputs and outputs of a linear layer of whatever library, quantised or not; None for anything else.
+    """Return the input and output size of a linear layer of any library, quantised or not; None for other modules.
 
-    Most say them as ``nn.Linear`` does (HQQ's, HIGGS', BitNet's), some by other names; EETQ's has a weight alone. An
-    adapter's layer is none, but the layer that it wraps.
+    Most layers name their sizes as ``nn.Linear`` does (HQQ's, HIGGS', BitNet's), some by other names; EETQ's has only
+    a weight. An adapter's layer is not a linear layer; the layer that it wraps is.
     """
     if _base_layer(module) is not None:
         return None
@@ -270,21 +269,21 @@ def linear_sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 _SIZES = (("in_features", "out_features"), ("infeatures", "outfeatures"), ("nx", "nf"))
-"""The names by which linear layers say how many inputs and outputs they have; the last are those of GPT-2's."""
+"""The attributes in which linear layers hold their input and output sizes; the last pair is GPT-2's."""
 
 
 def _adapter(module: nn.Module) -> str:
-    """PEFT's name of the adapter that wraps a layer: ``lora``, ``ia3``, ``vera``; else the name of its class."""
+    """Return PEFT's name for the adapter that wraps a layer (``lora``, ``ia3``, ``vera``), else its class name."""
     cls = stock_class(module)
     package = cls.__module__.split(".")
     return package[2] if package[:2] == ["peft", "tuners"] else cls.__name__
 
 
 def describe_projection(module: nn.Module) -> str | None:
-    """Return the kind of a projection, or None for a module that is not one.
+    """Return the kind of a projection: ``linear``, ``4-bit``, ``8-bit`` or another library's class.
 
-    The kind is ``linear``, ``4-bit``, ``8-bit`` or another library's class, perhaps with ``+ lora``, ``+ ia3``, and so
-    on. A module without weights that LoRA trains is not a projection.
+    An adapter adds ``+ lora``, ``+ ia3``, .... Return None for a module that is not a projection and has no weights
+    that LoRA trains.
     """
     base = _base_layer(module)
     if base is not None:
@@ -303,7 +302,7 @@ def describe_projection(module: nn.Module) -> str | None:
 
 
 def projections_of(model: nn.Module) -> list[nn.Module]:
-    """Return a model's projections, without an adapter's parts (LoRA's A and B) and the layers that it wraps."""
+    """Return every projection of a model, without adapters' own parts (LoRA's A and B) and the layers they wrap."""
     inside = {
         id(child)
         for module in model.modules()
@@ -315,14 +314,14 @@ def projections_of(model: nn.Module) -> list[nn.Module]:
 
 
 def count_projections(model: nn.Module) -> dict[str, int]:
-    """Return the number of a model's projections of each kind, the most frequent first."""
+    """Count a model's projections of each kind, the most frequent first."""
     return dict(Counter(str(describe_projection(module)) for module in projections_of(model)).most_common())
 
 
 def not_isolated(model: nn.Module) -> tuple[str, ...]:
-    """Return what lets a batch's sequences reach each other, in the stock model too: a line each, for most models none.
+    """Return a line for each thing that lets a batch's sequences influence each other; for most models there is none.
 
-    It is reported and not refused: a padded batch of the stock model has it too.
+    It is reported, not refused, since it mixes the sequences of the stock model's padded batch too.
     """
     return tuple(dict.fromkeys(filter(None, map(_why_not_isolated, model.modules()))))
 
@@ -335,21 +334,21 @@ def _why_not_isolated(module: Any) -> str | None:
         if kind == "batch_average" or (kind == "batch_average_once" and not module.lora_velora_initialized[name]):
             when = "the first batch" if kind == "batch_average_once" else "each batch"
             return (
-                f"VeLoRA ({kind}) projects the gradients of LoRA's A on a mean over all tokens of {when}: they are not "
-                "isolated; init_type='random' keeps them apart"
+                f"VeLoRA ({kind}) projects the gradients of LoRA's A on a mean over all tokens of {when}: sequences "
+                "are not isolated; init_type='random' isolates them"
             )
     return None
 
 
 def count_opaque(model: nn.Module) -> dict[str, int]:
-    """Return the reasons why projections are called as modules, each with its number, the most frequent first."""
+    """Count the projections that are called as modules by the reason why, the most frequent first."""
     stream = _stream_dtype(model)
-    found = (_why_called(module, stream) for module in projections_of(model))
-    return dict(Counter(reason for reason in found if reason is not None).most_common())
+    reasons = (_why_called(module, stream) for module in projections_of(model))
+    return dict(Counter(reason for reason in reasons if reason is not None).most_common())
 
 
 def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
-    """Return why a projection is called as a module for inputs of this dtype, or None."""
+    """Return why a projection is called as a module if its input has this dtype, or None."""
     method = _reads_rows(module)
     if method is not None:
         return f"not isolated, and refused when it runs: {method}, {_BY_ROWS[method]}"
@@ -358,12 +357,12 @@ def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
         return parts
     if stream is None or takes(parts, stream) or torch.is_autocast_enabled(parts.weight.device.type):
         return None
-    given, computed = _name(stream), _name(parts.dtype)
+    input_dtype, computed = _name(stream), _name(parts.dtype)
     half = parts.dtype if stream == torch.float32 else stream
     remedy = f"set {'fp16' if half == torch.float16 else 'bf16'}=True"
     if half == stream:
-        remedy += f", or load it with bnb_4bit_compute_dtype=torch.{given}"
-    return f"outside autocast its 4-bit weight computes in {computed}, and its input is {given}: {remedy}"
+        remedy += f", or load it with bnb_4bit_compute_dtype=torch.{input_dtype}"
+    return f"outside autocast its 4-bit weight computes in {computed}, and its input is {input_dtype}: {remedy}"
 
 
 def _stream_dtype(model: nn.Module) -> torch.dtype | None:

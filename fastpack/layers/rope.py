@@ -1,4 +1,4 @@
-"""Queries and keys, each head normalised, at their positions: what all kinds of attention share.
+"""Normalise the heads of queries and keys, and rotate them by their positions: all kinds of attention share this.
 
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size, R rotated elements of a head.
 """
@@ -19,15 +19,15 @@ Tables = tuple[Tensor, Tensor]
 """cos and sin, ``[1, T, R]`` as a backbone hands them down, or ``[T, R]`` as the ops take them."""
 
 
-def normalise_and_turn(
+def normalise_and_rotate(
     module: nn.Module, spec: AttentionSpec, runtime: Runtime, q: Tensor, k: Tensor, tables: Tables | None
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each head of q ``[T, H, D]`` and k ``[T, K, D]`` if the spec says so, and apply RoPE.
+    """Normalise each head of q and k if the family does so, and apply rotary positions.
 
     Args:
         module: the attention module.
-        spec: its spec.
-        runtime: the model's runtime.
+        spec: its family's form.
+        runtime: settings of the patched model.
         q: ``[T, H, D]``.
         k: ``[T, K, D]``; K may be 0.
         tables: cos and sin, ``[T, R]``; None for a layer without positions.
@@ -52,17 +52,17 @@ def normalise_and_turn(
 
 
 def _each(norm: nn.Module, x: Tensor) -> Tensor:
-    """Call a norm on x ``[T, heads, D]``, unless there are no heads."""
+    """Return the norm of x ``[T, heads, D]``, without a call if there are no heads."""
     return norm(x) if x.shape[1] else x
 
 
 def _share_a_launch(norm: Norm, other: Norm) -> bool:
-    """Return whether both norms have weights of the size of a head, and the same constants."""
+    """Return whether two norms can share a launch: one weight per head element, and equal settings."""
     if not norm.weight.ndim == other.weight.ndim == 1:
         return False
     return (norm.eps, norm.rounding, norm.unit_offset) == (other.eps, other.rounding, other.unit_offset)
 
 
 def repeated(table: Tensor) -> Tensor:
-    """``[T, R]`` that holds each angle in its first half, to one that holds it for both elements of a pair."""
+    """Return a table ``[T, R]`` that repeats each angle of the first half for both elements of a pair."""
     return table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)

@@ -1,8 +1,8 @@
 """Rotary tables whose frequencies depend on a sequence's length (dynamic NTK, LongRoPE), for packed sequences.
 
 The stock modules choose by the longest position of the batch, so that a short sequence changes with its neighbours.
-Here each sequence gets the frequencies of its own length, which is what it gets alone. Frequencies come from
-transformers' own initialisers, tables from the family's own forward: only the choice is ours.
+Here each sequence gets the frequencies of its own length, as it does alone. Frequencies come from transformers' own
+initialisers, tables from the family's own forward: fastpack only makes the choice.
 
 Sources: Ding et al., "LongRoPE", arXiv:2402.13753 (short and long factors); Peng et al., "YaRN", arXiv:2309.00071,
 section 3.1 (dynamic NTK: the base grows with ``factor * length / trained length - (factor - 1)``).
@@ -26,7 +26,7 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 def depends_on_length(module: nn.Module) -> bool:
-    """Return whether a rotary module's frequencies depend on a sequence's length."""
+    """Return whether a rotary module's frequencies depend on the length."""
     rope_type = getattr(module, "rope_type", None)
     return isinstance(rope_type, str) and rope_type in LENGTH_DEPENDENT and hasattr(module, "original_inv_freq")
 
@@ -39,7 +39,7 @@ def is_rotary(module: nn.Module) -> bool:
 def gives_known_tables(module: nn.Module) -> bool:
     """Return whether a rotary module is transformers' own, whose tables hold each angle in both halves.
 
-    A class, a forward or a hook that somebody put over it may return other tables.
+    A replaced class or forward, or a hook, may return any tables.
     """
     if stock_class(module).__module__.split(".")[0] != "transformers" or replaced_forward(module) is not None:
         return False
@@ -47,18 +47,18 @@ def gives_known_tables(module: nn.Module) -> bool:
 
 
 def unknown_tables(backbone: nn.Module) -> str | None:
-    """Return why attention may get tables that are not a rotation, or None if each rotary module is known."""
-    strange = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
-    return f"its cos and sin may be any of {strange[0]}'s" if strange else None
+    """Return why this backbone's tables may be no rotation, or None if each rotary module is recognised."""
+    unknown = [type(m).__name__ for m in backbone.modules() if is_rotary(m) and not gives_known_tables(m)]
+    return f"its cos and sin may be any of {unknown[0]}'s" if unknown else None
 
 
 def is_served(module: nn.Module) -> bool:
-    """Return whether a rotary module gives each sequence its own frequencies, also under accelerate's hooks."""
+    """Return whether a module uses :func:`rotary_forward`, under accelerate's hooks too."""
     return any(replaces(module.__dict__.get(name), rotary_forward) for name in FORWARDS)
 
 
 def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
-    """Such modules of a patched backbone that came after the patch, each with what to do, for the report."""
+    """Return the length-dependent rotary modules that came after the patch, each with a remedy, for the report."""
     why = (
         "put into the model after the patch, so that sequences get the frequencies of the longest in the batch: "
         "patch(unpatch(model))"
@@ -71,16 +71,16 @@ def unserved(backbone: nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin, ``[1, T, R]`` or of several rows.
+    """Return cos and sin, ``[1, T, R]`` or with several rows.
 
-    Dynamic NTK costs one synchronisation a batch, to know the long lengths.
+    Dynamic NTK waits for the device once a batch, to read which lengths are long.
 
     Args:
-        patched: the replacement.
-        x: any tensor of the result's dtype and device.
-        position_ids: ``[1, T]``, or ``[axes, 1, T]``, of which the first axis is read. A value that does not grow
-            begins a new sequence. Several rows that count alike are re-padded rows; other rows come from the stock path
-            and get the stock result.
+        patched: the replacement on a rotary module.
+        x: a tensor of the result's dtype and device.
+        position_ids: ``[1, T]``, or ``[axes, 1, T]``, whose first axis is read. A position that is no larger than the
+            one before it begins a new sequence. Several rows with equal positions are re-padded rows; rows with
+            different positions come from the stock path, and get the stock result.
     """
     module = patched.owner
     rows = position_ids if position_ids.ndim == 2 else position_ids[0]
@@ -96,13 +96,13 @@ def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids:
         trained = module.config.rope_parameters["original_max_position_embeddings"]
         kinds = torch.where(length > trained, trained + 1, 0)
         values = [0, trained + 1]
-        # some choose by the longest position that they are given
-        given = [position_ids.clamp(max=trained - 1), position_ids]
+        # some modules choose by the longest position among their inputs
+        inputs = [position_ids.clamp(max=trained - 1), position_ids]
     else:
         kinds = torch.where(length > module.config.max_position_embeddings, length, 0)
         values = kinds.unique().tolist()
-        given = [position_ids] * len(values)
-    tables = [_tables(module, x, positions, value) for positions, value in zip(given, values, strict=True)]
+        inputs = [position_ids] * len(values)
+    tables = [_tables(module, x, positions, value) for positions, value in zip(inputs, values, strict=True)]
     cos, sin = tables[0]
     for value, (other_cos, other_sin) in zip(values[1:], tables[1:], strict=True):
         chosen = (kinds == value)[None, :, None]
@@ -111,7 +111,7 @@ def rotary_forward(patched: Replacement[None, Runtime], x: Tensor, position_ids:
 
 
 class _With:
-    """A rotary module as its own forward sees it, but for its frequencies."""
+    """A view of a rotary module with other frequencies, for the module's own forward."""
 
     def __init__(self, module: Any, inv_freq: Tensor) -> None:
         self.module, self.inv_freq = module, inv_freq
@@ -123,7 +123,8 @@ class _With:
 def _tables(module: Any, x: Tensor, position_ids: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Return the tables of the family's own forward with the frequencies of ``length`` (0 for short sequences).
 
-    Short sequences use the module's first frequencies, which need not come from transformers' initialiser (HunYuan).
+    The frequencies of short sequences are those that the module began with, which need not come from transformers'
+    initialiser (HunYuan's don't).
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -1,4 +1,4 @@
-"""The object that the layers of one patched model share."""
+"""The settings that the layers of one patched model share."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """The settings that the layers of one patched model share; copies of a layer share it too.
+    """The settings that the layers of one patched model share. A single layer can be copied together with them.
 
     Attributes:
-        attention: the name of the requested backend, or ``auto``.
+        attention: the requested backend, or ``auto``.
         kernels: the implementation of norms, RoPE, gated units and projections.
-        context: the packing for modules that no keyword reaches; None if every module gets the keyword.
+        context: holds the packing for modules that get no keyword; None if every module gets the keyword.
     """
 
     attention: str = "auto"
@@ -26,5 +26,5 @@ class Runtime:
     context: PackingContext | None = None
 
     def packing_of(self, module: nn.Module, packed: PackedSeqLens | None) -> PackedSeqLens | None:
-        """Return the packing that came by keyword, else that of the context, else None, for the stock path."""
+        """Return the packing from the keyword, else from the context; None on the stock path."""
         return self.context.required(module) if packed is None and self.context is not None else packed

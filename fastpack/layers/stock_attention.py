@@ -1,9 +1,10 @@
-"""The attention that a stock model would run now: transformers' own, or one that somebody else brought.
+"""The attention that a stock model would run now: transformers' own, or another package's.
 
-A patched model computes its attention itself: past transformers' table of attention functions, past torch's
-``scaled_dot_product_attention``, and past the modes that reroute it. Context and sequence parallelism (Ulysses, ring
-attention) come in by these. Whatever stands there is refused by name, when a model is patched and each time it runs.
-Under ``torch.compile`` all of it is read while the model is traced, and guarded from then on.
+A patched model computes its attention itself. It bypasses transformers' table of attention functions, torch's
+``scaled_dot_product_attention``, and the modes that reroute it. Context and sequence parallelism (Ulysses, ring
+attention) use these three. If another package has changed one of them, fastpack refuses it by name, when it patches a
+model and each time the model runs. Under ``torch.compile`` the check runs while the model is traced, and guards hold
+its result from then on.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from fastpack.utils.classes import names_in, package_of, place_of
 from fastpack.utils.compile import cached_constant, constant
 
 STOCK_CONFIG = "_fastpack_stock_config"
-"""The attribute of the private config of a module that attends through our interface: the config it stands for."""
+"""The attribute of a private config (of a module that attends through our interface) that holds the stock config."""
 
 _OWN = ("transformers", "torch", "fastpack")
-"""Packages whose attention functions are what a patch stands for, or ours."""
+"""Packages whose attention functions a patch may replace: they compute plain attention."""
 _SDPA = torch._C._nn.scaled_dot_product_attention
 _TABLE = "ALL_ATTENTION_FUNCTIONS"
 _TRANSFORMERS_SDPA = "transformers.integrations.sdpa_attention.sdpa_attention_forward"
@@ -36,8 +37,8 @@ _TRAIN_UNPATCHED = "train this model unpatched (fastpack.unpatch(model))"
 def attention_table(file: object) -> Any:
     """Return transformers' table of attention functions, as a modelling file reads it.
 
-    A registered function is in every table. A function that was assigned (``ALL_ATTENTION_FUNCTIONS[name] = ...``) is
-    in that one table only, which nearly all files share.
+    A registered function is in every table. A function assigned by ``ALL_ATTENTION_FUNCTIONS[name] = ...`` is only in
+    that one table, which nearly all files share.
     """
     return getattr(file, _TABLE, getattr(sys.modules["transformers.modeling_utils"], _TABLE))
 
@@ -53,13 +54,14 @@ def eager_function(file: object) -> Any:
 
 @dataclass(eq=False)
 class StockAttention:
-    """The attention that one patched backbone stands for.
+    """The attention that one patched backbone replaces.
 
     Attributes:
-        modules: that call transformers' table, one for each config and class, with the name of the modelling file.
-        bypassed: whether a patch computes attention itself. Where False the stock functions run, on one row a
-            sequence; somebody's own are honoured then, except among several processes, which may share sequences.
-        usable: names of implementations of transformers' own that the model can be set to.
+        modules: the modules that call transformers' table, one for each config and class, each with the name of its
+            modelling file.
+        bypassed: whether a patch computes attention itself. If False, the stock functions run, on one row a sequence;
+            another package's function is then allowed, except with several processes, which may share sequences.
+        usable: names of transformers' own implementations that the model can be set to.
     """
 
     modules: tuple[tuple[Any, str], ...] = ()
@@ -67,36 +69,37 @@ class StockAttention:
     usable: tuple[str, ...] = ("eager",)
 
     def check(self, afterwards: str = "") -> None:
-        """Raise where the stock model would attend by anything but what transformers brings.
+        """Raise if the stock model would attend by a function that transformers does not ship.
 
         Args:
-            afterwards: what to say at the end.
+            afterwards: text to add at the end of the message.
 
         Raises:
-            PatchError: it names context or sequence parallelism where it is that; else the function, or the mode.
+            PatchError: the message names context or sequence parallelism if that is the cause, else the function or
+                the mode.
         """
-        found = self._found()
-        if found is not None:
-            raise PatchError(f"{found}{afterwards}")
+        reason = self._reason()
+        if reason is not None:
+            raise PatchError(f"{reason}{afterwards}")
 
-    def _found(self) -> str | None:
-        found = accelerates_parallelism()
-        if found is not None or not (self.bypassed or _several_processes()):
-            return found
+    def _reason(self) -> str | None:
+        reason = accelerates_parallelism()
+        if reason is not None or not (self.bypassed or _several_processes()):
+            return reason
         sdpa = F.scaled_dot_product_attention
         if sdpa is not _SDPA:
-            return _say_sdpa(sdpa)
+            return _describe_sdpa(sdpa)
         for mode in _get_current_function_mode_stack():
-            found = found or _say_mode(type(mode))
-        if not torch.compiler.is_compiling():  # a mode of this kind keeps the compiler away
+            reason = reason or _describe_mode(type(mode))
+        if not torch.compiler.is_compiling():  # the compiler does not run under a mode of this kind
             for mode in _get_current_dispatch_mode_stack():
-                found = found or _say_mode(type(mode))
+                reason = reason or _describe_mode(type(mode))
         for module, file_name in self.modules:
             file = sys.modules[file_name]
             for config in (module.config, getattr(module.config, STOCK_CONFIG, None)):
                 if config is not None:
-                    found = found or self._in_table(config._attn_implementation, file)
-        return found
+                    reason = reason or self._in_table(config._attn_implementation, file)
+        return reason
 
     def _in_table(self, name: str | None, file: object) -> str | None:
         table, eager = attention_table(file), eager_function(file)
@@ -108,19 +111,19 @@ class StockAttention:
                 foreign = used
         if foreign is None:
             masks = _mask_table().get(name)
-            return None if _is_own(masks) else _say_masks(masks, name)
+            return None if _is_own(masks) else _describe_masks(masks, name)
         others = tuple((other, table.get(other, eager)) for other in self.usable)
-        return _say_function(foreign, name, others, name in table._local_mapping)
+        return _describe_function(foreign, name, others, name in table._local_mapping)
 
 
 def sequence_parallelism(config: Any) -> str | None:
-    """``cp_size=2`` for accelerate's ``ParallelismConfig`` of that; None where no sequence is spread, and for None."""
+    """Return ``cp_size=2`` or the like for accelerate's ``ParallelismConfig``; None if it does not spread sequences."""
     sizes = {name: getattr(config, name, None) or 1 for name in ("cp_size", "sp_size")}
     return next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
 
 
 def say_parallelism(spread: str, whose: str) -> str:
-    """Return why a model can't run with the parallelism that :func:`sequence_parallelism` found."""
+    """Return why a model can't run with ``spread``, which :func:`sequence_parallelism` returned for ``whose``."""
     kind = "context" if spread.startswith("cp") else "sequence"
     return (
         f"{whose} has {spread}: {kind} parallelism spreads each sequence over processes, and a patched model would "
@@ -130,7 +133,7 @@ def say_parallelism(spread: str, whose: str) -> str:
 
 @constant
 def accelerates_parallelism() -> str | None:
-    """Return why no patched model can run where the accelerator spreads sequences over processes; None elsewhere."""
+    """Return why no patched model can run if the accelerator spreads sequences over processes, else None."""
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     if state is None:
         return None
@@ -150,38 +153,41 @@ def _is_own(function: object) -> bool:
 
 @cached_constant
 def _helpers(function: object) -> tuple[str, ...]:
-    """Return the functions of its file that a function of transformers calls: flash attention works in one."""
+    """Return the names of the functions of its own file that a transformers function calls.
+
+    Transformers' flash attention function, for one, does all of its work in another.
+    """
     if package_of(function) != "transformers" or not hasattr(function, "__globals__"):
         return ()
-    found = function.__globals__
-    return tuple(name for name in names_in(function) if hasattr(found.get(name), "__globals__"))
+    names = function.__globals__
+    return tuple(name for name in names_in(function) if hasattr(names.get(name), "__globals__"))
 
 
 @constant
-def _say_sdpa(function: object) -> str:
+def _describe_sdpa(function: object) -> str:
     return (
-        f"torch.nn.functional.scaled_dot_product_attention is {place_of(function)} now, not torch's, and a patched "
-        f"model would not attend by it. {_IF_SPREAD} If it computes the same, put torch's back "
+        f"torch.nn.functional.scaled_dot_product_attention is now {place_of(function)}, not torch's, and a patched "
+        f"model would not call it. {_IF_SPREAD} If it computes the same, put torch's back "
         "(torch.nn.functional.scaled_dot_product_attention = torch._C._nn.scaled_dot_product_attention); if not, "
         f"{_TRAIN_UNPATCHED}."
     )
 
 
 @constant
-def _say_mode(mode: type) -> str | None:
-    """Return why a model can't run under a mode, or None for ours and torch's that leave attention alone."""
+def _describe_mode(mode: type) -> str | None:
+    """Return why a model can't run under a mode; None for fastpack's modes and those of torch's that keep attention."""
     handlers = (getattr(mode, name, None) for name in ("__torch_function__", "__torch_dispatch__"))
-    written = [place_of(handler) for handler in handlers if handler is not None]
-    if all(place.split(".")[0] in _OWN and not place.startswith(_SPREADS) for place in written):
-        return None  # of devices, of checkpointing, that count operations, ...
+    places = [place_of(handler) for handler in handlers if handler is not None]
+    if all(place.split(".")[0] in _OWN and not place.startswith(_SPREADS) for place in places):
+        return None  # modes that set devices, checkpoint, count operations, ...
     return (
-        f"the mode {place_of(mode)} is active, and may reroute attention, which a patched model computes past "
+        f"the mode {place_of(mode)} is active. It may reroute attention, and a patched model would bypass "
         f"it. {_IF_SPREAD} Leave the mode while the model runs, or {_TRAIN_UNPATCHED}."
     )
 
 
 @constant
-def _say_function(function: object, name: str | None, others: tuple[tuple[str, Any], ...], assigned: bool) -> str:
+def _describe_function(function: object, name: str | None, others: tuple[tuple[str, Any], ...], assigned: bool) -> str:
     own = [other for other, its in others if other != name and _is_own(its)]
     if own:
         mend = f"call model.set_attn_implementation({own[0]!r})"
@@ -199,7 +205,7 @@ def _say_function(function: object, name: str | None, others: tuple[tuple[str, A
 
 
 @constant
-def _say_masks(function: object, name: str | None) -> str:
+def _describe_masks(function: object, name: str | None) -> str:
     return (
         f"the masks of attn_implementation={name!r} are made by {place_of(function)}, which is not transformers' own, "
         "and a patched model builds no masks. Take it out of transformers.masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, "
@@ -208,8 +214,8 @@ def _say_masks(function: object, name: str | None) -> str:
 
 
 _IF_SPREAD = (
-    "Where it is context or sequence parallelism (Ulysses, ring attention), each process would attend to its own part "
-    "of a sequence alone."
+    "If it is context or sequence parallelism (Ulysses, ring attention), each process would attend only to its own "
+    "part of a sequence."
 )
 _SPREADS = "torch.distributed.tensor.experimental"
-"""Where torch keeps its own context parallelism."""
+"""The package of torch's own context parallelism."""

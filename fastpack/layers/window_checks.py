@@ -1,8 +1,8 @@
-"""Check the windows of layers against their places; each attention reads its own in :mod:`fastpack.layers.attention`.
+"""Check each layer's window against the layer's place; :mod:`fastpack.layers.attention` reads the window itself.
 
-Upstream masks a layer by its place in ``config.layer_types`` and by ``config.sliding_window``; a packed one reads the
-window that the layer was built with. Both are one until somebody moves layers (cuts some out, or replicates them, as
-PEFT's ``layer_replication`` does), or changes the config of a model that is built.
+Upstream masks a layer by its place in ``config.layer_types`` and by ``config.sliding_window``. A packed layer reads the
+window that it was built with. The two agree until someone moves layers (removes some, or replicates them as PEFT's
+``layer_replication`` does) or changes the config of a built model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from fastpack.utils.protocols import ConfigLike
 from fastpack.utils.replacement import replacement_on
 
 Form = Any
-"""What is known of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or nothing (None)."""
+"""The form of a module that mixes tokens: a spec of attention, a :class:`MixerSpec`, or None if it is not known."""
 
 SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 _RECURRENT = ("linear_attention", "conv")
-"""The types of layers whose mask says what is padding, and hides no later tokens."""
+"""The types of layers whose mask marks padding and hides no later tokens."""
 EARLIER = {"mamba": "linear_attention", "attention": FULL}
-"""What the configs of Granite's and Nemotron's hybrids call them before transformers 5.13."""
+"""Names of layer types in the configs of Granite's and Nemotron's hybrids before transformers 5.13."""
 
 
 def window_of(module: nn.Module, form: Form) -> int | None:
-    """Return an attention module's own window."""
+    """Return the window that an attention module was built with, or None."""
     if not isinstance(form, AttentionSpec) and not hasattr(module, "sliding_window"):
         forward = inspect.unwrap(stock_class(module).forward)
-        reads_config = "sliding_window" in forward.__code__.co_consts  # by getattr
+        reads_config = "sliding_window" in forward.__code__.co_consts  # the name in a getattr
         window = getattr(module.config, "sliding_window", None) if reads_config else None
         return window if isinstance(window, int) else None
     flag = "is_sliding" if hasattr(module, "is_sliding") else None  # EXAONE 4 has a window in every layer
@@ -49,13 +49,13 @@ def window_of(module: nn.Module, form: Form) -> int | None:
 
 
 def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str) -> int | None:
-    """Return the size of a mixer's window or chunk that only its mask applies, in layers that have one.
+    """Return the size of the window or chunk in a mixer's mask, or None if the layer has none.
 
     Args:
         module: the mixer.
-        spec: its spec.
-        name: ``spec.window`` or ``spec.chunk``, the name of the attribute, or None.
-        kind: the name of such layers in ``layer_types``.
+        spec: its family's form.
+        name: ``spec.window`` or ``spec.chunk``: the attribute that holds the size, or None.
+        kind: the type of such layers in ``layer_types``.
     """
     if name is None:
         return None
@@ -65,11 +65,11 @@ def masked_size(module: nn.Module, spec: MixerSpec, name: str | None, kind: str)
 
 
 def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
-    """Return the window of the layer with the narrowest window or chunk; None if all tokens are seen.
+    """Return the size of the narrowest window or chunk of all layers, in tokens, or None if no layer has one.
 
     Args:
-        backbone: the backbone.
-        forms: the spec of each module that mixes tokens, by the module's ``id``; empty if they are unknown.
+        backbone: the decoder.
+        forms: the form of each module that mixes tokens, by the module's ``id``; empty if these modules are not known.
     """
     sizes = [] if forms else [getattr(backbone.config.get_text_config(decoder=True), "sliding_window", None)]
     for module in backbone.modules():
@@ -82,19 +82,19 @@ def narrowest_window(backbone: Any, forms: Mapping[int, Form]) -> int | None:
 
 
 @dataclass(frozen=True)
-class Misfit:
-    """A layer that has another window than stock masks it by: what there is to say, and how to mend it."""
+class WindowMismatch:
+    """A layer whose window differs from the one by which the stock model masks it: a description, and how to fix it."""
 
     what: str
     mend: str
 
 
-def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
-    """Yield each layer that has, or lacks, a window contrary to its place and the config.
+def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[WindowMismatch]:
+    """Yield a mismatch for each layer whose window is not the one that its place and the config ask for.
 
     Args:
-        backbone: the backbone.
-        forms: the spec of each module that mixes tokens, by the module's ``id``.
+        backbone: the decoder.
+        forms: the form of each module that mixes tokens, by the module's ``id``.
     """
     for name, module in backbone.named_modules(remove_duplicate=False):
         if id(module) not in forms:
@@ -102,124 +102,124 @@ def misplaced(backbone: Any, forms: Mapping[int, Form]) -> Iterator[Misfit]:
         owner, place = _placed(backbone, name)
         if place is None or not _masks_by_place(owner):
             continue
-        misfits = (_misfit(config, name, module, forms[id(module)], place) for config in _configs(backbone, owner))
-        yield from itertools.islice(filter(None, misfits), 1)
+        mismatches = (_mismatch(config, name, module, forms[id(module)], place) for config in _configs(backbone, owner))
+        yield from itertools.islice(filter(None, mismatches), 1)
 
 
 def _masks_by_place(owner: nn.Module) -> bool:
-    """Return True where a module picks the mask of each of its layers by the layer's place in the config's list."""
+    """Return whether a module picks the mask of each of its layers by the layer's place in the config's list."""
     return mentions(owner, "layer_types") or mentions(owner, "layers_block_type")
 
 
 def _configs(backbone: Any, owner: Any) -> list[Any]:
-    """Return the configs by which the stock model masks: of the layers' owner, and of a wrapper that makes masks."""
+    """Return the configs by which the stock model masks: the one of the layers' owner, and a mask-making wrapper's."""
     own = owner.config
     outer = own if owner is backbone else backbone.config.get_text_config(decoder=True)
     return [own] if outer is own else [own, outer]
 
 
-def _misfit(config: ConfigLike, name: str, module: nn.Module, form: Form, place: int) -> Misfit | None:
+def _mismatch(config: ConfigLike, name: str, module: nn.Module, form: Form, place: int) -> WindowMismatch | None:
     kinds = [EARLIER.get(kind, kind) for kind in getattr(config, "layer_types", None) or ()]
     if place >= min(len(kinds), getattr(config, "num_hidden_layers", len(kinds))):
         return None
-    asked, size = kinds[place], getattr(config, "sliding_window", None)
-    if asked == SLIDING and size is None:
+    expected, size = kinds[place], getattr(config, "sliding_window", None)
+    if expected == SLIDING and size is None:
         return None
-    own = _kind(module, form, kinds, asked)
-    if own not in (None, asked):
-        said = f"config.layer_types[{place}], by which the stock model masks it, says {asked}"
-        said += ", whose mask lets attention see later tokens" if asked in _RECURRENT else ""
-        return Misfit(f"{name} was built for {own}, but {said}", MEND)
-    own_size = None if asked != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
+    own = _kind(module, form, kinds, expected)
+    if own not in (None, expected):
+        setting = f"config.layer_types[{place}], by which the stock model masks it, says {expected}"
+        setting += ", whose mask lets attention see later tokens" if expected in _RECURRENT else ""
+        return WindowMismatch(f"{name} was built for {own}, but {setting}", MEND)
+    own_size = None if expected != SLIDING or isinstance(form, MixerSpec) else window_of(module, form)
     if own_size not in (None, size):
-        said = f"config.sliding_window, by which the stock model masks it, says {size}"
-        return Misfit(f"{name} was built for a window of {own_size}, but {said}", f"set that to {own_size}")
+        setting = f"config.sliding_window, by which the stock model masks it, says {size}"
+        return WindowMismatch(f"{name} was built for a window of {own_size}, but {setting}", f"set that to {own_size}")
     return None
 
 
 def forms_of(backbone: nn.Module) -> dict[int, Form]:
-    """Return the specs of a patched backbone's modules, by the module's ``id``."""
-    found: dict[int, Form] = {}
+    """Return the forms of a patched backbone's token-mixing modules, by the module's ``id``."""
+    forms: dict[int, Form] = {}
     for module in backbone.modules():
-        ours = replacement_on(module)
-        form = None if ours is None or not isinstance(ours.spec, _FORMS) else ours.spec
+        replacement = replacement_on(module)
+        form = None if replacement is None or not isinstance(replacement.spec, _FORMS) else replacement.spec
         if form is not None or stock_config(module) is not None:
-            found[id(module)] = form
-    return found
+            forms[id(module)] = form
+    return forms
 
 
 _FORMS: tuple[type[Any], ...] = (MixerSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec)
 
 
 def refuse_misplaced(backbone: nn.Module, forms: Mapping[int, Form]) -> None:
-    """Raise where layers' windows are not those by which the stock model masks."""
-    found = list(misplaced(backbone, forms))
-    if found:
-        more = f" (and {len(found) - 1} more)" if found[1:] else ""
+    """Raise if layers' windows are not those by which the stock model masks."""
+    mismatches = list(misplaced(backbone, forms))
+    if mismatches:
+        first, more = mismatches[0], f" (and {len(mismatches) - 1} more)" if mismatches[1:] else ""
         raise PatchError(
-            f"layers were moved, or their config changed: {found[0].what}{more}. Before the patch, {found[0].mend}. "
+            f"layers were moved, or their config changed: {first.what}{more}. Before the patch, {first.mend}. "
             "Nothing was changed."
         )
 
 
 @dataclass(eq=False)
 class LayerOrder:
-    """A backbone's layers and their config at the last check, so that the next forward notices a change.
+    """A backbone's layers and their settings in the config at the last check: the next forward sees a change.
 
     Attributes:
-        owner: the module that has the list of layers, as ``layers``.
-        seen: the layers in order, and by each config their types and the size of windows.
+        owner: the module that holds the list ``layers``.
+        checked: the layers in order, and for each config their types and the size of windows.
     """
 
     owner: nn.Module
-    seen: Looked
+    checked: _Layout
 
     @classmethod
     def of(cls, backbone: nn.Module) -> LayerOrder | None:
-        """Return the order of the list by whose places the stock model masks, or None if it does not mask by place."""
+        """Return the order of the layers that the stock model masks by place, or None if it masks none by place."""
         owners = (m for m in backbone.modules() if "layers" in m._modules and _masks_by_place(m))
         owner = next(owners, None)
-        return None if owner is None else cls(owner, _look(backbone, owner))
+        return None if owner is None else cls(owner, _layout(backbone, owner))
 
     def check(self, backbone: nn.Module) -> None:
-        """Raise where layers were moved, or their config changed, so that their windows are others than it asks for.
+        """Raise if layers were moved or their config changed, so that their windows differ from what it asks for.
 
-        It waits for nobody, and costs a look at each layer's identity and type while nothing was changed.
+        It never waits for the device. While nothing has changed, it compares each layer's identity and type.
         """
-        now = _look(backbone, self.owner)
-        if now == self.seen:
+        now = _layout(backbone, self.owner)
+        if now == self.checked:
             return
-        found = next(misplaced(backbone, forms_of(backbone)), None)
-        if found is not None:
+        mismatch = next(misplaced(backbone, forms_of(backbone)), None)
+        if mismatch is not None:
             raise PatchError(
-                f"layers were moved, or their config changed, after the patch: {found.what}. Call unpatch(model), "
-                f"{found.mend}, and patch it."
+                f"layers were moved, or their config changed, after the patch: {mismatch.what}. Call unpatch(model), "
+                f"{mismatch.mend}, and patch it again."
             )
-        self.seen = now
+        self.checked = now
 
 
-Looked = tuple[list[nn.Module | None], list[tuple[tuple[str, ...], int | None]]]
+_Layout = tuple[list[nn.Module | None], list[tuple[tuple[str, ...], int | None]]]
 
 
-def _look(backbone: nn.Module, owner: nn.Module) -> Looked:
-    held = owner._modules.get("layers")
-    layers = [] if held is None else list(held._modules.values())
-    said = [
+def _layout(backbone: nn.Module, owner: nn.Module) -> _Layout:
+    module_list = owner._modules.get("layers")
+    layers = [] if module_list is None else list(module_list._modules.values())
+    settings = [
         (tuple(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None))
         for config in _configs(backbone, owner)
     ]
-    return layers, said
+    return layers, settings
 
 
 MEND = (
     "set config.layer_types (or attn_layer_indices, where that is made of these) to the layers' kinds in their present "
     "order, and each layer_idx to its layer's place, or let each layer stand where the config has its kind"
 )
-"""Behind which stock and packed attention agree again."""
+"""The fix after which stock and packed attention agree again."""
 
 
 def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
-    """Return the owner of the list of layers that a module is in, and its layer's index; None if it is in no list."""
+    """Return the owner of the list of layers that holds a module, and the layer's place, None if it is in no list."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if at is None:
@@ -227,16 +227,16 @@ def _placed(backbone: nn.Module, name: str) -> tuple[nn.Module, int | None]:
     return backbone.get_submodule(".".join(parts[: at - 1])), int(parts[at])
 
 
-def _kind(module: nn.Module, form: Form, kinds: Any, asked: str) -> str | None:
-    """Return the kind of a module in the words of ``layer_types``; None if its place does not ask for a kind."""
+def _kind(module: nn.Module, form: Form, kinds: Any, expected: str) -> str | None:
+    """Return a module's own layer type, as in ``layer_types``, or None if any type at its place is right."""
     if isinstance(form, MixerSpec) and form.mask is None:
         recurrent = next((kind for kind in kinds if kind in _RECURRENT), None)
-        return recurrent if asked in (SLIDING, FULL) else None
+        return recurrent if expected in (SLIDING, FULL) else None
     if isinstance(form, MixerSpec):
         masked = (form.window or form.chunk) and not form.in_every_layer
         at = getattr(module, "layer_idx", None)
         return kinds[at] if masked and at is not None and at < len(kinds) else None
     of_config = isinstance(form, AttentionSpec) and (form.window or "").startswith("config.")
-    if asked not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
+    if expected not in (SLIDING, FULL, *_RECURRENT) or (of_config and not {SLIDING, FULL}.issuperset(kinds)):
         return None  # such configs may call full what is masked by a window
     return FULL if window_of(module, form) is None else SLIDING

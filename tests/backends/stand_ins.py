@@ -86,7 +86,7 @@ def kernel(
 
 
 def check_varlen(q: Tensor, k: Tensor, v: Tensor, q_ends: Any, k_ends: Any, q_max: Any, k_max: Any) -> None:
-    """What every varlen kernel demands of its tensors."""
+    """Check what every varlen kernel requires of its tensors."""
     for x in (q, k, v):
         assert x.ndim == 3
         assert x.dtype == q.dtype

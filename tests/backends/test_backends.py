@@ -244,7 +244,7 @@ def test_xformers_builds_its_bias_once_a_batch(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_call_that_cannot_be_is_refused() -> None:
     call = Case().make(torch.float32)
-    with pytest.raises(ValueError, match=r"packed_seq_lens 80"):
+    with pytest.raises(ValueError, match=r"packed_seq_lens has 80"):
         replace(call, k=call.k[:-1])
     with pytest.raises(ValueError, match="at least 1, not 0"):
         replace(call, window=0)

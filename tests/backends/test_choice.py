@@ -1,4 +1,4 @@
-"""Which backend serves what on which machine, and what is said of the others."""
+"""The backend that serves each shape on each machine, and why the others do not."""
 
 from __future__ import annotations
 
@@ -78,22 +78,22 @@ CHOICES: list[tuple[str, tuple[int, int] | None, AttentionShape]] = [
 ]
 
 
-@pytest.mark.parametrize(("expected", "gpu", "asked"), CHOICES)
+@pytest.mark.parametrize(("expected", "gpu", "requested"), CHOICES)
 def test_choice(
     expected: str,
     gpu: tuple[int, int] | None,
-    asked: AttentionShape,
+    requested: AttentionShape,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     if gpu is not None:
         machine(*gpu)
-    assert choose(asked) == expected
+    assert choose(requested) == expected
     # the first that can, in the order of the table, and by its name too
-    able = [name for name, why in explain(asked).items() if why is None]
+    able = [name for name, why in explain(requested).items() if why is None]
     assert able[0] == expected
-    assert all(choose(asked, name) == name for name in able)
+    assert all(choose(requested, name) == name for name in able)
 
 
 def test_the_table_is_in_order_of_preference() -> None:
@@ -163,7 +163,7 @@ REASONS: list[tuple[str, AttentionShape, str]] = [
     ("torch_varlen", shape(dtype=FLOAT), "float16 and bfloat16, not float32"),
     ("torch_varlen", shape(head_dim=12, value_dim=12), "multiple of 8 up to 256, not 12"),
     ("torch_varlen", shape(head_dim=264, value_dim=264), "multiple of 8 up to 256, not 264"),
-    ("torch_varlen", shape(head_dim=192), "keys of 192 with values of 128"),
+    ("torch_varlen", shape(head_dim=192), "keys and values must have one head size, not 192 and 128"),
     ("torch_varlen", shape(softcap=1.0), "no softcap"),
     ("torch_varlen", shape(sinks=True), "no attention sinks"),
     ("torch_varlen", shape(dropout=0.1), "no dropout"),
@@ -191,15 +191,17 @@ REASONS: list[tuple[str, AttentionShape, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "asked", "said"), REASONS)
-def test_reason(name: str, asked: AttentionShape, said: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "requested", "message"), REASONS)
+def test_reason(
+    name: str, requested: AttentionShape, message: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_ins.install_xformers(monkeypatch)
     machine(*H100)
-    reason = BACKENDS[name].rejects(asked)
+    reason = BACKENDS[name].rejects(requested)
     assert reason is not None
-    assert said in reason
+    assert message in reason
     # nothing else is wrong with it: Llama's own shape is served
-    assert BACKENDS[name].rejects(shape(asked.device.type if name == "segments" else "cuda")) is None
+    assert BACKENDS[name].rejects(shape(requested.device.type if name == "segments" else "cuda")) is None
 
 
 @pytest.mark.parametrize(
@@ -219,22 +221,22 @@ def test_old_gpus(
 ) -> None:
     stand_ins.install_xformers(monkeypatch)
     machine(*gpu)
-    said = f"needs compute capability {wanted}, this GPU has {gpu[0]}.{gpu[1]}"
-    assert said in str(backend.rejects(shape(dtype=dtype)))
+    message = f"needs compute capability {wanted}, this GPU has {gpu[0]}.{gpu[1]}"
+    assert message in str(backend.rejects(shape(dtype=dtype)))
     machine(*(int(n) for n in wanted.split(".")))
     assert backend.rejects(shape(dtype=dtype)) is None
 
 
 def test_no_backend_sees_earlier_segments() -> None:
-    """``attend`` makes sequences whole first; whoever asks for segments themselves is told that nobody serves them."""
-    asked = shape("cpu", visibility=Visibility(segments=True))
-    assert set(explain(asked).values()) == {"serves no segments"}
-    with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: serves no segments; "):
-        choose(asked)
+    """``attend`` makes sequences whole first; a direct request for segments is refused by every backend."""
+    requested = shape("cpu", visibility=Visibility(segments=True))
+    assert set(explain(requested).values()) == {"does not support segments"}
+    with pytest.raises(BackendUnavailableError, match="earlier segments: flash_attn: does not support segments; "):
+        choose(requested)
     assert None in explain(shape("cpu")).values(), "nothing else is wrong with it"
 
 
-def test_what_visibility_is_given_later_is_refused() -> None:
+def test_unknown_visibility_is_refused() -> None:
     """Also compiled, where a region asks for it."""
 
     @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def test_what_visibility_is_given_later_is_refused() -> None:
     def served(x: Tensor, window: int | None, ahead: int) -> Tensor:
         return x + (Ahead(window, ahead=ahead).rejects(("window",)) is None)
 
-    assert Ahead(7, ahead=2).rejects(("window",)) == "serves no ahead"
+    assert Ahead(7, ahead=2).rejects(("window",)) == "does not support ahead"
     assert Ahead(7).rejects(("window",)) is None
     assert Ahead(7, ahead=2).rejects(("window", "ahead")) is None
     compiled = torch.compile(served, backend="eager", fullgraph=True)
@@ -256,7 +258,7 @@ def test_a_backend_without_windows_gets_none(monkeypatch: pytest.MonkeyPatch) ->
     assert choose(shape("cpu", window=7)) == "segments"
     monkeypatch.setattr(segments, "SERVES", ())
     assert choose(shape("cpu", window=7)) == "reference"
-    with pytest.raises(BackendUnavailableError, match=r"'segments' can't serve .* window 7: serves no window"):
+    with pytest.raises(BackendUnavailableError, match=r"'segments' can't serve .* window 7: does not support window"):
         choose(shape("cpu", window=7), "segments")
     assert choose(shape("cpu"), "segments") == "segments"
     call = AttentionCall(*torch.randn(3, 9, 2, 8), PackedSeqLens.from_lengths([5, 4]), 0.3, window=3)
@@ -310,19 +312,19 @@ def test_a_named_backend_that_cannot_serve_says_why_and_what_can() -> None:
     call = replace(Case().make(FLOAT), softcap=2.0)
     with pytest.raises(BackendUnavailableError) as caught:
         attend(call, "segments")
-    said = str(caught.value)
-    assert "'segments' can't serve float32 on cpu, 4/2 heads of 64, softcap 2" in said
-    assert "scaled_dot_product_attention has no softcap" in said
-    assert said.endswith("Here these can: reference; or pass attention='auto'.")
+    message = str(caught.value)
+    assert "'segments' can't serve float32 on cpu, 4/2 heads of 64, softcap 2" in message
+    assert "scaled_dot_product_attention has no softcap" in message
+    assert message.endswith("Here these can: reference; or pass attention='auto'.")
     assert isinstance(caught.value, RuntimeError)
 
 
-def test_where_none_can_all_reasons_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_backend_can_serve_all_reasons_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "rejects", lambda shape: "on holiday")
-    asked = shape("cpu", softcap=1.0, sinks=True, window=7, dropout=0.1)
+    requested = shape("cpu", softcap=1.0, sinks=True, window=7, dropout=0.1)
     with pytest.raises(BackendUnavailableError) as caught:
-        choose(asked)
+        choose(requested)
     for fragment in ("window 7", "softcap 1", "sinks", "dropout 0.1", "reference: on holiday", "segments: ", "flex: "):
         assert fragment in str(caught.value)
     with pytest.raises(BackendUnavailableError, match="Here these can: none"):
-        choose(asked, "reference")
+        choose(requested, "reference")

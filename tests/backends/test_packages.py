@@ -1,4 +1,4 @@
-"""Packages that may be installed: which generation of FlashAttention serves, and what is said of one that can't."""
+"""Optional packages: which generation of FlashAttention serves, and why another can't."""
 
 from __future__ import annotations
 
@@ -54,40 +54,40 @@ def test_generation(
 
 
 @pytest.mark.parametrize(
-    ("installed", "gpu", "asked", "said"),
+    ("installed", "gpu", "requested", "message"),
     [
         ((), H100, shape(), "flash-attn is not installed"),
         ((2, 3, 4), H100, shape("cpu"), "needs a CUDA device, not cpu"),
-        ((3,), A100, shape(), "FlashAttention 3: does not serve compute capability 8.0"),
-        ((2,), T4, shape(dtype=HALF), "FlashAttention 2: does not serve compute capability 7.5"),
+        ((3,), A100, shape(), "FlashAttention 3: does not support compute capability 8.0"),
+        ((2,), T4, shape(dtype=HALF), "FlashAttention 2: does not support compute capability 7.5"),
         ((3,), H100, shape(dropout=0.1), "FlashAttention 3: it has no dropout"),
-        ((2,), H100, shape(dropout=0.1, softcap=1.0), "FlashAttention 2: no dropout with a softcap"),
+        ((2,), H100, shape(dropout=0.1, softcap=1.0), "FlashAttention 2: it has no dropout with a softcap"),
         (
             (2, 3),
             H100,
             shape(sinks=True),
             "FlashAttention 2: it has no attention sinks; FlashAttention 3: it has no attention sinks",
         ),
-        ((4,), H100, shape(sinks=True), "FlashAttention 4: no gradient of attention sinks"),
+        ((4,), H100, shape(sinks=True), "FlashAttention 4: it has no gradient for attention sinks"),
         ((4,), H100, shape(softcap=1.0), "FlashAttention 4: it has no softcap"),
         ((3,), H100, shape(dtype=FLOAT), "FlashAttention 3: takes float16 and bfloat16, not float32"),
-        ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes 192 and 128"),
-        ((4,), H100, shape(head_dim=40, value_dim=40), "FlashAttention 4: wrong gradients with heads of 40"),
-        ((4,), B200, shape(head_dim=256, value_dim=256), "FlashAttention 4: wrong gradients with heads of 256"),
-        ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys of 192 with values of 128"),
+        ((4,), H100, shape(head_dim=192), "FlashAttention 4: head sizes must be equal multiples of 8 up to 256"),
+        ((4,), H100, shape(head_dim=40, value_dim=40), "FlashAttention 4: its gradients are wrong with heads of 40"),
+        ((4,), B200, shape(head_dim=256, value_dim=256), "FlashAttention 4: its gradients are wrong with heads of 256"),
+        ((2,), H100, shape(head_dim=192), "FlashAttention 2: keys and values must have one head size, not 192 and 128"),
     ],
 )
 def test_flash_attn_reason(
     installed: tuple[int, ...],
     gpu: tuple[int, int],
-    asked: AttentionShape,
-    said: str,
+    requested: AttentionShape,
+    message: str,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_ins.install_flash_attn(monkeypatch, *installed)
     machine(*gpu)
-    assert said in str(flash_attn.rejects(asked))
+    assert message in str(flash_attn.rejects(requested))
 
 
 @pytest.mark.parametrize(("gpu", "head_dim"), [(H100, 40), (B200, 256)])
@@ -96,9 +96,9 @@ def test_heads_whose_gradients_4_gets_wrong_are_served_forward(
 ) -> None:
     stand_ins.install_flash_attn(monkeypatch, 4)
     machine(*gpu)
-    asked = shape(head_dim=head_dim, value_dim=head_dim)
-    assert flash_attn.rejects(asked) is not None
-    assert flash_attn.rejects(replace(asked, needs_grad=False)) is None
+    requested = shape(head_dim=head_dim, value_dim=head_dim)
+    assert flash_attn.rejects(requested) is not None
+    assert flash_attn.rejects(replace(requested, needs_grad=False)) is None
 
 
 def test_sinks_without_a_gradient_are_served_by_4(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_gradient_of_anything_counts(leaf: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("init", "cute", "said"),
+    ("init", "cute", "message"),
     [
         ("raise ImportError('undefined symbol: _ZN3c10')", None, "FlashAttention 2: does not import with torch"),
         ("raise OSError('libcudart.so.12')", "", "FlashAttention 2: does not import with torch"),
@@ -131,7 +131,7 @@ def test_a_gradient_of_anything_counts(leaf: str) -> None:
 def test_a_broken_wheel_is_a_reason_not_a_crash(
     init: str | None,
     cute: str | None,
-    said: str | None,
+    message: str | None,
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -150,10 +150,10 @@ def test_a_broken_wheel_is_a_reason_not_a_crash(
     try:
         machine(*H100)
         reason = flash_attn.rejects(shape())
-        assert (said in str(reason)) if said else reason is None
+        assert (message in str(reason)) if message else reason is None
         where_ours_is_slower = shape(head_dim=256, value_dim=256)
-        assert choose(where_ours_is_slower) == ("flash_attn" if said is None else "torch_varlen")
-        if said is None:
+        assert choose(where_ours_is_slower) == ("flash_attn" if message is None else "torch_varlen")
+        if message is None:
             assert "does not import" in str(flash_attn._rejects(flash_attn.GENERATIONS[0], shape()))
     finally:
         for name in ("flash_attn", "flash_attn.cute"):
@@ -181,10 +181,10 @@ class Linker:
 
     def __init__(self, *missing: str) -> None:
         self.missing = missing
-        self.asked: list[str] = []
+        self.requested: list[str] = []
 
     def __call__(self, name: str, *args: Any) -> None:
-        self.asked.append(name)
+        self.requested.append(name)
         if name in self.missing:
             raise OSError(f"{name}: cannot open shared object file: No such file or directory")
 
@@ -221,17 +221,17 @@ def test_what_xformers_is_linked_with_is_loaded_before_it_and_only_when_it_is_as
 ) -> None:
     package = tmp_path / "xformers"
     (package / "ops" / "fmha").mkdir(parents=True)
-    (package / "__init__.py").write_text("import ctypes; already = list(ctypes.CDLL.asked)")
+    (package / "__init__.py").write_text("import ctypes; already = list(ctypes.CDLL.requested)")
     (package / "ops" / "fmha" / "common.py").write_text("_built_with_cuda = True")
     monkeypatch.delitem(sys.modules, "xformers")
     machine(*H100)
     try:
         assert choose(shape()) == "triton_packed"
         assert xformers.rejects(shape("cpu")) == "needs a CUDA device, not cpu"
-        assert (linker.asked, "xformers" in sys.modules) == ([], False)
+        assert (linker.requested, "xformers" in sys.modules) == ([], False)
         for _ in range(2):
             assert xformers.rejects(shape()) is None
-        assert sys.modules["xformers"].already == linker.asked == [xformers.RUNTIME, str(runtime)]
+        assert sys.modules["xformers"].already == linker.requested == [xformers.RUNTIME, str(runtime)]
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "xformers"]:
             del sys.modules[name]
@@ -244,7 +244,7 @@ def test_what_the_linker_finds_is_left_to_it(
     stand_ins.install_xformers(monkeypatch)
     machine(*H100)
     assert xformers.rejects(shape()) is None
-    assert linker.asked == [xformers.RUNTIME]
+    assert linker.requested == [xformers.RUNTIME]
 
 
 def test_importing_fastpack_loads_nothing() -> None:
@@ -263,7 +263,7 @@ def test_a_library_that_xformers_lacks_is_named_with_its_package(
     stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
     reason = str(xformers.rejects(shape()))
-    assert reason.startswith("xformers is there and libcudart.so.12 is not (pip install nvidia-cuda-runtime-cu12")
+    assert reason.startswith("xformers needs libcudart.so.12, which is missing (pip install nvidia-cuda-runtime-cu12")
     from fastpack.cli import doctor
 
     assert doctor._backends(torch.device("cuda"))["xformers"]["bfloat16"] == reason
@@ -297,12 +297,12 @@ def test_another_library_that_xformers_lacks_is_not_this_one(
     assert "holds no CUDA kernels" in str(xformers.rejects(shape()))
 
 
-def test_an_xformers_imported_too_early_is_told_where_the_library_is(
+def test_an_xformers_imported_too_early_names_the_library_path(
     linker: Linker, runtime: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
-    assert f"start Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
+    assert f"restart Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
 
 
 def test_triton_that_is_not_there(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,7 +248,7 @@ def test_any_strides() -> None:
 
 
 @interpreted
-def test_gradients_that_nobody_needs_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unneeded_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make([7, 1, 19], sinks=torch.randn(2))
     assert call.sinks is not None
     full = measure(triton_packed.run, call)

@@ -1,4 +1,4 @@
-"""What Liger's kernels do to a model, in plain torch: the same names in the same places, and a count of the calls."""
+"""Liger's changes to a model, in plain torch: the same names in the same places, and a count of the calls."""
 
 from __future__ import annotations
 

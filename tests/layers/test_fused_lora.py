@@ -229,8 +229,8 @@ def test_a_compute_dtype_that_is_not_the_input_s(
     found = fastpack.report(model).as_modules
     assert sum(found.values()) == (0 if remedy is None else 14)
     for reason in found:
-        said = f"outside autocast its 4-bit weight computes in {compute_dtype}, and its input is {dtype}: {remedy}"
-        assert reason == said.replace("torch.", "", 2)
+        message = f"outside autocast its 4-bit weight computes in {compute_dtype}, and its input is {dtype}: {remedy}"
+        assert reason == message.replace("torch.", "", 2)
     calls.update(dict.fromkeys(calls, 0))
     with torch.autocast("cpu", half):
         run_batch(model, sequences, KIND)

@@ -41,7 +41,7 @@ def kept(model: Any) -> Iterator[dict[int, int]]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_neither_normed_nor_turned_nor_activated_is_kept_twice(model_type: str) -> None:
+def test_neither_normed_nor_rotated_nor_activated_is_kept_twice(model_type: str) -> None:
     """The inputs of both branches, one figure a row of each norm, the tables, q, k, v, what attention made of them with
     one figure a head, gate and up. Where heads are normalised, q and k from before that, too: from those behind it,
     which are rounded and multiplied by weights that may be 0, they can't be had again."""

@@ -224,7 +224,7 @@ def test_models_of_ligers_own_classes(offset: float, casting_mode: str) -> None:
     assert compare(run_alone(model, sequences), alone).worst == 0
 
 
-def test_classes_of_ligers_that_nobody_knows_are_told() -> None:
+def test_unknown_liger_classes_are_reported() -> None:
     model = tiny_model("llama")
     stand_in.build_of(model, 0.5, "llama")
     sequences = make_sequences(VOCAB)

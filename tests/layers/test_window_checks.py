@@ -98,7 +98,7 @@ def other_types_in_place(config: Any) -> None:
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3", "qwen3", "gemma4", "afmoe", "lara_mini"])
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             other_window,
@@ -108,20 +108,22 @@ def other_types_in_place(config: Any) -> None:
         (other_types_in_place, r"layers\.\d.* was built for sliding_attention, but config.layer_types"),
     ],
 )
-def test_a_config_that_was_changed(model_type: str, change: Any, said: str) -> None:
+def test_a_config_that_was_changed(model_type: str, change: Any, message: str) -> None:
     """Stock masks by the config: refused before the patch, and after it."""
     if model_type not in model_types():
         pytest.skip(f"this transformers has no {model_type}")
     changed = build_tiny(model_type)
     change(changed.config.get_text_config(decoder=True))
-    with pytest.raises(PatchError, match=said):
+    with pytest.raises(PatchError, match=message):
         fastpack.patch(changed)
     model = fastpack.patch(build_tiny(model_type))
     ids = torch.full((1, 9), 5)
     model(input_ids=ids)
     change(model.config.get_text_config(decoder=True))
     for _ in range(2):
-        with pytest.raises(PatchError, match=f"layers were moved, or their config changed, after the patch: .*{said}"):
+        with pytest.raises(
+            PatchError, match=f"layers were moved, or their config changed, after the patch: .*{message}"
+        ):
             model(input_ids=ids)
 
 

@@ -156,7 +156,7 @@ CASES = {
     "a weight's class": Case(plain, lambda _, up: tag(up), "its weight is a Tagged"),
     "partitioned": Case(plain, lambda _, up: setattr(up.weight, "ds_id", 0), "its weight is partitioned"),
     "another layer": Case(plain, lambda model, _: replace(model, doubled), "a Doubled"),
-    "8-bit": Case(plain, lambda model, _: replace(model, in_8_bit), "LLM.int8 has a product of its own"),
+    "8-bit": Case(plain, lambda model, _: replace(model, in_8_bit), "LLM.int8 has a matmul of its own"),
     "IA3": Case(
         plain,
         lambda model, _: with_ia3(model, target_modules=["up_proj"], feedforward_modules=[]),
@@ -206,7 +206,7 @@ CASES = {
     ),
     **{
         f"the class of {name}": Case(
-            lora, lambda _, up, name=name: tag(part(name)(up)), "of its adapter, its weight is a Tagged"
+            lora, lambda _, up, name=name: tag(part(name)(up)), "in its adapter, its weight is a Tagged"
         )
         for name in ("lora_A", "lora_B")
     },
@@ -289,7 +289,7 @@ def test_an_adapter_that_is_offloaded_or_has_no_weight(tmp_path: Path) -> None:
     weight = a.weight
     assert fastpack.report(model).as_modules == {}
     a.weight = nn.Parameter(weight.to("meta"))
-    assert fastpack.report(model).as_modules == {"of its adapter, its weight is offloaded": 1}
+    assert fastpack.report(model).as_modules == {"in its adapter, its weight is offloaded": 1}
     del a.weight
     assert fastpack.report(model).as_modules == {"its adapter has no weight": 1}
     a.weight = weight

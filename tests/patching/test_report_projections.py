@@ -148,7 +148,7 @@ def test_llm_int8_is_isolated_without_outliers(threshold: float, tmp_path: Path)
     model = fastpack.patch(quantised(tmp_path, load_in_8bit=True, llm_int8_threshold=threshold))
     report = fastpack.report(model)
     assert report.projections == {"8-bit": 14}
-    assert report.as_modules == {"LLM.int8 has a product of its own": 14}
+    assert report.as_modules == {"LLM.int8 has a matmul of its own": 14}
     assert any("not isolated" in note for note in report.notes) == (threshold > 0)
     if threshold > 0:
         with pytest.raises(fastpack.ContaminationError, match=r"it can't be: LLM\.int8 picks outlier columns"):

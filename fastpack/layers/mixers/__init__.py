@@ -1,1 +1,1 @@
-"""Modules that mix tokens by something else than attention: packed where kernels know boundaries, else on rows."""
+"""Mixers: modules that mix tokens without attention. They run packed if a kernel knows boundaries, else on rows."""

@@ -1,6 +1,6 @@
-"""Run a module that mixes tokens across boundaries: on packed tokens with a fitting kernel, else on one row a sequence.
+"""Run a mixer, whose own forward knows no boundaries: on packed tokens if a kernel knows them, else one row a sequence.
 
-In rows, its result for a token must not depend on tokens to the right, nor on the row's length.
+On rows, its result for a token must not depend on later tokens in the row, nor on the row's length.
 
 Shape suffixes: T tokens, n rows, L length of the longest, H heads.
 """
@@ -27,9 +27,9 @@ from fastpack.utils.sharding import exchange_inside
 
 
 def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwargs: Any) -> Any:
-    """Run the stock forward on ``[1, T, ...]`` with kernels that know boundaries, or on ``[n, L, ...]`` by groups.
+    """Run the stock forward on ``[1, T, ...]`` with kernels that know boundaries, or on groups of rows ``[n, L, ...]``.
 
-    Without a packed batch the stock forward runs unchanged.
+    Without a packed batch, the stock forward runs unchanged.
 
     Raises:
         PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.put_back`.
@@ -40,7 +40,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     if packed is None:
         return patched.stock(*args, **kwargs)
     if spec.scan is not None:
-        from fastpack.layers.mixers.packed import packed_forward, packed_rejects  # which brings torch's compiler along
+        from fastpack.layers.mixers.packed import packed_forward, packed_rejects  # the import loads torch's compiler
 
         device, dtype = _computed_in(_hidden(args, kwargs))
         if packed_rejects(module, spec, patched.earlier, device, dtype) is None:
@@ -69,18 +69,18 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
 
 @dataclass(frozen=True)
 class _Carried:
-    """The result that one module passes to the next, for each group of rows."""
+    """The state that one module passes to the next, for each group of rows."""
 
     groups: tuple[Any, ...]
 
 
 def mixer_tier(module: nn.Module, spec: MixerSpec) -> Literal["varlen", "re-padded mixer"]:
-    """``varlen`` where a batch of the module's own device and dtype will run on packed tokens."""
+    """Return ``varlen`` if a batch of the module's own device and dtype will run on packed tokens."""
     return "varlen" if _why_rows(module, spec) is None else "re-padded mixer"
 
 
 def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
-    """For the report: which kernels run packed tokens, or why none do; nothing where none could."""
+    """Return notes for the report: the kernels that run packed tokens, or why none do; nothing if none exist."""
     if spec.scan is None:
         return []
     device, dtype = _placed(module)
@@ -94,7 +94,7 @@ def mixer_notes(module: nn.Module, spec: MixerSpec) -> list[str]:
 
 
 def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = None) -> str | None:
-    """Return why a module can't run on packed tokens of this dtype (default: its own), or None if it can."""
+    """Return why a module runs on rows for this dtype, or for its own, or None if it runs on packed tokens."""
     if spec.scan is None:
         return "no kernel knows boundaries"
     from fastpack.layers.mixers.packed import packed_rejects
@@ -104,30 +104,30 @@ def _why_rows(module: nn.Module, spec: MixerSpec, dtype: torch.dtype | None = No
 
 
 def _replaced(module: nn.Module) -> Forward | None:
-    """Return the forward that the patch replaces on the instance; None if that is only accelerate's."""
+    """Return the instance's forward before the patch, if it had one; None for one that accelerate's hooks wrap."""
     if hasattr(module, "_hf_hook"):
         return None
-    found: Forward | None = module.__dict__.get("forward")
-    return found.earlier if replaces(found, mixer_forward) else found
+    forward: Forward | None = module.__dict__.get("forward")
+    return forward.earlier if replaces(forward, mixer_forward) else forward
 
 
 def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device of a module's weights, and the dtype that it computes in without autocast.
+    """Return the device of a module's weights, and the dtype in which it computes without autocast.
 
-    That is its convolution's dtype: decays may be kept in float32, and projections in 4 bits.
+    The dtype is its convolution's, since decays may be stored in float32 and projections in 4 bits.
     """
     weight = next(m for m in module.modules() if isinstance(m, nn.Conv1d)).weight
     return weight.device, weight.dtype
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a mixer's hidden states: the first of its arguments that holds numbers."""
-    given = (*args, *kwargs.values())
-    return next(x for x in given if isinstance(x, Tensor) and x.is_floating_point() and not is_mask_placeholder(x))
+    """Return a mixer's hidden states: its first floating-point argument that is no mask placeholder."""
+    values = (*args, *kwargs.values())
+    return next(x for x in values if isinstance(x, Tensor) and x.is_floating_point() and not is_mask_placeholder(x))
 
 
 def _computed_in(hidden: Tensor) -> tuple[torch.device, torch.dtype]:
-    """Device of a batch, and the dtype that its projections come in."""
+    """Return the device of a batch, and the dtype of its projections."""
     kind = hidden.device.type
     return hidden.device, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
@@ -140,18 +140,18 @@ def _argument(
     rows: Rows,
     mask: Callable[[torch.device], Tensor | None],
 ) -> Any:
-    """Return the rows' part of an argument of the whole batch; ``mask`` makes the one that replaces the placeholder."""
+    """Convert an argument of the whole batch to the rows' own; ``mask`` makes the placeholder's replacement."""
     if is_mask_placeholder(value):
         return mask(value.device)
     if name in spec.kept:
         return value
-    if name is not None and name == spec.alibi:  # [H, 1, T], of positions from 0 on, which are those of any row
+    if name is not None and name == spec.alibi:  # [H, 1, T] for positions from 0 on, so that any row takes the first L
         return value[..., : rows.length].repeat(rows.count, 1, 1)
     return take(value, rows, packed.total_tokens)
 
 
 def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-    """Run a backbone's own method for ALiBi's biases; for the placeholder mask, with positions from 0 to T."""
+    """Run a backbone's own alibi method; if its mask is the placeholder, with a mask of ones for positions 0 to T."""
     context = patched.runtime.context
     if context is not None and context.packed is not None and is_mask_placeholder(mask):
         mask = torch.ones(1, context.packed.total_tokens, dtype=torch.long, device=mask.device)
@@ -159,9 +159,9 @@ def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: i
 
 
 def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return the mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
+    """Make the mask of a group of rows in the form that a module takes, ``[n, 1, L, L]``, or None.
 
-    An added mask has the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
+    An additive mask has the hidden states' dtype, as transformers makes it: weights may be in 4 bits.
     """
     if spec.mask is None:
         return None
@@ -174,7 +174,7 @@ def _mask(module: nn.Module, spec: MixerSpec, rows: Rows, dtype: torch.dtype, de
     chunk = masked_size(module, spec, spec.chunk, CHUNKED)
     if chunk is not None:
         seen &= at[:, None] // chunk == at // chunk
-    made = ~seen if spec.mask == "hidden" else seen
+    mask = ~seen if spec.mask == "hidden" else seen
     if spec.mask == "added":
-        made = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
-    return made.expand(rows.count, 1, -1, -1)
+        mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
+    return mask.expand(rows.count, 1, -1, -1)

@@ -1,11 +1,11 @@
 """Kernels that mix packed tokens and know boundaries: flash-linear-attention, mamba-ssm, causal-conv1d.
 
-Shape suffixes: T tokens, C channels, W taps, H heads, G groups of heads (H where each has its own), K size of a key, or
-of a state, V of a value.
+Shape suffixes: T tokens, C channels, W taps, H heads, G groups of heads (H if each head is its own group), K size of a
+key or of a state, V size of a value.
 
-Each takes one row ``[1, T, ...]`` and where its sequences begin: ``cu_seqlens`` or ``seq_idx``. The recurrences need a
-GPU from Ampere on, and fp16 or bf16: in float32 their products are TF32's, off by 1e-3. The convolution has a
-definition in plain torch, which serves anywhere.
+Each kernel takes one row ``[1, T, ...]`` and the boundaries of its sequences: ``cu_seqlens`` or ``seq_idx``. The
+recurrences need an Ampere or newer GPU, and fp16 or bf16: in float32 their matmuls run in TF32, with errors of 1e-3.
+The convolution has a definition in plain torch, which runs anywhere.
 
 Signatures: flash-linear-attention 0.6 (``fla/ops/{gated_delta_rule,kda,simple_gla,gla}/chunk.py``,
 ``fla/modules/causal_conv1d/ops.py``), mamba-ssm 2.2 (``mamba_ssm/ops/triton/ssd_combined.py``), causal-conv1d 1.5
@@ -46,12 +46,12 @@ class Kernel:
     module: str
     name: str
     run: Callable[..., Tensor]
-    """Called with the function, the packing, and the op's arguments."""
+    """Calls the function; its arguments are the function, the packing, and the op's arguments."""
     rejects: Callable[[torch.device], str | None] = lambda device: None
-    """Why it can't serve on this GPU, or None."""
+    """Returns why the kernel can't serve on this GPU, or None."""
 
     def why_not(self, device: torch.device) -> str | None:
-        """Return why it can't run on this device, also if it is not installed; None if it can."""
+        """Return why the kernel can't serve on this device (it may not be installed), or None."""
         absent = _absent(self.module, self.name)
         return absent if absent is not None or device.type != "cuda" else self.rejects(device)
 
@@ -82,7 +82,7 @@ def packed_conv(
     bias_C: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Return the causal depthwise convolution of each sequence by itself: ``[1, C, T]``.
+    """Convolve each channel of each sequence by itself, causally: ``[1, C, T]``.
 
     ``out[t] = activation(bias + sum_j weight[W - 1 - j] x[t - j])`` over the tokens of ``t``'s own sequence.
     """
@@ -93,24 +93,25 @@ def packed_conv(
 
 
 def packed_recurrence(op: Op, packed: PackedSeqLens, first: Tensor, *rest: Any) -> Tensor:
-    """Return a function that computes a recurrence for each sequence by itself, in chunks: ``[1, T, H, V]``.
+    """Run a recurrence in each sequence by itself, chunk by chunk: ``[1, T, H, V]``.
 
-    - ``gated_delta``: the gated delta rule of q, k ``[1, T, H, K]``, v ``[1, T, H, V]``, g (the logarithm of the decay)
-      and beta (the rate) ``[1, T, H]``, and whether queries and keys are normalised to length 1 first.
+    - ``gated_delta``: the gated delta rule. Arguments: q and k ``[1, T, H, K]``; v ``[1, T, H, V]``; g, the logarithm
+      of the decay, and beta, the rate, ``[1, T, H]``; and whether to normalise queries and keys to length 1 first.
     - ``kda``: Kimi's rule, the same with a decay for each channel of a key, g ``[1, T, H, K]``.
-    - ``ssd``: Mamba-2's scan, ``h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]``, ``y[t] = C[t] h[t] + D x[t]``, of x
-      ``[1, T, H, V]``, dt ``[1, T, H]`` in float32 (after bias, softplus and limits), A ``[H]``, B and C ``[1, T, G,
-      K]``, D ``[H]`` or None, and the size of a chunk for kernels that take one. The result has x's dtype or float32.
+    - ``ssd``: Mamba-2's scan, ``h[t] = exp(A dt[t]) h[t - 1] + dt[t] B[t] x[t]``, ``y[t] = C[t] h[t] + D x[t]``.
+      Arguments: x ``[1, T, H, V]``; dt ``[1, T, H]`` in float32 (after bias, softplus and limits); A ``[H]``; B and C
+      ``[1, T, G, K]``; D ``[H]`` or None; and a chunk size, which some kernels use. The result is in x's dtype
+      or float32.
     """
     kernel = _serving(op, first.device, first.dtype)
-    if kernel is None:  # asked before the forward, for what its projections were expected to give
+    if kernel is None:  # the check before the forward knew only the expected dtype of the projections
         raise PatchError(
             f"no kernel for packed {op} of {first.dtype} on {first.device}: {rejects(op, first.device, first.dtype)}"
         )
     return kernel.run(_function(kernel.module, kernel.name), packed, first, *rest)
 
 
-# How each is called.
+# Calls of each kernel.
 
 
 def _run_delta(
@@ -124,7 +125,7 @@ def _run_delta(
     beta: Tensor,
     normalised: bool,
 ) -> Tensor:
-    """``by_channel``: by kernels with a decay for each channel of a key: more work, and right everywhere."""
+    """Run the delta rule; ``by_channel`` uses kernels with a decay per key channel: more work, but right on any GPU."""
     k, v = k.to(q.dtype), v.to(q.dtype)
     if by_channel:
         g = g[..., None].expand(*g.shape, k.shape[-1])
@@ -145,7 +146,7 @@ def _run_linear_attention(
     D: Tensor | None,
     chunk_size: int,
 ) -> Tensor:
-    """Compute the scan as linear attention with a decay a head: C are the queries, B the keys, ``dt x`` the values."""
+    """Run Mamba-2's scan as linear attention with one decay a head: C are queries, B keys, ``dt x`` values."""
     heads = x.shape[2] // B.shape[2]
     q, k = (y.to(x.dtype).repeat_interleave(heads, 2) for y in (C, B))
     v, g = (x * dt[..., None]).to(x.dtype), A.float() * dt
@@ -167,12 +168,12 @@ def _run_mamba2(
     chunk_size: int,
 ) -> Tensor:
     B, C = B.to(x.dtype), C.to(x.dtype)
-    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed))  # it would round D x in x's dtype
+    out: Tensor = function(x, dt, A, B, C, chunk_size, seq_idx=_seq_idx(packed))  # given D, it would round D x
     return _with_skip(out, x, D)
 
 
 def _with_skip(out: Tensor, x: Tensor, D: Tensor | None) -> Tensor:
-    """In float32, as torch's version: a norm follows, so that terms of D's gradient cancel where D x is most of y."""
+    """Add D x in float32, as torch's version does: a norm follows, so terms of D's gradient cancel if D x dominates."""
     return out if D is None else out + x * D.float()[:, None]
 
 
@@ -190,7 +191,7 @@ def _run_conv_cuda(
 ) -> Tensor:
     if weight.shape[1] not in (2, 3, 4) or x.shape[1] % 8:
         return _conv_torch(packed, x, weight, bias, activation)
-    # with seq_idx it wants the channels of a token side by side
+    # with seq_idx, the kernel needs the channels of a token to be contiguous
     x = x.transpose(1, 2).contiguous().transpose(1, 2)
     return function(x, weight.contiguous(), bias, seq_idx=_seq_idx(packed), activation=activation)
 
@@ -198,7 +199,7 @@ def _run_conv_cuda(
 def _conv_torch(
     packed: PackedSeqLens, x_1CT: Tensor, weight_CW: Tensor, bias: Tensor | None, activation: str | None
 ) -> Tensor:
-    """Compute the convolution in torch, with W - 1 zeros before each sequence."""
+    """Convolve with torch's own kernel and W - 1 zeros before each sequence."""
     taps = weight_CW.shape[-1]
     slots = packed.memo(("conv", taps, x_1CT.device), lambda: _slots(packed, taps, x_1CT.device))
     spread = x_1CT.new_zeros(1, packed.total_tokens + (taps - 1) * packed.num_sequences, x_1CT.shape[1])
@@ -213,24 +214,24 @@ def _conv_torch(
 
 
 def _slots(packed: PackedSeqLens, taps: int, device: torch.device) -> Tensor:
-    """int64 ``[T]``: where each token stands when there are W - 1 zeros in front of each sequence."""
+    """Return each token's position, int64 ``[T]``, when W - 1 zeros precede each sequence."""
     lengths = torch.tensor(packed.lengths)
     gaps = (torch.arange(len(lengths)) + 1) * (taps - 1)
     return send(torch.arange(int(lengths.sum())) + gaps.repeat_interleave(lengths), device)
 
 
 def _offsets(function: Function, packed: PackedSeqLens, device: torch.device) -> dict[str, Tensor]:
-    """``cu_seqlens``, int64 ``[N + 1]``, on the device, and on the host, where a function counts its chunks.
+    """Return ``cu_seqlens``, int64 ``[N + 1]``, on the device, and on the host for functions that count chunks there.
 
-    The same tensors for all layers of a batch: flash-linear-attention keeps what it makes of them by their identity.
+    All layers of a batch get the same tensors, since flash-linear-attention caches by their identity.
     """
     on_host = packed.memo(
         "offsets on the host", lambda: torch.tensor(list(accumulate(packed.lengths, initial=0)), dtype=torch.long)
     )
-    made = {"cu_seqlens": packed.memo(("int64 offsets", device), lambda: send(on_host, device))}
+    offsets = {"cu_seqlens": packed.memo(("int64 offsets", device), lambda: send(on_host, device))}
     if _takes(function, "cu_seqlens_cpu"):
-        made["cu_seqlens_cpu"] = on_host
-    return made
+        offsets["cu_seqlens_cpu"] = on_host
+    return offsets
 
 
 def _seq_idx(packed: PackedSeqLens) -> Tensor:
@@ -239,13 +240,16 @@ def _seq_idx(packed: PackedSeqLens) -> Tensor:
 
 @functools.cache
 def _hopper_rejects(device: torch.device) -> str | None:
-    """flash-linear-attention's issue 640; its newer versions raise in the backward, older ones give wrong gradients."""
+    """Return why gated kernels fail on this GPU, or None: flash-linear-attention's issue 640.
+
+    Its newer versions raise in the backward; older ones give wrong gradients.
+    """
     import triton
 
     version = tuple(int(part) for part in triton.__version__.split(".")[:3] if part.isdigit())
     if torch.cuda.get_device_capability(device)[0] != 9 or not (3, 4) <= version < (3, 7, 1):
         return None
-    return f"has wrong gradients on Hopper with Triton {triton.__version__} (3.7.1 mends it)"
+    return f"has wrong gradients on Hopper with Triton {triton.__version__} (3.7.1 fixes it)"
 
 
 _FLA = "flash-linear-attention"
@@ -267,10 +271,10 @@ KERNELS: dict[Op, tuple[Kernel, ...]] = {
         Kernel(_FLA, "fla.ops.gla", "chunk_gla", partial(_run_linear_attention, True)),
     ),
 }
-"""In order of preference."""
+"""The kernels for each op, in order of preference."""
 
 
-# What is here, and what it serves.
+# Which kernels are installed, and what they serve.
 
 
 def _serving(op: Op, device: torch.device, dtype: torch.dtype) -> Kernel | None:
@@ -283,7 +287,7 @@ def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda":
         return f"kernels need a CUDA device, not {device.type}"
     if torch.cuda.get_device_capability(device) < (8, 0):
-        return "kernels need a GPU from Ampere on"
+        return "kernels need an Ampere or newer GPU"
     if dtype not in HALF_DTYPES:
         return f"kernels take float16 and bfloat16, not {str(dtype).removeprefix('torch.')}"
     return None
@@ -291,7 +295,7 @@ def _device_rejects(device: torch.device, dtype: torch.dtype) -> str | None:
 
 @cached_constant
 def _absent(module: str, name: str) -> str | None:
-    """Return why a function is not installed, or None if it is."""
+    """Return why a function can't be imported, or None."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return "is not installed"
     try:

@@ -1,11 +1,13 @@
-"""A mixer's own forward on packed tokens, where kernels that know boundaries serve what it mixes them with.
+"""Run a mixer's own forward on packed tokens, with kernels that know boundaries for its convolution and recurrence.
 
-The forwards of transformers call a convolution and a recurrence by the names of functions in their own file. Their
-torch versions drop boundaries without a word (5.17), or refuse them (5.23), and which version a name stands for was
-settled when the file was imported. So the forward is run as it is, the same compiled code, over a copy of its file's
-names in which those few are ours. Nothing of transformers is changed, and what reaches ours without boundaries can't.
+The forwards of transformers call a convolution and a recurrence by the names of functions in their own file. The torch
+versions of these functions silently ignore boundaries (5.17) or refuse them (5.23), and the import of the file settles
+which version a name means. So fastpack runs the same compiled code of the forward over a copy of the file's names, in
+which these few names mean fastpack's functions. Transformers itself is unchanged, and fastpack's functions always have
+the boundaries.
 
-That holds for forwards that were read, and mix tokens nowhere else: :mod:`fastpack.families.lock` has their hashes.
+This is exact only for forwards that someone has read, and that mix tokens nowhere else: :mod:`fastpack.families.lock`
+has their hashes.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ def packed_rejects(
     if spec.scan is None:
         return f"no kernel knows boundaries for {name}"
     if stock is not None and getattr(stock, "__func__", None) is not type(module).forward:
-        return f"the forward of {name} was replaced by someone else"
+        return f"another package replaced the forward of {name}"
     if any(hasattr(child, "_hf_hook") for child in module.modules() if isinstance(child, nn.Conv1d)):
-        return f"{name} has a convolution with hooks, whose weight must be brought here first"
+        return f"{name} has a convolution with hooks, which must load its weight first"
     if not is_proved(packed_name(stock_class(module).__name__), forward_hash(type(module).forward)):
-        return f"the forward of {name} is not one that was read"
+        return f"this version of the forward of {name} has not been checked"
     return mixer_kernels.rejects(spec.scan, device, dtype)
 
 
@@ -52,36 +54,38 @@ def packed_rejects(
 def packed_forward(
     module: nn.Module, spec: MixerSpec, packed: PackedSeqLens, dtype: torch.dtype, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run the stock forward on ``[1, T, ...]``, each sequence by itself, with the kernels chosen for ``dtype``."""
-    given = {name: _argument(value) for name, value in kwargs.items() if name not in (*spec.left_out, *_MADE_HERE)}
+    """Run the stock forward on ``[1, T, ...]``, each sequence by itself, with kernels chosen for ``dtype``."""
+    arguments = {
+        name: _argument(value) for name, value in kwargs.items() if name not in (*spec.left_out, *_PACKING_KEYWORDS)
+    }
     assert spec.scan is not None
     functions = {"causal_conv1d_fn": _conv, **_SCANS[spec.scan]}
     forward = _over(type(module).forward, {name: functools.partial(f, packed, dtype) for name, f in functions.items()})
-    return forward(module, *map(_argument, args), **given)
+    return forward(module, *map(_argument, args), **arguments)
 
 
 def _argument(value: object) -> Any:
     return None if is_mask_placeholder(value) else value
 
 
-_MADE_HERE = ("packed_seq_lens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_PACKING_KEYWORDS = ("packed_seq_lens", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def _over(forward: Callable[..., Any], names: dict[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return a function with a forward's code, in which these names of its file refer to these functions.
+    """Return a function with the same code, in which these names of its file mean these functions.
 
-    Decorators of the forward are left out. Transformers' decorator moves the weight of an offloaded convolution, and
-    such a module does not run packed.
+    It drops decorators. Transformers' decorator moves the weight of an offloaded convolution, and a module with one
+    does not run packed.
     """
     inner = inspect.unwrap(forward)
     assert isinstance(inner, FunctionType)
-    known = {**inner.__globals__, **names}
-    made = FunctionType(inner.__code__, known, inner.__name__, inner.__defaults__, inner.__closure__)
-    made.__kwdefaults__ = inner.__kwdefaults__
-    return made
+    namespace = {**inner.__globals__, **names}
+    function = FunctionType(inner.__code__, namespace, inner.__name__, inner.__defaults__, inner.__closure__)
+    function.__kwdefaults__ = inner.__kwdefaults__
+    return function
 
 
-# What the names mean: transformers' arguments, of which some are for caches that there are none of here.
+# Fastpack's functions for these names. They take transformers' arguments, some of which are for caches: unused here.
 
 
 def _conv(
@@ -135,7 +139,9 @@ def _ssd(
 ) -> Tensor:
     _stateless(initial_states, return_final_states)
     if z is not None:
-        raise PatchError("a gate inside of Mamba-2's scan is not known here; please report the family.")
+        raise PatchError(
+            "Mamba-2's scan came with a gate inside, which packed mixers don't support; report the family."
+        )
     dt = dt.float()
     if dt_bias is not None:
         dt = dt + dt_bias.float()
@@ -147,18 +153,18 @@ def _ssd(
 
 
 def _not_fused(packed: PackedSeqLens, dtype: torch.dtype, /, *_: Any, **__: Any) -> None:
-    """Convolution, scan and output in one would leave out LoRA on the output's weight; None asks for one by one."""
+    """Return None, so that the forward runs convolution, scan and output one by one: fused, they would skip LoRA."""
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the dtype for which the kernel was chosen; a float32 buffer may have widened it on the way."""
+    """Return x in the dtype for which the kernel was chosen; a float32 buffer may have widened it on the way."""
     return x.to(dtype) if x.dtype == torch.float32 else x
 
 
-def _stateless(state: object, wanted: bool) -> None:
-    if state is not None or wanted:
+def _stateless(state: object, return_state: bool) -> None:
+    if state is not None or return_state:
         raise PatchError(
-            "a packed batch came with states of a cache; fastpack.unpatch(model) restores the stock model."
+            "a packed batch came with states of a cache; pass no cache, or call fastpack.unpatch(model) first."
         )
 
 
@@ -168,4 +174,4 @@ _SCANS: dict[str, dict[str, Callable[..., Any]]] = {
     "kda": {"chunk_kimi_delta_attention": functools.partial(_delta, "kda")},
     "ssd": {"mamba2_split_conv1d_scan_combined": _not_fused, "mamba2_chunk_scan": _ssd},
 }
-"""What else a forward calls, by what it mixes tokens with."""
+"""The other functions that a forward calls, by its recurrence."""

@@ -19,22 +19,21 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.tensors import send
 
 RATIO = 0.75
-"""A row is at least so long, as a share of the longest of its group, where rows may be padded."""
+"""If rows may be padded, the least length of a row, as a share of the longest row in its group."""
 FULL = 8192
-"""On a GPU a group has at least so many slots before another one begins: a smaller one is done as soon as launched."""
+"""On a GPU, the least slots of a group before another begins: a smaller group takes no longer than its launch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Some sequences of a batch, one a row, padded on the right with copies of their last tokens.
 
-    A copy is as good a value as any (zeros would be divided by in some norms), and what becomes of it is dropped, so
-    that its gradient is zero.
+    Padding may hold any value, but some norms would divide by zeros. Its results are dropped, so its gradient is zero.
 
     Attributes:
         tokens: int64 ``[n, L]``: the token in each slot, as an index into T.
-        slots: int64: where the real tokens are in ``[n * L]``, row after row; None where every slot holds one, empty
-            where all are dropped.
+        slots: int64: the real tokens' slots in ``[n * L]``, row after row. None if every slot holds a real token;
+            empty if the results of all slots are dropped.
     """
 
     tokens: Tensor
@@ -47,7 +46,7 @@ class Rows:
 
     @property
     def length(self) -> int:
-        """L."""
+        """The length of the rows, L."""
         return self.tokens.shape[1]
 
 
@@ -56,16 +55,15 @@ class RowGroups:
     """All sequences of a batch, in groups of similar lengths.
 
     Attributes:
-        groups: longest first.
-        order: int64 ``[T]``: where each token is among the results of the groups, one after the other; None where they
-            come in order.
+        groups: the groups, longest first.
+        order: int64 ``[T]``: each token's index in the groups' concatenated results; None if they are in order.
     """
 
     groups: tuple[Rows, ...]
     order: Tensor | None
 
     def gather(self, results: Sequence[Tensor]) -> Tensor:
-        """``[T, ...]`` from what each group gave, ``[n * L, ...]``."""
+        """Return ``[T, ...]`` from the groups' results, ``[n * L, ...]`` each."""
         real = [
             x if rows.slots is None else x.index_select(0, rows.slots)
             for x, rows in zip(results, self.groups, strict=True)
@@ -75,13 +73,13 @@ class RowGroups:
 
 
 def row_groups(packed: PackedSeqLens, *, equal: bool, among: Sequence[dist.ProcessGroup] = ()) -> RowGroups:
-    """Return the groups of rows of a batch, which are made once for it.
+    """Return the groups of a batch, which are made once for it.
 
     Args:
-        packed: the batch's packing.
-        equal: whether the rows of a group must be equally long, so that nothing is padded.
-        among: the processes that must have the same number of groups, since each group exchanges weights. A process
-            with fewer runs one of its rows again and drops the result.
+        packed: the lengths of the sequences.
+        equal: whether rows of a group must be equally long, so that nothing is padded.
+        among: groups of processes that must run the same number of row groups, since each run exchanges weights.
+            Processes with fewer row groups run one of their rows again, and drop the result.
     """
     groups = packed.memo(("rows", equal), lambda: _make_groups(packed, equal))
     if among:
@@ -120,12 +118,12 @@ def _make_groups(packed: PackedSeqLens, equal: bool) -> RowGroups:
 
 
 def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[int]]:
-    """Return the indices of sequences in groups of similar lengths, the longest first, in order inside a group.
+    """Yield groups of indices of sequences with similar lengths, the longest group first; each group is in order.
 
     Args:
-        lengths: the tokens of each sequence.
-        ratio: the least length in a group, as a share of its longest.
-        least: the least number of slots of a group, whatever the ratio; the last one may have fewer.
+        lengths: the lengths of the sequences.
+        ratio: the least length of a sequence, as a share of the longest in its group.
+        least: the least slots of a group, whatever the ratio; the last group may have fewer.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     group: list[int] = []
@@ -139,11 +137,11 @@ def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[i
 
 
 def take(x: object, rows: Rows, total: int) -> Any:
-    """Return an argument for a group of rows: each tensor in it that has a dimension of T tokens, in any nesting.
+    """Re-pad an argument: bring each tensor with a dimension of T tokens, in any nesting, to the shape of the rows.
 
-    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions ``[axes,
-    1, T]`` become ``[axes, n, L]``; positions ``[T]`` become ``[L]``, counted from 0; a size that begins with 1 and T
-    begins with n and L. Other values don't change.
+    ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions
+    ``[axes, 1, T]`` become ``[axes, n, L]``; positions ``[T]`` become ``[L]``, counted from 0; a size that begins with
+    1 and T begins with n and L. Anything else is returned as it is.
     """
     if isinstance(x, torch.Size) and x[:2] == (1, total):
         return torch.Size((*rows.tokens.shape, *x[2:]))
@@ -165,9 +163,9 @@ def take(x: object, rows: Rows, total: int) -> Any:
 
 
 def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -> bool:
-    """Return whether a result is attention weights: ``[n, heads, L, L]``, perhaps with more keys (DeepSeek-V4).
+    """Return whether results are attention weights, ``[n, heads, L, L]``, or with more keys (DeepSeek-V4's compressed).
 
-    A group with as many heads as tokens can't tell. Then the other groups do, or all are square.
+    A group with as many heads as tokens is ambiguous: then another group decides, or all must be square.
     """
     pairs = list(zip(results, shapes, strict=True))
     if not all(x.ndim == 4 and x.shape[0] == n and x.shape[2] == s <= x.shape[3] for x, (n, s) in pairs):
@@ -176,15 +174,15 @@ def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -
 
 
 def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
-    """Join the results of the groups, in any nesting, to one ``[1, T, ...]`` (``[T, ...]`` for flattened rows).
+    """Un-pad the groups' results, in any nesting, to one result ``[1, T, ...]`` (``[T, ...]`` if rows were flattened).
 
     Raises:
-        PatchError: a tensor does not have the shape of the rows, so that the result for the whole batch is unknown.
+        PatchError: a tensor does not have the rows' shape, so that the result of the whole batch is not defined.
     """
     first = results[0]
     if isinstance(first, tuple | list):
         return type(first)(put_back(items, groups, what) for items in zip(*results, strict=True))
-    if isinstance(first, dict):  # a ModelOutput is one; what is pooled of a row is nobody's in a packed batch
+    if isinstance(first, dict):  # a ModelOutput is a dict; a row's pooled output has no place in a packed batch
         joined = {
             key: None if key == "pooler_output" else put_back([result[key] for result in results], groups, what)
             for key in first
@@ -194,11 +192,11 @@ def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
         return first
     shapes = [(rows.count, rows.length) for rows in groups.groups]
     if _are_weights(results, shapes):
-        return None  # nobody asked for them: those who do are on the stock path
+        return None  # no caller needs them: callers that ask for attention weights are on the stock path
     if all(x.ndim >= 2 and x.shape[:2] == shape for x, shape in zip(results, shapes, strict=True)):
         return groups.gather([x.flatten(0, 1) for x in results])[None]
     if all(x.ndim >= 3 and x.shape[:2] == (1, length) for x, (_, length) in zip(results, shapes, strict=True)):
-        # the same for each row, as what depends on positions alone
+        # one result for all rows, as for values that depend only on positions
         return groups.gather(
             [x.expand(n, *x.shape[1:]).flatten(0, 1) for x, (n, _) in zip(results, shapes, strict=True)]
         )[None]

@@ -44,7 +44,7 @@ class Calls:
 
 
 def offsets_of(cu_seqlens: Any, cu_seqlens_cpu: Any, rows: int) -> list[int]:
-    """What flash-linear-attention demands of them."""
+    """Check what flash-linear-attention requires of its arguments."""
     assert rows == 1, "one packed row"
     assert cu_seqlens.dtype == torch.int64
     assert cu_seqlens_cpu.device.type == "cpu"
@@ -54,7 +54,7 @@ def offsets_of(cu_seqlens: Any, cu_seqlens_cpu: Any, rows: int) -> list[int]:
 
 
 def ends_of(seq_idx: Tensor, total: int) -> list[int]:
-    """What mamba-ssm and causal-conv1d demand of it."""
+    """Check what mamba-ssm and causal-conv1d require of their argument."""
     assert seq_idx.dtype == torch.int32
     assert seq_idx.shape == (1, total)
     assert seq_idx.is_contiguous()

@@ -154,7 +154,7 @@ def test_chunks() -> None:
 
 
 def test_a_wrapper_that_checkpoints_layers_is_refused() -> None:
-    """In its backward pass nobody knows the packing any more: loud, not a leak."""
+    """Its backward pass does not know the packing, so it raises: a loud error, not a leak."""
     model = fastpack.patch(build_tiny("mamba").train())
     layer = model.backbone.layers[0]
     plain = layer.forward
