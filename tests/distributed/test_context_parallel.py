@@ -41,4 +41,4 @@ def test_torchs_own(balanced: bool, mask: bool, labels: bool, ranks: Ranks) -> N
     for found in ranks.run(torchs, balanced, mask, labels):
         for said in (found["said"], found["patching"]):
             assert NAMED in said
-            assert "torch.nn.functional.scaled_dot_product_attention is now torch.distributed.tensor.experimental" in said
+            assert "scaled_dot_product_attention is now torch.distributed.tensor.experimental" in said
