@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.model.runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
-from fastpack.offload.transfer import HostPool, Lane, Rates
+from fastpack.offload.transfer import HostChannel, HostPool, Rates
 
 LAYERS = 7
 LENGTHS = (40, 1, 23)
@@ -41,7 +41,7 @@ class LateLink:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN in every dtype
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         return -1
 
     def send(self, source: Tensor, host: Tensor, since: int) -> int:
@@ -49,8 +49,8 @@ class LateLink:
         self.diary.append(("send", self.names[host.data_ptr()]))
         return self._later(weakref.ref(source), lambda x: host.copy_(x))
 
-    def bring(self, host: Tensor) -> tuple[Tensor, int]:
-        self.diary.append(("bring", self.names[host.data_ptr()]))
+    def copy_back(self, host: Tensor) -> tuple[Tensor, int]:
+        self.diary.append(("copy_back", self.names[host.data_ptr()]))
         tensor = torch.full_like(host, float("nan"))
         return tensor, self._later(weakref.ref(tensor), lambda x: x.copy_(host))
 
@@ -66,10 +66,10 @@ class LateLink:
         self.queue.append(run)
         return len(self.queue)
 
-    def wait(self, moment: int) -> None:
-        for run in self.queue[self.done : moment]:
+    def wait(self, event: int) -> None:
+        for run in self.queue[self.done : event]:
             run()
-        self.done = max(self.done, moment)
+        self.done = max(self.done, event)
 
     def abandon(self, tensor: Tensor) -> None:
         self.abandoned += 1
@@ -88,16 +88,16 @@ class LateLink:
 class LossyLink(LateLink):
     """The negative control: what comes back is not what was sent."""
 
-    def bring(self, host: Tensor) -> tuple[Tensor, int]:
+    def copy_back(self, host: Tensor) -> tuple[Tensor, int]:
         return torch.zeros_like(host), len(self.queue)
 
 
 class ForgetfulLink(LateLink):
     """Another: nobody waits for copies to the device."""
 
-    def wait(self, moment: int) -> None:
-        if not self.did("bring"):
-            super().wait(moment)
+    def wait(self, event: int) -> None:
+        if not self.did("copy_back"):
+            super().wait(event)
 
 
 def backbone_of(model: Any) -> Any:
@@ -135,8 +135,8 @@ def offload(model: Any) -> CheckpointOffload:
     return found
 
 
-def lane(model: Any) -> Lane:
-    (only,) = (found for found in offload(model)._lanes.values() if found is not None)
+def channel(model: Any) -> HostChannel:
+    (only,) = (found for found in offload(model)._channels.values() if found is not None)
     return only
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.cuda_graphs.recorder import Tape
+from fastpack.cuda_graphs.recorder import CapturedPass
 from fastpack.cuda_graphs.recordings import GraphSettings
 from fastpack.cuda_graphs.runner import GraphRunner
 from fastpack.cuda_graphs.stack import Stack
@@ -72,7 +72,7 @@ class FakeRecorder:
         if self.passing:
             self.cuts.append(self.passing)
 
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+    def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         if self.problem is not None:
             raise self.problem
         self.passing, self.cuts = "forward", []
@@ -106,7 +106,7 @@ class FakeRecorder:
                 if into is not None:
                     into.copy_(gradient)
 
-        tape = Tape(static, gradients, replay_forward, replay_backward)
+        tape = CapturedPass(static, gradients, replay_forward, replay_backward)
         return tape
 
     def _spoil(self) -> None:

@@ -180,7 +180,7 @@ def test_evaluation_is_eager() -> None:
     want = hidden(fastpack.patch(tiny_model("llama")))
     with torch.no_grad():
         assert relative(hidden(model), want) <= FLOAT32_BOUND
-    assert reason(model) == "no gradient is wanted"
+    assert reason(model) == "gradients are disabled"
     model.eval()
     hidden(model).sum().backward()
     model.train()
@@ -408,4 +408,4 @@ def test_the_report_says_so() -> None:
     with torch.no_grad():
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
     told = runner(model).describe(torch.device("cpu"))
-    assert told == "graphs: on; 1 recorded, 3 steps replayed; 1 run as they are: no gradient is wanted"
+    assert told == "graphs: on; 1 recorded, 3 steps replayed; 1 run eagerly: gradients are disabled"

@@ -88,7 +88,7 @@ def test_bucket_padding_stays_finite() -> None:
     (found,) = recorded(model)
     assert out.shape[1] == sum(SMALL)
     assert whole_tiles(found, SMALL) == 1
-    assert found._tape.output.isfinite().all()
+    assert found._captured.output.isfinite().all()
 
 
 def test_nothing_is_left_out_where_zeros_do_harm() -> None:
@@ -121,7 +121,7 @@ def test_they_serve_smaller_batches_and_longer(
     batches 192 each of 320."""
     large, small = (500,), (280,)
     assert [Bucket.of(x).tokens for x in (large, small)] == [512, 320]
-    monkeypatch.setattr(step_module, "MOST_WORK", -1.0 if left_out else 0.5)
+    monkeypatch.setattr(step_module, "MIN_WORK_LEFT_OUT", -1.0 if left_out else 0.5)
     model = graphed(tiny_model("llama", num_hidden_layers=1), record_after=4.0)
     found = []
     for lengths in (large, *[small] * 8):

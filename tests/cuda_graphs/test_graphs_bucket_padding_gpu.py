@@ -60,7 +60,7 @@ def test_lora(model_type: str, attention: str) -> None:
     """Updates are terms of the products; one recording serves both batches, whatever the other one left behind."""
     plain = with_lora(build(model_type, torch.bfloat16), r=8)
     wide = fastpack.patch(copy.deepcopy(plain).float(), kernels="torch")
-    model = graphed(copy.deepcopy(plain), attention, first_steps=1, record_after=4.0, roomy_left_out=4.0)
+    model = graphed(copy.deepcopy(plain), attention, first_steps=1, record_after=4.0, max_oversize_left_out=4.0)
     plain = fastpack.patch(plain, kernels="torch")
     for lengths in (LARGE, LENGTHS, LARGE):
         sequences = make_sequences(VOCAB, lengths)

@@ -144,7 +144,7 @@ def test_the_pass_before_a_recording_draws_from_the_others_memory(
 ) -> None:
     """Or, which is the control, beside it."""
     if beside:
-        monkeypatch.setattr(recorder_module, "_drawing_from", lambda pool: contextlib.nullcontext())
+        monkeypatch.setattr(recorder_module, "_allocating_from", lambda pool: contextlib.nullcontext())
     model = graphed(deep())
     held = held_by_recording(model, LONG)
     before = reserved()

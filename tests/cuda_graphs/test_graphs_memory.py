@@ -17,8 +17,8 @@ import fastpack
 from fastpack.cuda_graphs import recorder as recorder_module
 from fastpack.cuda_graphs import recordings as recordings_module
 from fastpack.cuda_graphs import step as step_module
-from fastpack.cuda_graphs.recorder import NoMemoryError, SpoiltError, Tape
-from fastpack.cuda_graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
+from fastpack.cuda_graphs.recorder import CapturedPass, GraphPoolError, NoMemoryError
+from fastpack.cuda_graphs.recordings import MAX_DROPS, NO_MEMORY, TOO_LARGE
 from fastpack.packing.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
@@ -39,7 +39,7 @@ class Tight(FakeRecorder):
         super().clear()
         self.held = 0
 
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+    def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         if self.watched is not None:
             gc.collect()
             self.alive.append(self.watched() is not None)
@@ -123,7 +123,7 @@ def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
     many = (8,) * 18
     assert sum(many) <= OF_LARGE
     assert not Bucket.of(LARGE).holds(many)
-    plain, model, recorder = pair(OF_LARGE, roomy=3.0)
+    plain, model, recorder = pair(OF_LARGE, max_oversize=3.0)
     for lengths in (LARGE, SMALL, many, many):
         check(step(model, lengths), step(plain, lengths))
     stats = runner(model).stats
@@ -132,28 +132,28 @@ def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
 
 
 def test_giving_way_now_and_then_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings_module, "FEW_BATCHES", 2)
+    monkeypatch.setattr(recordings_module, "DROP_WINDOW", 2)
     plain, model, _ = pair(OF_SMALL)
-    for _turn in range(MOST_DROPS + 2):
+    for _turn in range(MAX_DROPS + 2):
         for lengths in (SMALL, SMALL, LARGE):
             check(step(model, lengths), step(plain, lengths))
-    assert runner(model).stats.eager == {TOO_LARGE: MOST_DROPS + 2}
+    assert runner(model).stats.eager == {TOO_LARGE: MAX_DROPS + 2}
 
 
 def test_recording_is_given_up_where_memory_never_suffices() -> None:
     plain, model, recorder = pair(OF_SMALL)
     stats = runner(model).stats
-    for _ in range(MOST_DROPS + 2):
+    for _ in range(MAX_DROPS + 2):
         for lengths in (SMALL, LARGE):
             check(step(model, lengths), step(plain, lengths))
-    assert stats.recordings == stats.replays == MOST_DROPS
-    assert stats.eager == {TOO_LARGE: MOST_DROPS - 1, NO_MEMORY: 5}
+    assert stats.recordings == stats.replays == MAX_DROPS
+    assert stats.eager == {TOO_LARGE: MAX_DROPS - 1, NO_MEMORY: 5}
     assert recorder.held == 0
     assert NO_MEMORY in runner(model).describe(torch.device("cpu"))
 
 
 def test_a_roomier_one_goes_on_serving() -> None:
-    plain, model, recorder = pair(OF_LARGE, roomy=3.0)
+    plain, model, recorder = pair(OF_LARGE, max_oversize=3.0)
     stats = runner(model).stats
     step(model, LARGE)
     for _ in range(3):
@@ -168,7 +168,7 @@ def test_memory_may_be_short_for_the_pass_before_a_recording(monkeypatch: pytest
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(step_module, "_find_reached", full)
+    monkeypatch.setattr(step_module, "_find_gradients", full)
     check(step(model), step(plain))
     assert runner(model).stats.eager == {TOO_LARGE: 1}
 
@@ -223,8 +223,8 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
         check(step(model, lengths), step(plain, lengths))
     assert not any(recorded._pads_with_zeros for recorded in runner(model)._recordings.steps.values())
     assert runner(model).stats.replays == 3
-    found = step_module._find_reached
-    monkeypatch.setattr(step_module, "_find_reached", lambda *a, **k: (*found(*a, **k)[:2], True))
+    found = step_module._find_gradients
+    monkeypatch.setattr(step_module, "_find_gradients", lambda *a, **k: (*found(*a, **k)[:2], True))
     wrong = compare(step(graphed(models[2])), step(plain)).worst
     assert not wrong <= FLOAT32_BOUND, "negative control"
 
@@ -233,9 +233,9 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
     ("raised", "left", "found"),
     [
         (None, 0, None),
-        (None, 512, SpoiltError),
+        (None, 512, GraphPoolError),
         (RuntimeError, 0, RuntimeError),
-        (RuntimeError, 512, SpoiltError),
+        (RuntimeError, 512, GraphPoolError),
         (KeyboardInterrupt, 512, KeyboardInterrupt),
         (SystemExit, 512, SystemExit),
         (ValueError, 512, ValueError),
@@ -252,12 +252,12 @@ def test_what_comes_out_of_a_pass_that_draws_from_the_pool(
     ended: list[object] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
-    monkeypatch.setattr(recorder_module, "_leave", lambda *pool: ended.append(pool))
-    monkeypatch.setattr(recorder_module, "_free_unused", lambda: None)
-    monkeypatch.setattr(recorder_module, "_held_of", lambda _: next(held))
+    monkeypatch.setattr(recorder_module, "_end_allocation", lambda *pool: ended.append(pool))
+    monkeypatch.setattr(recorder_module, "_empty_cache", lambda: None)
+    monkeypatch.setattr(recorder_module, "_active_bytes", lambda _: next(held))
 
     def run() -> None:
-        with recorder_module._drawing_from("pool"):
+        with recorder_module._allocating_from("pool"):
             if raised is not None:
                 raise raised
 

@@ -11,8 +11,8 @@ from tiny import tiny_model
 from torch.nn.modules.module import register_module_forward_hook
 
 import fastpack
-from fastpack.cuda_graphs.recorder import CaptureRefusedError, SpoiltError
-from fastpack.cuda_graphs.recordings import NO_ROOM, GraphSettings
+from fastpack.cuda_graphs.recorder import CaptureRefusedError, GraphPoolError
+from fastpack.cuda_graphs.recordings import RECORDINGS_FULL, GraphSettings
 from fastpack.packing.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
@@ -40,7 +40,7 @@ def test_a_roomier_recording_serves_until_it_has_wasted_as_much() -> None:
     roomy, own, small = (300, 60), (290, 20), (40, 20)
     tokens = [Bucket.of(lengths).tokens for lengths in (roomy, own, small)]
     assert tokens == [384, 320, 64]
-    model = graphed(tiny_model("llama"), record_after=3 * 64 / 320, roomy=1.2)
+    model = graphed(tiny_model("llama"), record_after=3 * 64 / 320, max_oversize=1.2)
     found = recorded_when(model, roomy, own, own, own, own, small)
     assert found == [1, 1, 1, 2, 2, 3], "own sizes when 3 x 64 tokens were wasted, small ones at once"
 
@@ -49,7 +49,7 @@ def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None
     roomy, own, less = (380, 60), (370, 10), (310, 8)
     tokens = [Bucket.of(lengths).tokens for lengths in (roomy, own, less)]
     assert tokens == [448, 384, 320]
-    settings: dict[str, Any] = {"record_after": 3 * 64 / 384, "roomy": 1.5}
+    settings: dict[str, Any] = {"record_after": 3 * 64 / 384, "max_oversize": 1.5}
     assert recorded_when(graphed(tiny_model("llama"), **settings), roomy, own, less, own) == [1, 1, 1, 2]
     model = graphed(tiny_model("llama"), **settings)
     assert recorded_when(model, roomy, own, roomy, own) == [1, 1, 1, 1], "two do not make it, nor what fits as it is"
@@ -60,7 +60,7 @@ def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None
 def test_the_first_recording_is_one_that_others_can_use() -> None:
     """A quarter of an octave above its batch at most; own sizes come when they are worth it."""
     lengths, larger, small = (400, 120), (400, 200), (300, 90)
-    model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4, roomy=1.25)
+    model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4, max_oversize=1.25)
     assert [Bucket.of(x).tokens for x in (lengths, larger, small)] == [576, 640, 448]
     found = recorded_when(model, lengths, larger, small, *[lengths] * 9)
     assert found == [1, 1, 2] + 8 * [2] + [3], "64 tokens more in each of nine batches are 576"
@@ -71,7 +71,7 @@ def test_every_first_recording_serves_its_own_sizes() -> None:
     settings = GraphSettings()
     for tokens in range(1, 20_000, 37):
         own, first = Bucket.of([tokens]), Bucket.of([tokens], steps=settings.first_steps)
-        assert own.tokens <= first.tokens <= settings.roomy * own.tokens, tokens
+        assert own.tokens <= first.tokens <= settings.max_oversize * own.tokens, tokens
         assert first.holds([tokens])
 
 
@@ -83,7 +83,7 @@ def test_room_for_recordings() -> None:
     for _ in range(3):
         step(model, LARGE)
     stats = runner(model).stats
-    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {NO_ROOM: 3})
+    assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {RECORDINGS_FULL: 3})
     step(model, LARGE)
     assert (stats.recordings, stats.replays) == (2, 3)
     assert [key[0] for key in runner(model)._recordings.steps] == [Bucket.of(LARGE)]
@@ -98,12 +98,12 @@ def test_first_recordings_stay_for_what_they_serve() -> None:
         step(model, lengths)
     assert kept(model) == [640, 320]
     step(model, new)
-    assert runner(model).stats.eager == {NO_ROOM: 1}, "as rare as the rarest"
+    assert runner(model).stats.eager == {RECORDINGS_FULL: 1}, "as rare as the rarest"
     step(model, new)
     assert kept(model) == [640, 1280], "twice as often"
     step(model, seldom)
     assert kept(model) == [640, 1280]
-    assert runner(model).stats.eager == {NO_ROOM: 2}
+    assert runner(model).stats.eager == {RECORDINGS_FULL: 2}
 
 
 def test_what_is_refused_for_one_size_leaves_nothing_behind() -> None:
@@ -123,7 +123,7 @@ def test_what_is_refused_for_one_size_leaves_nothing_behind() -> None:
     assert not found._recordings.steps
 
 
-@pytest.mark.parametrize(("error", "left"), [(CaptureRefusedError, 1), (SpoiltError, 0)])
+@pytest.mark.parametrize(("error", "left"), [(CaptureRefusedError, 1), (GraphPoolError, 0)])
 def test_recordings_of_another_state(error: type[CaptureRefusedError], left: int) -> None:
     """They stay when one is refused, unless it spoilt what they overwrite."""
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))

@@ -18,11 +18,11 @@ from offloading import (
     LateLink,
     LossyLink,
     backbone_of,
+    channel,
     collected,
     equal,
     gradients,
     in_use,
-    lane,
     offload,
     offloaded,
     prepared,
@@ -50,10 +50,10 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
     assert equal(gradients(model), want)
     # the final norm's input is one more; with LoRA the first layer's is a leaf, which the graph holds on to
     left = LAYERS + 1 - KEEP - lora
-    link, pool = lane(model).link, lane(model).pool
+    link, pool = channel(model).link, channel(model).pool
     assert offload(model).stats.tensors == left
     assert link.did("send") == [*range(left)]
-    assert link.did("bring") == [*reversed(range(left))], "each once"
+    assert link.did("copy_back") == [*reversed(range(left))], "each once"
     assert (link.hazards, link.abandoned) == (0, 0)
     assert (pool.count, in_use(pool)) == (left, 0)
     assert offload(model).host_bytes == pool.nbytes == left * 64 * 32 * 4
@@ -68,9 +68,9 @@ def test_families(model_type: str, reentrant: bool) -> None:
     model = offloaded(tiny(model_type), reentrant=reentrant)
     assert equal(gradients(model), gradients(prepared(tiny(model_type), None, reentrant=reentrant)))
     assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
-    link = lane(model).link
-    assert sorted(link.did("bring")) == link.did("send"), "each once"
-    assert (link.hazards, link.abandoned, in_use(lane(model).pool)) == (0, 0, 0)
+    link = channel(model).link
+    assert sorted(link.did("copy_back")) == link.did("send"), "each once"
+    assert (link.hazards, link.abandoned, in_use(channel(model).pool)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
@@ -88,9 +88,9 @@ def test_buffers_are_handed_on(reentrant: bool) -> None:
     for lengths, size in (((40, 24), 64), ((33,), 64), ((31, 32), 64), ((65,), 128), ((9,), 128), ((40, 24), 128)):
         for seed in range(2):
             assert equal(gradients(model, lengths, seed), gradients(plain, lengths, seed))
-        pool = lane(model).pool
+        pool = channel(model).pool
         assert (pool.count, in_use(pool), pool.nbytes) == (left, 0, left * size * 32 * 4)
-    assert lane(model).link.hazards == 0
+    assert channel(model).link.hazards == 0
 
 
 @KINDS
@@ -102,12 +102,12 @@ def test_two_backwards(reentrant: bool) -> None:
         loss.backward(retain_graph=True)
         results.append(collected(m))
         if m is model:
-            assert in_use(lane(m).pool) == LAYERS + 1 - KEEP, "the graph still lives"
+            assert in_use(channel(m).pool) == LAYERS + 1 - KEEP, "the graph still lives"
         m.zero_grad()
         loss.backward()
         results.append(collected(m))
     assert all(equal(results[0], result) for result in results[1:])
-    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
+    assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
 @KINDS
@@ -116,7 +116,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     for m in (model, plain):
         (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
     assert equal(collected(model), collected(plain))
-    pool = lane(model).pool
+    pool = channel(model).pool
     assert (pool.count, in_use(pool)) == (2 * (LAYERS + 1 - KEEP), 0)
 
 
@@ -144,7 +144,7 @@ def test_an_exception_leaves_nothing_behind(where: str, reentrant: bool) -> None
         del loss
     handle.remove()
     gc.collect()  # the traceback's frames hold on to tensors
-    link, pool = lane(model).link, lane(model).pool
+    link, pool = channel(model).link, channel(model).pool
     assert pool.count > 0
     assert in_use(pool) == 0
     link.wait(len(link.queue))
@@ -162,14 +162,14 @@ def test_copies_start_empty() -> None:
         assert offload(twin) is not offload(model)
         assert (offload(twin).host_bytes, offload(twin).stats.forwards) == (0, 0)
         assert equal(gradients(twin), want)
-        assert lane(twin) is not lane(model)
-        assert lane(twin).pool.count == lane(model).pool.count
+        assert channel(twin) is not channel(model)
+        assert channel(twin).pool.count == channel(model).pool.count
 
 
 def test_unpatching_drops_the_buffers() -> None:
     model = offloaded(tiny())
     gradients(model)
-    buffers = [weakref.ref(buffer) for buffer in lane(model).pool._free]
+    buffers = [weakref.ref(buffer) for buffer in channel(model).pool._free]
     loss = run(model, (20,))
     fastpack.unpatch(model)
     assert getattr(runtime_of(backbone_of(model)), "offload", None) is None
@@ -207,7 +207,7 @@ def test_why_not() -> None:
     model = offloaded(tiny())
     with torch.autograd.graph.save_on_cpu():
         run(model).backward()
-    assert idle(model).startswith("saved tensors are packed by someone else")
+    assert idle(model).startswith("other code packs saved tensors")
 
 
 @KINDS

@@ -81,7 +81,7 @@ def test_the_same_bits_in_less_memory(lora: bool, reentrant: bool) -> None:
         # Not the last ones and the one on its way back; with LoRA the first is a leaf, which the graph holds on to.
         assert most - less >= (LAYERS - KEEP - lora) * BYTES - SLACK
     assert not equal(results[0][0], results[1][0])
-    stats, pool = offload(model).stats, next(iter(offload(model)._lanes.values())).pool
+    stats, pool = offload(model).stats, next(iter(offload(model)._channels.values())).pool
     left = LAYERS + 1 - KEEP - lora
     assert (stats.forwards, stats.tensors) == (2, 2 * left)
     assert (pool.count, in_use(pool), pool.nbytes) == (left, 0, left * BYTES)
@@ -116,16 +116,16 @@ class SlowLink(CudaLink):
             torch.cuda._sleep(SLEEP)
         return super().send(source, host, since)
 
-    def bring(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLEEP)
-        return super().bring(host)
+        return super().copy_back(host)
 
 
 class ForgetfulLink(SlowLink):
     """Late, and nobody waits for them."""
 
-    def wait(self, moment: torch.cuda.Event) -> None: ...
+    def wait(self, event: torch.cuda.Event) -> None: ...
 
 
 class HastyLink(CudaLink):
@@ -203,10 +203,10 @@ class FastLink(CudaLink):
 class LossyLink(FastLink):
     """The negative control: what comes back is not what was sent."""
 
-    def bring(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        tensor, moment = super().bring(host)
-        self.wait(moment)
-        return tensor.zero_(), self.mark()
+    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        tensor, event = super().copy_back(host)
+        self.wait(event)
+        return tensor.zero_(), self.record_event()
 
 
 PRODUCTS = LAYERS - 2

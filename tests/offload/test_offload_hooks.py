@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack.offload.checkpoints import CheckpointOffload
-from fastpack.offload.saved import IN_FLIGHT, KEEP, Kept, Offloaded, Pass
-from fastpack.offload.transfer import HostPool, Lane
+from fastpack.offload.saved import IN_FLIGHT, KEEP, OffloadedTensor, SavedTensorHooks, UnmovedTensor
+from fastpack.offload.transfer import HostChannel, HostPool
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 
@@ -46,9 +46,9 @@ def test_order(reentrant: bool) -> None:
     for index in range(LAYERS - KEEP):
         sent = forward.index(("send", index))
         assert ("run", index + KEEP + 1) not in forward[:sent]
-        brought = backward.index(("bring", index))
+        brought = backward.index(("copy_back", index))
         assert brought < backward.index(("run", index + 1))
-        assert ("bring", index - 1) not in backward[:brought], "no more than one ahead"
+        assert ("copy_back", index - 1) not in backward[:brought], "no more than one ahead"
         if index + 2 < LAYERS:
             assert brought > backward.index(("run", index + 2)), "not before it is time"
 
@@ -101,27 +101,27 @@ def test_each_storage_once() -> None:
     assert torch.equal(x.grad, want.grad)
     # h, and of each of the three the exponential, which two operations saved, and the sine, less those kept
     assert ours.stats.tensors == 1 + 3 * 2 - KEEP
-    assert Counter(layers.link.did("bring")) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 1}, "as often as it is asked for"
+    assert Counter(layers.link.did("copy_back")) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 1}, "as often as it is asked for"
     assert (layers.link.hazards, layers.link.abandoned) == (0, 0)
 
 
 def test_asked_for_out_of_order() -> None:
     """An operation that saved two asks for the first one first: what was asked for is not brought again unasked."""
-    lane = Lane(LateLink(torch.device("cpu")))
-    hooks = Pass(lambda device: lane, min_bytes=0)
+    channel = HostChannel(LateLink(torch.device("cpu")))
+    hooks = SavedTensorHooks(lambda device: channel, min_bytes=0)
     tensors = [torch.randn(8) for _ in range(4 + KEEP)]
     saved = [hooks.pack(tensor.clone()) for tensor in tensors]
     hooks.finish()
     for index in (2, 3, 0, 1):
         assert torch.equal(saved[index].unpack(), tensors[index])
-    assert lane.link.did("bring") == [2, 1, 3, 0]
+    assert channel.link.did("copy_back") == [2, 1, 3, 0]
     assert torch.equal(saved[3].unpack(), tensors[3])
-    assert lane.link.did("bring")[4:] == [3], "again, when it is asked for again"
+    assert channel.link.did("copy_back")[4:] == [3], "again, when it is asked for again"
 
 
 def test_a_storage_with_other_contents() -> None:
-    lane = Lane(LateLink(torch.device("cpu")))
-    hooks = Pass(lambda device: lane, min_bytes=0)
+    channel = HostChannel(LateLink(torch.device("cpu")))
+    hooks = SavedTensorHooks(lambda device: channel, min_bytes=0)
     x = torch.randn(8)
     saved = [hooks.pack(x), hooks.pack(x)]
     others = [hooks.pack(torch.randn(8)) for _ in range(KEEP + IN_FLIGHT)]
@@ -132,7 +132,7 @@ def test_a_storage_with_other_contents() -> None:
     assert torch.equal(saved[0].unpack(), want)
     assert torch.equal(saved[1].unpack(), want)
     assert torch.equal(saved[2].unpack(), 2 * want)
-    assert lane.pool.count == len(others) + 2 - KEEP
+    assert channel.pool.count == len(others) + 2 - KEEP
 
 
 def test_an_output_that_stays_keeps_nothing_alive() -> None:
@@ -158,7 +158,7 @@ def test_a_parameter_changed_in_place_raises() -> None:
 
 def test_what_leaves() -> None:
     link = LateLink(torch.device("cpu"))
-    lane = Lane(link)
+    channel = HostChannel(link)
     x = torch.randn(64, 64)
     leaf = x.clone().requires_grad_()
     leaving = {
@@ -178,10 +178,10 @@ def test_what_leaves() -> None:
         "sparse": x.to_sparse(),
     }
     for name, tensor in {**leaving, **staying}.items():
-        hooks = Pass(lambda device: lane, min_bytes=64 * 64 * 4)
-        assert isinstance(hooks.pack(tensor), Offloaded if name in leaving else Kept), name
-    nowhere = Pass(lambda device: None, min_bytes=0)
-    assert isinstance(nowhere.pack(leaf * 1), Kept)
+        hooks = SavedTensorHooks(lambda device: channel, min_bytes=64 * 64 * 4)
+        assert isinstance(hooks.pack(tensor), OffloadedTensor if name in leaving else UnmovedTensor), name
+    nowhere = SavedTensorHooks(lambda device: None, min_bytes=0)
+    assert isinstance(nowhere.pack(leaf * 1), UnmovedTensor)
 
 
 def test_part_of_a_graph() -> None:
@@ -198,7 +198,7 @@ def test_part_of_a_graph() -> None:
         end = layers.layer(end, index)
     (want,) = torch.autograd.grad(end.sum(), start)
     assert torch.equal(grad, want)
-    assert layers.link.did("bring") == [4, 3]
+    assert layers.link.did("copy_back") == [4, 3]
     assert layers.link.abandoned == 0
     del hidden
     assert layers.link.abandoned == 1

@@ -17,11 +17,11 @@ from offloading import (
     LateLink,
     LossyLink,
     backbone_of,
+    channel,
     collected,
     equal,
     gradients,
     in_use,
-    lane,
     offload,
     offloaded,
     prepared,
@@ -33,11 +33,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
-from fastpack.cuda_graphs.recorder import Tape
+from fastpack.cuda_graphs.recorder import CapturedPass
 from fastpack.exactness.tiny import build_tiny
 from fastpack.offload import KEPT, saved
-from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
-from fastpack.offload.transfer import HostPool, Lane, Rates
+from fastpack.offload.activations import (
+    CHECKPOINTING,
+    KEEP,
+    ActivationOffload,
+    LayerActivations,
+    copied_share,
+    is_offloaded,
+)
+from fastpack.offload.transfer import HostChannel, HostPool, Rates
 from fastpack.ops.linear import gated_mlp
 
 SENT = LAYERS - KEEP
@@ -84,14 +91,14 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     assert equal(gradients(model), want)
     assert groups.count("inner ") == LAYERS, "none a second time"
     assert offload(model).stats.products == SENT
-    link, pool = lane(model).link, lane(model).pool
-    assert sorted(link.did("bring")) == link.did("send"), "each once"
+    link, pool = channel(model).link, channel(model).pool
+    assert sorted(link.did("copy_back")) == link.did("send"), "each once"
     assert (link.hazards, link.abandoned, in_use(pool)) == (0, 0, 0)
     assert f"and gate and up of {SENT} layers, of 1 forwards waited" in told(model)
-    assert "made again" not in told(model)
+    assert "recomputed" not in told(model)
     layers = backbone_of(model).layers
     assert not any(KEPT in layer.__dict__ for layer in layers)
-    assert not any("Journey" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
+    assert not any("ActivationOffload" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
 
 
 @pytest.mark.sample(2)
@@ -117,7 +124,7 @@ def test_what_has_no_gated_mlp_is_left_alone() -> None:
     assert equal(gradients(model), gradients(prepared(tiny("gpt2"), None)))
     assert offload(model).stats.products == 0
     assert offload(model).stats.tensors >= LAYERS + 1 - saved.KEEP
-    assert f"gate and up of {LAYERS} layers are made again: they have no gated MLP" in told(model)
+    assert f"gate and up of {LAYERS} layers are recomputed: they have no gated MLP" in told(model)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
@@ -142,7 +149,7 @@ def test_two_backwards(reentrant: bool) -> None:
             results.append(collected(m))
         del loss
     assert all(equal(results[0], result) for result in results[1:])
-    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
+    assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
 @pytest.mark.sample(1)
@@ -152,7 +159,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     for m in (model, plain):
         (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
     assert equal(collected(model), collected(plain))
-    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
+    assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
 def test_half_a_backward_and_none() -> None:
@@ -164,13 +171,12 @@ def test_half_a_backward_and_none() -> None:
         if upto is not None:
             torch.autograd.grad(hidden[-1].sum(), hidden[upto])
         del hidden
-        link = lane(model).link
+        link = channel(model).link
         link.wait(len(link.queue))
-        assert (in_use(lane(model).pool), link.hazards) == (0, 0)
+        assert (in_use(channel(model).pool), link.hazards) == (0, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
-@pytest.mark.sample(1)
 def test_an_exception_puts_everything_back() -> None:
     model = with_products(tiny())
     layers = backbone_of(model).layers
@@ -186,7 +192,7 @@ def test_an_exception_puts_everything_back() -> None:
     gc.collect()  # the traceback's frames hold on to tensors
     assert [layer.__dict__[CHECKPOINTING] for layer in layers] == before
     assert not any(KEPT in layer.__dict__ for layer in layers)
-    assert (offload(model).stats.products, in_use(lane(model).pool)) == (4, 0)
+    assert (offload(model).stats.products, in_use(channel(model).pool)) == (4, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
@@ -212,8 +218,8 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), "those of the small ones too"
 
 
-def recorded(model: Any) -> Lane:
-    (found,) = (found for (_, recording), found in offload(model)._lanes.items() if recording)
+def recorded(model: Any) -> HostChannel:
+    (found,) = (found for (_, recording), found in offload(model)._channels.items() if recording)
     assert found is not None
     return found
 
@@ -221,10 +227,10 @@ def recorded(model: Any) -> Lane:
 class Forgetful(FakeRecorder):
     """Keeps addresses, not what its passes close over, as graphs do."""
 
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+    def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         tape = super().record(device, forward, backward)
         gradients = [None if g is None else torch.zeros_like(g) for g in tape.gradients]
-        return Tape(tape.output, gradients, lambda: None, lambda: None)
+        return CapturedPass(tape.output, gradients, lambda: None, lambda: None)
 
 
 @pytest.mark.sample(2)
@@ -269,16 +275,16 @@ def test_buffers_of_recordings_stay() -> None:
 def test_pace() -> None:
     """An H200's rates at 3,000 tokens of Llama 8B: about half of the layers; a tenth of its link, none."""
     x, gate = torch.empty(3000, 4096, dtype=torch.bfloat16), torch.empty(3000, 14336, dtype=torch.bfloat16)
-    assert 0.45 < pace(Rates(55e9, 790e12), [gate, gate], x) < 0.6
-    assert pace(Rates(5.5e9, 790e12), [gate, gate], x) == 0.0
-    assert pace(Rates(55e9, 79e12), [gate, gate], x) == 1.0
+    assert 0.45 < copied_share(Rates(55e9, 790e12), [gate, gate], x) < 0.6
+    assert copied_share(Rates(5.5e9, 790e12), [gate, gate], x) == 0.0
+    assert copied_share(Rates(55e9, 79e12), [gate, gate], x) == 1.0
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
 def test_which_layers(share: float) -> None:
     """Evenly spread, and none so late that its copy would be behind the last layer."""
-    sent = [index for index in range(32) if is_sent(index, 32, share)]
+    sent = [index for index in range(32) if is_offloaded(index, 32, share)]
     assert abs(len(sent) - 31 * share) <= 2
     if sent:
         assert max(sent) + 1 / share <= 31
@@ -302,7 +308,7 @@ def test_slow_links_send_nothing() -> None:
         assert offload(model).stats.products == 0
         assert offload(model).stats.tensors > 0
         why = "there is no time to copy them" if link is SlowLink else "could not be measured then"
-        assert f"gate and up of {SENT} layers are made again: " in told(model)
+        assert f"gate and up of {SENT} layers are recomputed: " in told(model)
         assert why in told(model)
 
 
@@ -311,25 +317,25 @@ def test_small_products_are_made_again() -> None:
     offload(model).min_bytes = 2**20
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
     assert offload(model).stats.products == 0
-    assert f"of {LAYERS} layers are made again: they have less than 1,048,576 bytes" in told(model)
+    assert f"of {LAYERS} layers are recomputed: they have less than 1,048,576 bytes" in told(model)
 
 
 def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the forward one layer's products are on their way, beside the one that runs; later they are on the host."""
     products: list[StorageWeakRef] = []
     alive: list[int] = []
-    stock = Journey._send
+    stock = ActivationOffload._send
 
     def count() -> int:
         return sum(not storage.expired() for storage in products)
 
-    def send(journey: Journey, lane: Lane, tensors: Any) -> Parcel:
+    def send(activations: ActivationOffload, channel: HostChannel, tensors: Any) -> LayerActivations:
         products.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-        parcel = stock(journey, lane, tensors)
+        saved_layer = stock(activations, channel, tensors)
         alive.append(count())
-        return parcel
+        return saved_layer
 
-    monkeypatch.setattr(Journey, "_send", send)
+    monkeypatch.setattr(ActivationOffload, "_send", send)
     loss = run(with_products(tiny()))
     assert alive == [2] * SENT, "those of a layer before are on the host"
     assert (len(products), count()) == (2 * SENT, 0)
@@ -338,13 +344,13 @@ def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[bool] = []
-    stock = Parcel.fetch
+    stock = LayerActivations.fetch
 
-    def fetch(parcel: Parcel) -> list[Tensor]:
-        under_way.append(all(contents._fetched is not None for contents in parcel._contents))
-        return stock(parcel)
+    def fetch(saved_layer: LayerActivations) -> list[Tensor]:
+        under_way.append(all(contents._fetched is not None for contents in saved_layer._storages))
+        return stock(saved_layer)
 
-    monkeypatch.setattr(Parcel, "fetch", fetch)
+    monkeypatch.setattr(LayerActivations, "fetch", fetch)
     gradients(with_products(tiny()))
     assert under_way == [True] * SENT
 
@@ -358,8 +364,8 @@ def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
     for _ in range(3):
         loss = run(model)
         loss.backward()
-        assert in_use(lane(model).pool) == 0
-        sizes.append(lane(model).pool.nbytes)
+        assert in_use(channel(model).pool) == 0
+        sizes.append(channel(model).pool.nbytes)
     assert len(set(sizes)) == 1
     del loss
 
@@ -379,7 +385,7 @@ def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypat
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         results.append(gradients(model))
         if choice:
-            assert f"of {LAYERS} layers are made again: somebody watches" in told(model)
+            assert f"of {LAYERS} layers are recomputed: other code watches" in told(model)
     assert equal(*results)
 
 
