@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs, and for an attention kernel that they could record, for tests without a GPU."""
+"""Substitutes for CUDA graphs and for an attention kernel that they could record, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Varlen:
 
 
 class FakeRecorder:
-    """Runs the passes again, with one memory for all tapes: each replay spoils what any before it left behind."""
+    """Runs the passes again in place of graphs, over one memory: each replay overwrites earlier results with NaN."""
 
     def __init__(self) -> None:
         self.statics: list[Tensor] = []
@@ -101,7 +101,7 @@ class FakeRecorder:
             except RuntimeError as error:
                 if "modified by an inplace operation" not in str(error):
                     raise
-                return  # a graph notices nothing: it leaves the wrong numbers
+                return  # a graph does not notice: it computes wrong numbers
             for into, gradient in zip(gradients, found, strict=True):
                 if into is not None:
                     into.copy_(gradient)
@@ -123,12 +123,12 @@ def runner(model: Any) -> GraphRunner:
 
 
 def recorded(model: Any) -> list[RecordedStep]:
-    """What is kept, in the order of its making."""
+    """Return the recorded steps, oldest first."""
     return list(runner(model)._recordings.steps.values())
 
 
 def graphed(model: Any, *, kernels: Any = "auto", **settings: Any) -> Any:
-    """Patched, with the stand-in that records, each batch's own sizes at first sight unless told otherwise."""
+    """Patch a model with the fake recorder; by default each batch's own sizes are recorded at first sight."""
     fastpack.patch(model, graphs="auto", kernels=kernels)
     found = runner(model)
     found.recorder = FakeRecorder()
@@ -137,7 +137,7 @@ def graphed(model: Any, *, kernels: Any = "auto", **settings: Any) -> Any:
 
 
 def without_epsilon(model: Any) -> Any:
-    """The same with norms that divide by zero where they meet zeros."""
+    """Return the model with norms that divide by zero if their input is zero."""
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = 0.0
@@ -154,7 +154,7 @@ def check(ours: Result, want: Result) -> None:
 
 
 def reason(model: Any) -> str:
-    """The one reason for which forwards of this model ran eagerly."""
+    """Return the only reason for which forwards of this model ran eagerly."""
     (found,) = runner(model).stats.eager
     return found
 
@@ -166,7 +166,7 @@ def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Looks at the modules and readings of lengths from now on, in their order."""
+    """Record the order in which modules are compared ("look") and lengths are read ("lengths") from now on."""
     order: list[str] = []
     unchanged, read_packing = Stack.unchanged, causal_lm.read_packing
     monkeypatch.setattr(Stack, "unchanged", lambda self: order.append("look") or unchanged(self))

@@ -1,4 +1,4 @@
-"""Recordings whose products leave out what comes behind the last real token: right, and for whom they serve."""
+"""Recordings whose matmuls leave bucket padding out: their results, and which batches they serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
-    """Tiles of rows behind the last real token, of 128 each."""
+    """Return the number of 128-row tiles behind the last real token."""
     return step.bucket.tokens // 128 - -(-sum(lengths) // 128)
 
 
@@ -51,7 +51,7 @@ def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
 
 @pytest.mark.slow
 def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
-    """Dense copies of a group's weights are not held together: each is a sum of its own, on top of the one before."""
+    """Only one dense copy of a group's weights exists at a time: each matmul adds to the sum of earlier ones."""
 
     def build() -> Any:
         model = with_lora(nf4(tmp_path))
@@ -81,7 +81,7 @@ def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_bucket_padding_stays_finite() -> None:
-    """Sums over all rows, of the gradients of weights, meet zeros and finite numbers there."""
+    """Weight gradients sum over all rows, and meet zeros and finite numbers in the padding."""
     model = graphed(tiny_model("qwen2"), kernels="triton", first_steps=1, record_after=4.0)
     hidden(model, lengths=LARGE).sum().backward()
     out = hidden(model)
@@ -99,7 +99,7 @@ def test_nothing_is_left_out_where_zeros_do_harm() -> None:
 
 
 def test_experts_run_on_bucket_padding() -> None:
-    """Leaving it out of attention's projections alone is not called so."""
+    """Leaving padding out of attention's projections alone does not count."""
     model = graphed(tiny_model("mixtral"), kernels="triton")
     step(model)
     (found,) = recorded(model)
@@ -115,13 +115,15 @@ def test_plain_torch_leaves_nothing_out() -> None:
 
 @pytest.mark.parametrize(("left_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
 def test_they_serve_smaller_batches_and_longer(
-    left_out: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
+    leaves_out: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice a batch's own sizes may serve it, not 1.5 times, and until it has wasted four times its tokens: in seven
-    batches 192 each of 320."""
+    """They serve down to half of their tokens, not two thirds, and until they have wasted four times a batch's tokens.
+
+    In seven batches they waste 192 each of 320.
+    """
     large, small = (500,), (280,)
     assert [Bucket.of(x).tokens for x in (large, small)] == [512, 320]
-    monkeypatch.setattr(step_module, "MIN_WORK_LEFT_OUT", -1.0 if left_out else 0.5)
+    monkeypatch.setattr(step_module, "MIN_WORK_LEFT_OUT", -1.0 if leaves_out else 0.5)
     model = graphed(tiny_model("llama", num_hidden_layers=1), record_after=4.0)
     found = []
     for lengths in (large, *[small] * 8):

@@ -1,4 +1,4 @@
-"""Recordings where memory is short, what holds them, and what stands in their bucket padding."""
+"""Recordings when memory is short, what holds them alive, and the contents of their bucket padding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OF_SMALL, OF_LARGE = (Bucket.of(lengths).tokens for lengths in (SMALL, LARGE))
 
 
 class Tight(FakeRecorder):
-    """Has memory for recordings of so many tokens together."""
+    """A recorder with memory for recordings of ``tokens`` tokens together."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -53,18 +53,18 @@ class Tight(FakeRecorder):
 
 
 def pair(tokens: int, **settings: Any) -> tuple[Any, Any, Tight]:
-    """A model eager, and one graphed with a recorder that has so much memory."""
+    """Return an eager model, a graphed one, and the graphed one's recorder with memory for ``tokens`` tokens."""
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"), **settings)
     recorder = Tight(tokens)
     runner(model).recorder = recorder
     return plain, model, recorder
 
 
-def test_what_does_not_fit_runs_as_it_is_with_all_memory_for_itself() -> None:
+def test_a_batch_that_does_not_fit_runs_eagerly_with_all_memory() -> None:
     plain, model, recorder = pair(OF_SMALL)
     stats = runner(model).stats
-    turns = [(SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 1, 1), (SMALL, 2, 2), (SMALL, 2, 3), (LARGE, 2, 3), (SMALL, 3, 4)]
-    for lengths, recordings, replays in turns:
+    steps = [(SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 1, 1), (SMALL, 2, 2), (SMALL, 2, 3), (LARGE, 2, 3), (SMALL, 3, 4)]
+    for lengths, recordings, replays in steps:
         check(step(model, lengths), step(plain, lengths))
         assert (stats.recordings, stats.replays) == (recordings, replays)
         assert recorder.held == (OF_SMALL if lengths is SMALL else 0)
@@ -119,7 +119,7 @@ def test_a_wider_recording_that_did_not_fit_is_not_tried_again() -> None:
     assert (runner(model).stats.recordings, recorder.refused) == (2, 2), "own beside the other, and alone"
 
 
-def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
+def test_a_failure_beside_a_larger_recording_does_not_count_for_other_sizes() -> None:
     many = (8,) * 18
     assert sum(many) <= OF_LARGE
     assert not Bucket.of(LARGE).holds(many)
@@ -131,10 +131,10 @@ def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
     assert not stats.eager
 
 
-def test_giving_way_now_and_then_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occasional_drops_do_not_end_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recordings_module, "DROP_WINDOW", 2)
     plain, model, _ = pair(OF_SMALL)
-    for _turn in range(MAX_DROPS + 2):
+    for _round in range(MAX_DROPS + 2):
         for lengths in (SMALL, SMALL, LARGE):
             check(step(model, lengths), step(plain, lengths))
     assert runner(model).stats.eager == {TOO_LARGE: MAX_DROPS + 2}
@@ -152,7 +152,7 @@ def test_recording_is_given_up_where_memory_never_suffices() -> None:
     assert NO_MEMORY in runner(model).describe(torch.device("cpu"))
 
 
-def test_a_roomier_one_goes_on_serving() -> None:
+def test_a_larger_recording_goes_on_serving() -> None:
     plain, model, recorder = pair(OF_LARGE, max_oversize=3.0)
     stats = runner(model).stats
     step(model, LARGE)
@@ -174,13 +174,13 @@ def test_memory_may_be_short_for_the_pass_before_a_recording(monkeypatch: pytest
 
 
 def watched(model: Any) -> tuple[Tensor, weakref.ref[Any]]:
-    """A forward's output, and the recording that made it."""
+    """Return a forward's output, and a weak reference to the recording that computed it."""
     out = hidden(model)
     return out, weakref.ref(*runner(model)._recordings.steps.values())
 
 
-def test_who_holds_a_loss_does_not_hold_the_recording() -> None:
-    """As a loop does that overwrites it in the next step."""
+def test_a_held_loss_does_not_hold_the_recording() -> None:
+    """As in a loop that rebinds the loss in the next step."""
     _, model, _ = pair(OF_SMALL)
     out, there = watched(model)
     out.sum().backward()
@@ -202,8 +202,8 @@ def test_a_forward_that_waits_holds_it() -> None:
     assert there() is None
 
 
-def test_a_tail_is_zeros() -> None:
-    """Whatever the batch before left there: products of zeros take the least power."""
+def test_bucket_padding_is_zeros() -> None:
+    """Whatever the batch before left in bucket padding: matmuls of zeros take the least power."""
     model = graphed(tiny_model("llama"))
     hidden(model, lengths=LARGE)
     hidden(model)
@@ -241,13 +241,13 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
         (ValueError, 512, ValueError),
     ],
 )
-def test_what_comes_out_of_a_pass_that_draws_from_the_pool(
+def test_errors_of_a_pass_that_allocates_from_the_pool(
     raised: type[BaseException] | None,
     left: int,
     found: type[BaseException] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it leaves behind ends recording; what is not about memory goes its way. (The pool is a stand-in.)"""
+    """Tensors left in the pool end recording; errors that are not about memory pass through. (The pool is a fake.)"""
     held = iter([0, left])
     ended: list[object] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

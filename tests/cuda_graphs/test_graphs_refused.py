@@ -1,4 +1,4 @@
-"""What can't be replayed runs as it is, and is counted under its reason; what was replaced is recorded anew."""
+"""Batches that can't be replayed run eagerly and are counted under the reason; replaced modules are recorded anew."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_checkpointing_that_cannot_be_recorded() -> None:
 
 
 def left_open(function: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool) -> Any:
-    """Checkpointing as torch had it before 2.13: where a function raises, its hooks stay until its frame is gone."""
+    """Checkpoint as torch did before 2.13: if a function raises, its hooks stay until its frame is gone."""
 
     def hooks() -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: pytest.fail("made by the wrong pass")):
@@ -60,7 +60,7 @@ def left_open(function: Any, *args: Any, use_reentrant: bool, preserve_rng_state
 def test_nothing_is_left_open_by_checkpointing_that_was_refused(
     varlen: Varlen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the eager pass behind it saves its tensors for a backward that runs the refused one again."""
+    """Otherwise the following eager pass saves its tensors for a backward that runs the refused pass again."""
     kept = []
     run = varlen.run
 
@@ -106,7 +106,7 @@ def test_what_is_replaced_is_recorded_anew(what: str) -> None:
     assert len(runner(models[1])._recordings.steps) == 1
 
 
-def test_recording_is_given_up_where_weights_never_stay() -> None:
+def test_recording_ends_if_weights_keep_moving() -> None:
     model = graphed(tiny_model("llama"), max_changes=3)
     for _ in range(5):
         step(model)
@@ -118,7 +118,7 @@ def test_recording_is_given_up_where_weights_never_stay() -> None:
 
 
 def test_negative_control_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the look at addresses, the replay reads the old weights: the tests above can fail."""
+    """Without the comparison of addresses, a replay reads the old weights: the tests above can fail."""
     monkeypatch.setattr(Stack, "unchanged", lambda self: True)
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
     step(models[1])
@@ -164,7 +164,7 @@ def test_dropout_is_drawn_anew_in_each_replay() -> None:
 
 
 def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **given: Any) -> Any:
-    """What TRL puts in the place of a head's forward."""
+    """Replace a head's forward as TRL does."""
     if meddle is not None:
         meddle(head)
     logits = head.lm_head(head.model(**given).last_hidden_state)
@@ -172,7 +172,7 @@ def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **given:
 
 
 def replaced(model: Any, module: str = "trl.trainer.utils") -> Any:
-    """With its forward replaced by someone of this module."""
+    """Return the model with its forward replaced by a function of this module."""
     forward = types.FunctionType(
         forward_of_a_trainer.__code__, {**globals(), "__name__": module}, argdefs=forward_of_a_trainer.__defaults__
     )
@@ -182,7 +182,7 @@ def replaced(model: Any, module: str = "trl.trainer.utils") -> Any:
 
 @pytest.mark.parametrize("by_trl", [False, True], ids=["own forward", "TRL's"])
 def test_modules_are_looked_at_before_lengths_are_waited_for(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once only: the look costs time, which on a GPU hides behind the step before."""
+    """Modules are compared once only: it takes time, which on a GPU hides behind the previous step."""
     model = graphed(tiny_model("llama"))
     if by_trl:
         replaced(model)
@@ -217,7 +217,7 @@ def test_a_hook_of_someone_between_the_look_and_the_backbone() -> None:
 
 
 def test_a_hook_that_replaces_weights_behind_the_look() -> None:
-    """A hook of the backbone runs after the head's look: then nothing is believed that was seen before."""
+    """A hook of the backbone runs after the head's snapshot, which is then not used."""
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
 
     def replace(module: Any, args: Any) -> None:
@@ -231,7 +231,7 @@ def test_a_hook_that_replaces_weights_behind_the_look() -> None:
 
 
 @pytest.mark.parametrize("by_trl", [False, True], ids=["own forward", "TRL's"])
-def test_what_was_seen_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = graphed(tiny_model("llama"))
     if by_trl:
         replaced(model)
@@ -324,7 +324,7 @@ def test_hooks_that_transformers_leaves_behind_do_no_harm() -> None:
 
 
 def test_hooks_that_come_and_go() -> None:
-    """While they are there the stack runs eagerly; afterwards the old recording serves again."""
+    """While hooks exist the stack runs eagerly; afterwards the old recording serves again."""
     model = graphed(tiny_model("llama"))
     step(model)
     seen: list[int] = []

@@ -1,4 +1,4 @@
-"""Offloading layer inputs changes no gradient, holds nothing longer than autograd does, and brings back in time."""
+"""Offloaded layer inputs: the same gradients, nothing lives longer than in autograd, and copies are in time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
 @KINDS
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "helium", "starcoder2"])
 def test_families(model_type: str, reentrant: bool) -> None:
-    """Some save more around their layers: embeddings that are scaled, norms of several operations."""
+    """Some families save more around their layers: scaled embeddings, norms of several operations."""
     model = offloaded(tiny(model_type), reentrant=reentrant)
     assert equal(gradients(model), gradients(prepared(tiny(model_type), None, reentrant=reentrant)))
     assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
@@ -75,14 +75,14 @@ def test_families(model_type: str, reentrant: bool) -> None:
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
 def test_negative_control(link: type[LateLink]) -> None:
-    """The gradients do come from what was brought back, and the stand-in notices who does not wait."""
+    """The gradients depend on what was copied back, and the fake link detects a missing wait."""
     ours = gradients(offloaded(tiny(), link=link))
     assert not equal(ours, gradients(prepared(tiny(), None)))
 
 
 @KINDS
-def test_buffers_are_handed_on(reentrant: bool) -> None:
-    """Over steps of other lengths, an accumulated one among them, and one that needs larger buffers."""
+def test_buffers_are_reused(reentrant: bool) -> None:
+    """Steps of other lengths reuse buffers, with gradient accumulation and with a batch that needs larger buffers."""
     model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
     left = LAYERS + 1 - KEEP
     for lengths, size in (((40, 24), 64), ((33,), 64), ((31, 32), 64), ((65,), 128), ((9,), 128), ((40, 24), 128)):
@@ -228,7 +228,7 @@ def test_checkpointing_around_the_model(reentrant: bool) -> None:
     assert len(offload(model).stats.idle) == (1 if reentrant else 2), "in the backward, and before if it saves"
 
 
-def test_evaluation_is_no_business_of_ours() -> None:
+def test_evaluation_is_not_counted() -> None:
     model = offloaded(tiny())
     with torch.no_grad():
         run(model)

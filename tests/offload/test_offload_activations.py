@@ -1,4 +1,4 @@
-"""Products that wait on the host instead of being made again: the same gradients, and not a product more."""
+"""Offloaded gate and up activations: the same gradients, and no matmul is recomputed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from fastpack.offload.transfer import HostChannel, HostPool, Rates
 from fastpack.ops.linear import gated_mlp
 
 SENT = LAYERS - KEEP
-"""Layers whose products leave where there is time for all."""
+"""The number of layers whose activations are offloaded, if there is time for all."""
 
 
 pytestmark = pytest.mark.usefixtures("no_collection")
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("no_collection")
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which groups of a gated MLP were multiplied."""
+    """Record which groups of a gated MLP were multiplied."""
     made: list[str] = []
     stock = gated_mlp.group_forward
 
@@ -89,7 +89,7 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     assert again == 2 * LAYERS
     groups.clear()
     assert equal(gradients(model), want)
-    assert groups.count("inner ") == LAYERS, "none a second time"
+    assert groups.count("inner ") == LAYERS, "no matmul is recomputed"
     assert offload(model).stats.products == SENT
     link, pool = channel(model).link, channel(model).pool
     assert sorted(link.did("copy_back")) == link.did("send"), "each once"
@@ -105,7 +105,7 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
 @KINDS
 @pytest.mark.parametrize("model_type", ["ernie", "gemma4_text"])
 def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> None:
-    """What a scope puts back behind a layer that ran again is what it found there, not what was lent for a forward."""
+    """A scope around a layer that runs again restores what it replaced, not the slot of one forward."""
     model = with_products(build_tiny(model_type).train(), reentrant=reentrant)
     stock = prepared(build_tiny(model_type).train(), None, reentrant=reentrant)
     for m in (model, stock):
@@ -129,7 +129,7 @@ def test_what_has_no_gated_mlp_is_left_alone() -> None:
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
 def test_negative_control(link: type[LateLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients do come from products that were brought back: layer inputs stay here."""
+    """The gradients depend on activations that were copied back; layer inputs stay on the device here."""
     monkeypatch.setattr(saved, "KEEP", 100)
     ours = gradients(with_products(tiny(), link=link))
     assert not equal(ours, gradients(prepared(tiny(), None)))
@@ -138,7 +138,7 @@ def test_negative_control(link: type[LateLink], monkeypatch: pytest.MonkeyPatch)
 
 @KINDS
 def test_two_backwards(reentrant: bool) -> None:
-    """A retained graph brings them again, and gradients don't take the place of those that stayed."""
+    """A retained graph copies them back again, and gradients don't overwrite those that stayed."""
     model, plain = with_products(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
     results = []
     for m in (plain, model):
@@ -199,7 +199,7 @@ def test_an_exception_puts_everything_back() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", ["checkpoints", "activations"])
 def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
-    """Passes that are recorded do the same, in host buffers that are never let go."""
+    """Recorded passes do the same, in host buffers that are never freed."""
     model, plain = offloaded(tiny(lora=True), choice, graphs="auto"), prepared(tiny(lora=True), None)
     runner(model).recorder = FakeRecorder()
     batches = ((9, 9, 9), (90, 60), (9, 9, 9), (90, 60))
@@ -215,7 +215,9 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     assert "of each recorded step wait in 0.00 GiB" in told(model)
     pool = recorded(model).pool
     assert (in_use(pool), recorded(model).link.hazards) == (0, 0)
-    assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), "those of the small ones too"
+    assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), (
+        "including those of the small batches"
+    )
 
 
 def recorded(model: Any) -> HostChannel:
@@ -225,7 +227,7 @@ def recorded(model: Any) -> HostChannel:
 
 
 class Forgetful(FakeRecorder):
-    """Keeps addresses, not what its passes close over, as graphs do."""
+    """Keeps addresses but not what its passes close over, as graphs do."""
 
     def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         tape = super().record(device, forward, backward)
@@ -236,7 +238,7 @@ class Forgetful(FakeRecorder):
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["unpatched", "patched anew", "dropped"])
 def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
-    """Until its backward is over, and the device with it."""
+    """They live until its backward is over and the device is done."""
     model = offloaded(tiny(lora=True), "activations", graphs="auto")
     offload(model).min_bytes = 512
     runner(model).recorder = Forgetful()
@@ -258,7 +260,7 @@ def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     gc.collect()
     assert pool() is None
     assert not any(buffer() is not None for buffer in buffers)
-    assert link.drained == 1, "nobody else may have the memory while a replay reads it"
+    assert link.drained == 1, "the memory may not be reused while a replay reads it"
 
 
 def test_buffers_of_recordings_stay() -> None:
@@ -273,7 +275,7 @@ def test_buffers_of_recordings_stay() -> None:
 
 
 def test_pace() -> None:
-    """An H200's rates at 3,000 tokens of Llama 8B: about half of the layers; a tenth of its link, none."""
+    """At an H200's rates with 3,000 tokens of Llama 8B, half of the layers; at a tenth of its link's rate, none."""
     x, gate = torch.empty(3000, 4096, dtype=torch.bfloat16), torch.empty(3000, 14336, dtype=torch.bfloat16)
     assert 0.45 < copied_share(Rates(55e9, 790e12), [gate, gate], x) < 0.6
     assert copied_share(Rates(5.5e9, 790e12), [gate, gate], x) == 0.0
@@ -283,7 +285,7 @@ def test_pace() -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
 def test_which_layers(share: float) -> None:
-    """Evenly spread, and none so late that its copy would be behind the last layer."""
+    """Offloaded layers are evenly spread, and no copy ends behind the last layer."""
     sent = [index for index in range(32) if is_offloaded(index, 32, share)]
     assert abs(len(sent) - 31 * share) <= 2
     if sent:
@@ -321,7 +323,7 @@ def test_small_products_are_made_again() -> None:
 
 
 def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward one layer's products are on their way, beside the one that runs; later they are on the host."""
+    """In the forward, one layer's activations are copied while the next layer runs; later all are on the host."""
     products: list[StorageWeakRef] = []
     alive: list[int] = []
     stock = ActivationOffload._send
@@ -337,7 +339,7 @@ def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(ActivationOffload, "_send", send)
     loss = run(with_products(tiny()))
-    assert alive == [2] * SENT, "those of a layer before are on the host"
+    assert alive == [2] * SENT, "those of earlier layers are on the host"
     assert (len(products), count()) == (2 * SENT, 0)
     loss.backward()
 
@@ -358,7 +360,7 @@ def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.sample(1)
 @KINDS
 def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
-    """As in a loop that rebinds it only when the next forward is over."""
+    """As in a loop that rebinds the loss only after the next forward."""
     model = with_products(tiny(), reentrant=reentrant)
     sizes = []
     for _ in range(3):
@@ -374,7 +376,7 @@ def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
 @pytest.mark.parametrize("rates", [Rates(1.0, 1.0), None], ids=["sent", "none sent"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks every operation of the second run up among those of the first: all of them have to come again."""
+    """It looks up every operation of the second run among those of the first, so all of them have to run again."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     monkeypatch.setattr(LateLink, "rates", lambda self, dtype: rates)
@@ -403,7 +405,7 @@ def test_layers_that_never_run_again_send_nothing() -> None:
 
 
 def test_what_was_made_before_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that never left are handed out as copies."""
+    """Activations that never left the device are returned as copies."""
     model = with_products(tiny(), reentrant=True)
     layers = backbone_of(model).layers
     seen: list[Tensor] = []

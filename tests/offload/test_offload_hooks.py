@@ -1,4 +1,4 @@
-"""The hooks alone, around a few checkpointed layers: what leaves, when it does, and when it is back."""
+"""The saved-tensor hooks alone, around a few checkpointed layers: which tensors are offloaded, and when."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def test_host_pool() -> None:
 
 @KINDS
 def test_order(reentrant: bool) -> None:
-    """Layer i's input is on its way to the host before layer i + KEEP + 1 ends, and back before layer i + 1 runs."""
+    """Layer i's input is sent before layer i + KEEP + 1 ends, and its copy back starts before layer i + 1 runs."""
     ours, layers, x = chain(reentrant)
     with ours.saving():
         out = layers(x * 2)
-    forward, layers.link.diary = layers.link.diary, []
+    forward, layers.link.log = layers.link.log, []
     out.sum().backward()
-    backward = layers.link.diary
+    backward = layers.link.log
     for index in range(LAYERS - KEEP):
         sent = forward.index(("send", index))
         assert ("run", index + KEEP + 1) not in forward[:sent]
@@ -55,7 +55,7 @@ def test_order(reentrant: bool) -> None:
 
 @KINDS
 def test_few_are_on_the_device(reentrant: bool) -> None:
-    """After the forward those kept; during it those on their way besides."""
+    """After the forward only the kept inputs are there; during it, those being copied too."""
     ours, _, x = chain(reentrant)
     storages: list[StorageWeakRef] = []
     counts = []
@@ -105,8 +105,8 @@ def test_each_storage_once() -> None:
     assert (layers.link.hazards, layers.link.abandoned) == (0, 0)
 
 
-def test_asked_for_out_of_order() -> None:
-    """An operation that saved two asks for the first one first: what was asked for is not brought again unasked."""
+def test_fetched_out_of_order() -> None:
+    """An operation that saved two tensors fetches the first one first: fetched tensors are not prefetched again."""
     channel = HostChannel(LateLink(torch.device("cpu")))
     hooks = SavedTensorHooks(lambda device: channel, min_bytes=0)
     tensors = [torch.randn(8) for _ in range(4 + KEEP)]
@@ -156,18 +156,18 @@ def test_a_parameter_changed_in_place_raises() -> None:
         out.sum().backward()
 
 
-def test_what_leaves() -> None:
+def test_which_tensors_are_offloaded() -> None:
     link = LateLink(torch.device("cpu"))
     channel = HostChannel(link)
     x = torch.randn(64, 64)
     leaf = x.clone().requires_grad_()
-    leaving = {
+    offloaded = {
         "a result": leaf * 1,
         "a frozen leaf": x,
         "half precision": x.repeat(2, 1).to(torch.bfloat16),
         "a whole storage in another shape": (leaf * 1).view(1, 64, 64),
     }
-    staying = {
+    unmoved = {
         "a leaf, which the graph holds": leaf,
         "a parameter": nn.Parameter(x.clone()),
         "whole numbers": x.long(),
@@ -177,15 +177,15 @@ def test_what_leaves() -> None:
         "small": x[:63].clone(),
         "sparse": x.to_sparse(),
     }
-    for name, tensor in {**leaving, **staying}.items():
+    for name, tensor in {**offloaded, **unmoved}.items():
         hooks = SavedTensorHooks(lambda device: channel, min_bytes=64 * 64 * 4)
-        assert isinstance(hooks.pack(tensor), OffloadedTensor if name in leaving else UnmovedTensor), name
+        assert isinstance(hooks.pack(tensor), OffloadedTensor if name in offloaded else UnmovedTensor), name
     nowhere = SavedTensorHooks(lambda device: None, min_bytes=0)
     assert isinstance(nowhere.pack(leaf * 1), UnmovedTensor)
 
 
 def test_part_of_a_graph() -> None:
-    """What was brought and not asked for keeps its memory until the copy is over."""
+    """Memory of a prefetched but unused tensor is held until its copy is done."""
     ours, layers, x = chain()
     hidden = [x * 2]
     with ours.saving():
@@ -210,7 +210,7 @@ def test_part_of_a_graph() -> None:
     ("which", "after"), [(0, 0), (0, KEEP), (LAYERS - 1, LAYERS - 1)], ids=["waiting", "on its way", "kept"]
 )
 def test_a_change_in_place_raises(which: int, after: int) -> None:
-    """As autograd does where there are no hooks."""
+    """It raises as autograd does without hooks."""
     ours, layers, x = chain()
     with pytest.raises(RuntimeError, match="inplace"):
         _change(layers, x, which, after).sum().backward()
@@ -224,7 +224,7 @@ def test_a_change_in_place_raises(which: int, after: int) -> None:
         offloading()
 
 
-def test_a_change_after_it_left_does_no_harm() -> None:
+def test_a_change_after_the_copy_does_no_harm() -> None:
     ours, layers, x = chain()
     layers(x * 2).sum().backward()
     want = x.grad
@@ -236,7 +236,7 @@ def test_a_change_after_it_left_does_no_harm() -> None:
 
 
 def _change(layers: Chain, x: Tensor, which: int, after: int) -> Tensor:
-    """Layer inputs, one of them changed after a later layer has run."""
+    """Return the output of layers whose input ``which`` is changed in place after layer ``after`` has run."""
     hidden = [x * 2]
     for index in range(LAYERS):
         hidden.append(checkpoint(layers.layer, hidden[-1], index, use_reentrant=False))
