@@ -36,7 +36,7 @@ class LateLink:
         self.log: list[tuple[str, int]] = []
         self.names: dict[int, int] = {}
         self.hazards = self.abandoned = self.done = self.drained = 0
-        self.kept: list[Tensor] = []
+        self.held: list[Tensor] = []
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN in every dtype
@@ -73,7 +73,7 @@ class LateLink:
 
     def abandon(self, tensor: Tensor) -> None:
         self.abandoned += 1
-        self.kept.append(tensor)
+        self.held.append(tensor)
 
     def drain(self) -> None:
         self.drained += 1
@@ -130,13 +130,13 @@ def prepared(model: Any, choice: Any, *, reentrant: bool = False, graphs: Any = 
 
 def offload(model: Any) -> CheckpointOffload:
     runtime = runtime_of(backbone_of(model))
-    found = None if runtime is None else runtime.offload
-    assert found is not None
-    return found
+    ours = None if runtime is None else runtime.offload
+    assert ours is not None
+    return ours
 
 
 def channel(model: Any) -> HostChannel:
-    (only,) = (found for found in offload(model)._channels.values() if found is not None)
+    (only,) = (channel for channel in offload(model)._channels.values() if channel is not None)
     return only
 
 

@@ -86,23 +86,23 @@ class FakeRecorder:
         def replay_forward() -> None:
             self._spoil()
             with torch.enable_grad():
-                made = forward()
-            self.saved = (tape, made)
-            static.copy_(made.detach())
+                output = forward()
+            self.saved = (tape, output)
+            static.copy_(output.detach())
 
         def replay_backward() -> None:
             assert self.saved is not None, "a backward without its forward"
-            (owner, made), self.saved = self.saved, None
+            (owner, output), self.saved = self.saved, None
             assert owner is tape, "another replay overwrote what this one saved"
             self._spoil()
             try:
                 with torch.enable_grad():
-                    found = backward(made)
+                    results = backward(output)
             except RuntimeError as error:
                 if "modified by an inplace operation" not in str(error):
                     raise
                 return  # a graph does not notice: it computes wrong numbers
-            for into, gradient in zip(gradients, found, strict=True):
+            for into, gradient in zip(gradients, results, strict=True):
                 if into is not None:
                     into.copy_(gradient)
 
@@ -117,9 +117,9 @@ class FakeRecorder:
 def runner(model: Any) -> GraphRunner:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     runtime = runtime_of(inner.base_model)
-    found = None if runtime is None else runtime.graphs
-    assert found is not None
-    return found
+    graphs = None if runtime is None else runtime.graphs
+    assert graphs is not None
+    return graphs
 
 
 def recorded(model: Any) -> list[RecordedStep]:
@@ -130,9 +130,9 @@ def recorded(model: Any) -> list[RecordedStep]:
 def graphed(model: Any, *, kernels: Any = "auto", **settings: Any) -> Any:
     """Patch a model with the fake recorder; by default each batch's own sizes are recorded at first sight."""
     fastpack.patch(model, graphs="auto", kernels=kernels)
-    found = runner(model)
-    found.recorder = FakeRecorder()
-    found.settings = GraphSettings(**{"record_after": 0, "first_steps": TOKEN_STEPS, **settings})
+    graphs = runner(model)
+    graphs.recorder = FakeRecorder()
+    graphs.settings = GraphSettings(**{"record_after": 0, "first_steps": TOKEN_STEPS, **settings})
     return model
 
 
@@ -155,8 +155,8 @@ def check(ours: Result, want: Result) -> None:
 
 def reason(model: Any) -> str:
     """Return the only reason for which forwards of this model ran eagerly."""
-    (found,) = runner(model).stats.eager
-    return found
+    (only,) = runner(model).stats.eager
+    return only
 
 
 def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:

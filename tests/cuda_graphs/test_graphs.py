@@ -75,10 +75,10 @@ def test_negative_control() -> None:
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
     first = step(model)
     (recorded,) = runner(model)._recordings.steps.values()
-    write, given = recorded._write_inputs, []
-    recorded._write_inputs = lambda *inputs: given.append(inputs) or write(*inputs)
+    write, batches = recorded._write_inputs, []
+    recorded._write_inputs = lambda *inputs: batches.append(inputs) or write(*inputs)
     step(model)
-    recorded._write_inputs = lambda *_: write(*given[0])
+    recorded._write_inputs = lambda *_: write(*batches[0])
     other = make_sequences(VOCAB, SMALL, seed=1)
     stale, want = (run_batch(m, other, "padded right") for m in (model, plain))
     assert runner(model).stats.replays == 3
@@ -312,7 +312,7 @@ def test_autocast_over_float32_weights() -> None:
 
 def test_a_recorded_backward_is_outside_autocast() -> None:
     """A loss's backward is outside autocast too: what ran in float32 has its backward in float32."""
-    seen: list[bool] = []
+    autocast_states: list[bool] = []
 
     class Watch(torch.autograd.Function):
         @staticmethod
@@ -321,7 +321,7 @@ def test_a_recorded_backward_is_outside_autocast() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(torch.is_autocast_enabled("cpu"))
+            autocast_states.append(torch.is_autocast_enabled("cpu"))
             return grad
 
     class Watched(nn.Module):
@@ -335,8 +335,8 @@ def test_a_recorded_backward_is_outside_autocast() -> None:
         loss = hidden(model).sum()
     loss.backward()
     assert runner(model).stats.replays == 1
-    assert seen
-    assert not any(seen)
+    assert autocast_states
+    assert not any(autocast_states)
 
 
 def test_embeddings_as_inputs() -> None:
@@ -346,10 +346,10 @@ def test_embeddings_as_inputs() -> None:
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
     results = []
     for m in models:
-        given = m.model.embed_tokens(ids).detach().requires_grad_()
-        out = m(inputs_embeds=given, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        embeddings = m.model.embed_tokens(ids).detach().requires_grad_()
+        out = m(inputs_embeds=embeddings, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
         out.loss.backward()
-        results.append((out.logits, given.grad, m.model.layers[0].mlp.up_proj.weight.grad))
+        results.append((out.logits, embeddings.grad, m.model.layers[0].mlp.up_proj.weight.grad))
     for want, ours in zip(*results, strict=True):
         assert relative(ours, want) <= FLOAT32_BOUND
     assert runner(models[1]).stats.replays == 1
@@ -367,12 +367,12 @@ def test_copies_and_pickles_start_empty() -> None:
     model = graphed(tiny_model("llama"))
     want = step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        found = runner(other)
-        assert found is not runner(model)
-        assert (found.stats.recordings, found.settings.record_after) == (0, 0)
+        graphs = runner(other)
+        assert graphs is not runner(model)
+        assert (graphs.stats.recordings, graphs.settings.record_after) == (0, 0)
         other.zero_grad()
         check(step(other), want)
-        assert (found.stats.replays, runner(model).stats.replays) == (1, 1)
+        assert (graphs.stats.replays, runner(model).stats.replays) == (1, 1)
 
 
 def test_a_batch_that_comes_in_a_bucket() -> None:

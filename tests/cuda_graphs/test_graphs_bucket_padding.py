@@ -44,9 +44,9 @@ def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
         check(step(model, lengths), step(plain, lengths))
     stats = runner(model).stats
     assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {})
-    (found,) = recorded(model)
-    assert found.leaves_out_bucket_padding
-    assert whole_tiles(found, SMALL) == 1
+    (recording,) = recorded(model)
+    assert recording.leaves_out_bucket_padding
+    assert whole_tiles(recording, SMALL) == 1
 
 
 @pytest.mark.slow
@@ -62,9 +62,9 @@ def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
     plain, model = fastpack.patch(build()), graphed(build(), kernels="triton", first_steps=1, record_after=4.0)
     for lengths in (LARGE, SMALL):
         check(step(model, lengths), step(plain, lengths))
-    (found,) = recorded(model)
-    assert found.leaves_out_bucket_padding
-    assert whole_tiles(found, SMALL) == 1
+    (recording,) = recorded(model)
+    assert recording.leaves_out_bucket_padding
+    assert whole_tiles(recording, SMALL) == 1
 
 
 def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +85,10 @@ def test_bucket_padding_stays_finite() -> None:
     model = graphed(tiny_model("qwen2"), kernels="triton", first_steps=1, record_after=4.0)
     hidden(model, lengths=LARGE).sum().backward()
     out = hidden(model)
-    (found,) = recorded(model)
+    (recording,) = recorded(model)
     assert out.shape[1] == sum(SMALL)
-    assert whole_tiles(found, SMALL) == 1
-    assert found._captured.output.isfinite().all()
+    assert whole_tiles(recording, SMALL) == 1
+    assert recording._captured.output.isfinite().all()
 
 
 def test_nothing_is_left_out_where_zeros_do_harm() -> None:
@@ -102,9 +102,9 @@ def test_experts_run_on_bucket_padding() -> None:
     """Leaving padding out of attention's projections alone does not count."""
     model = graphed(tiny_model("mixtral"), kernels="triton")
     step(model)
-    (found,) = recorded(model)
-    assert found._row_count.products
-    assert not found.leaves_out_bucket_padding
+    (recording,) = recorded(model)
+    assert recording._row_count.products
+    assert not recording.leaves_out_bucket_padding
 
 
 def test_plain_torch_leaves_nothing_out() -> None:
@@ -113,7 +113,7 @@ def test_plain_torch_leaves_nothing_out() -> None:
     assert [s.leaves_out_bucket_padding for s in recorded(model)] == [False]
 
 
-@pytest.mark.parametrize(("left_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
+@pytest.mark.parametrize(("leaves_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
 def test_they_serve_smaller_batches_and_longer(
     leaves_out: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,8 +125,8 @@ def test_they_serve_smaller_batches_and_longer(
     assert [Bucket.of(x).tokens for x in (large, small)] == [512, 320]
     monkeypatch.setattr(step_module, "MIN_WORK_LEFT_OUT", -1.0 if leaves_out else 0.5)
     model = graphed(tiny_model("llama", num_hidden_layers=1), record_after=4.0)
-    found = []
+    recorded_so_far = []
     for lengths in (large, *[small] * 8):
         step(model, lengths)
-        found.append(runner(model).stats.recordings)
-    assert found == counts
+        recorded_so_far.append(runner(model).stats.recordings)
+    assert recorded_so_far == counts

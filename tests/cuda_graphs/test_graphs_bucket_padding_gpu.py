@@ -46,10 +46,10 @@ def test_families_in_bf16(model_type: str) -> None:
         check(compare(run_batch(model, sequences, kind), wide, half=True), plain)
     if not runner(model).stats.replays:
         pytest.skip(f"not recorded: {runner(model).describe(torch.device('cuda'))}")
-    found = recorded(model)[0]
-    assert found.bucket.tokens - sum(LENGTHS) > 128
-    assert found._row_count.row_limited
-    assert found.leaves_out_bucket_padding == (model_type not in IN_PART)
+    recording = recorded(model)[0]
+    assert recording.bucket.tokens - sum(LENGTHS) > 128
+    assert recording._row_count.row_limited
+    assert recording.leaves_out_bucket_padding == (model_type not in IN_PART)
 
 
 @pytest.mark.parametrize(

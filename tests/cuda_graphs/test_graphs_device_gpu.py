@@ -40,10 +40,10 @@ def test_what_happens_between_forward_and_backward_does_no_harm() -> None:
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         if b.grad is not None:
             assert (a.grad - b.grad).abs().max() <= 3e-5 * b.grad.abs().max() + 1e-6
-    kept = [p.grad for p in model.parameters() if p.grad is not None]
-    copies = [g.clone() for g in kept]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    copies = [g.clone() for g in gradients]
     step(model, LARGE)  # with gradients of its own
-    assert all(torch.equal(g, c) for g, c in zip(kept, copies, strict=True))
+    assert all(torch.equal(g, c) for g, c in zip(gradients, copies, strict=True))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
@@ -193,11 +193,11 @@ def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
 
 def test_a_tensor_that_stays_where_replays_write() -> None:
     """All recordings are dropped: the tensor that one of them would overwrite stays right."""
-    kept: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> None:
-        if x.shape[-2] not in kept:
-            kept[x.shape[-2]] = torch.arange(2**18, device="cuda")
+        if x.shape[-2] not in tensors:
+            tensors[x.shape[-2]] = torch.arange(2**18, device="cuda")
 
     plain, model = both()
     model.model.norm, plain.model.norm = Meddling(model.model.norm, keep), Meddling(plain.model.norm, lambda x: None)
@@ -206,8 +206,8 @@ def test_a_tensor_that_stays_where_replays_write() -> None:
         close(step(model, lengths), step(plain, lengths))
     assert (stats.recordings, stats.replays) == (1, 2)
     assert stats.eager == {"it keeps a tensor from one batch for the next ones": 2}
-    assert len(kept) > 1
-    assert all(torch.equal(tensor, torch.arange(2**18, device="cuda")) for tensor in kept.values())
+    assert len(tensors) > 1
+    assert all(torch.equal(tensor, torch.arange(2**18, device="cuda")) for tensor in tensors.values())
 
 
 def test_ctrl_c_in_the_pass_before_a_recording_is_not_swallowed() -> None:

@@ -223,14 +223,14 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
         check(step(model, lengths), step(plain, lengths))
     assert not any(recorded._pads_with_zeros for recorded in runner(model)._recordings.steps.values())
     assert runner(model).stats.replays == 3
-    found = step_module._find_gradients
-    monkeypatch.setattr(step_module, "_find_gradients", lambda *a, **k: (*found(*a, **k)[:2], True))
+    find_gradients = step_module._find_gradients
+    monkeypatch.setattr(step_module, "_find_gradients", lambda *a, **k: (*find_gradients(*a, **k)[:2], True))
     wrong = compare(step(graphed(models[2])), step(plain)).worst
     assert not wrong <= FLOAT32_BOUND, "negative control"
 
 
 @pytest.mark.parametrize(
-    ("raised", "left", "found"),
+    ("raised", "left", "error"),
     [
         (None, 0, None),
         (None, 512, GraphPoolError),
@@ -244,7 +244,7 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
 def test_errors_of_a_pass_that_allocates_from_the_pool(
     raised: type[BaseException] | None,
     left: int,
-    found: type[BaseException] | None,
+    error: type[BaseException] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tensors left in the pool end recording; errors that are not about memory pass through. (The pool is a fake.)"""
@@ -261,9 +261,9 @@ def test_errors_of_a_pass_that_allocates_from_the_pool(
             if raised is not None:
                 raise raised
 
-    if found is None:
+    if error is None:
         run()
     else:
-        with pytest.raises(found):
+        with pytest.raises(error):
             run()
     assert ended == [("pool", 0)]

@@ -74,14 +74,14 @@ def test_no_hook_is_left_behind() -> None:
 
 
 def test_places_are_counted_from_both_ends() -> None:
-    seen: list[int] = []
+    cut_places: list[int] = []
     layers = [nn.Linear(1, 1) for _ in range(8)]
     place = 0
-    with cut_between(layers, lambda: seen.append(place)):
+    with cut_between(layers, lambda: cut_places.append(place)):
         x = torch.ones(1)
         for place, layer in enumerate(layers):  # noqa: B007
             x = layer(x)
-    assert seen == sorted({*CUTS, *(len(layers) - many for many in CUTS)})
+    assert cut_places == sorted({*CUTS, *(len(layers) - count for count in CUTS)})
 
 
 def test_a_layer_that_is_in_several_places_is_cut_once_a_call() -> None:

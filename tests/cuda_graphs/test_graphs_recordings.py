@@ -18,7 +18,7 @@ from fastpack.packing.buckets import Bucket
 pytestmark = pytest.mark.usefixtures("varlen")
 
 
-def kept(model: Any) -> list[int]:
+def recording_tokens(model: Any) -> list[int]:
     """Return the tokens of the existing recordings."""
     return [bucket.tokens for bucket, _ in runner(model)._recordings.steps]
 
@@ -41,8 +41,8 @@ def test_a_larger_recording_serves_until_it_has_wasted_enough() -> None:
     tokens = [Bucket.of(lengths).tokens for lengths in (larger, own, small)]
     assert tokens == [384, 320, 64]
     model = graphed(tiny_model("llama"), record_after=3 * 64 / 320, max_oversize=1.2)
-    found = recorded_when(model, larger, own, own, own, own, small)
-    assert found == [1, 1, 1, 2, 2, 3], "own sizes when 3 x 64 tokens were wasted, small ones at once"
+    counts = recorded_when(model, larger, own, own, own, own, small)
+    assert counts == [1, 1, 1, 2, 2, 3], "own sizes when 3 x 64 tokens were wasted, small ones at once"
 
 
 def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None:
@@ -53,8 +53,8 @@ def test_smaller_batches_count_for_the_sizes_that_would_have_held_them() -> None
     assert recorded_when(graphed(tiny_model("llama"), **settings), larger, own, less, own) == [1, 1, 1, 2]
     model = graphed(tiny_model("llama"), **settings)
     assert recorded_when(model, larger, own, larger, own) == [1, 1, 1, 1], "two do not make it, nor what fits as it is"
-    found = recorded_when(graphed(tiny_model("llama"), **settings), larger, own, less, own, less, less, less)
-    assert found == [1, 1, 1, 2, 2, 2, 3], "what was wasted before a recording counts no more"
+    counts = recorded_when(graphed(tiny_model("llama"), **settings), larger, own, less, own, less, less, less)
+    assert counts == [1, 1, 1, 2, 2, 2, 3], "what was wasted before a recording counts no more"
 
 
 def test_the_first_recording_is_one_that_others_can_use() -> None:
@@ -62,8 +62,8 @@ def test_the_first_recording_is_one_that_others_can_use() -> None:
     lengths, larger, small = (400, 120), (400, 200), (300, 90)
     model = graphed(tiny_model("llama"), record_after=1.0, first_steps=4, max_oversize=1.25)
     assert [Bucket.of(x).tokens for x in (lengths, larger, small)] == [576, 640, 448]
-    found = recorded_when(model, lengths, larger, small, *[lengths] * 9)
-    assert found == [1, 1, 2] + 8 * [2] + [3], "64 tokens more in each of nine batches are 576"
+    counts = recorded_when(model, lengths, larger, small, *[lengths] * 9)
+    assert counts == [1, 1, 2] + 8 * [2] + [3], "64 tokens more in each of nine batches are 576"
     assert [of.tokens for of, _ in runner(model)._recordings.steps] == [640, 448, 576]
 
 
@@ -96,52 +96,52 @@ def test_first_recordings_stay_for_what_they_serve() -> None:
     batches: Sequence[tuple[int, ...]] = [often, also, also, also, seldom]
     for lengths in batches:
         step(model, lengths)
-    assert kept(model) == [640, 320]
+    assert recording_tokens(model) == [640, 320]
     step(model, new)
     assert runner(model).stats.eager == {RECORDINGS_FULL: 1}, "as rare as the rarest"
     step(model, new)
-    assert kept(model) == [640, 1280], "twice as often"
+    assert recording_tokens(model) == [640, 1280], "twice as often"
     step(model, seldom)
-    assert kept(model) == [640, 1280]
+    assert recording_tokens(model) == [640, 1280]
     assert runner(model).stats.eager == {RECORDINGS_FULL: 2}
 
 
 def test_what_is_refused_for_one_size_leaves_nothing_behind() -> None:
     """The other recordings will not be looked up again: their memory is freed."""
     model = graphed(tiny_model("llama"))
-    found = runner(model)
+    graphs = runner(model)
     step(model, SMALL)
-    recorder = found.recorder
+    recorder = graphs.recorder
     assert isinstance(recorder, FakeRecorder)
     assert recorder.statics
     recorder.problem = CaptureRefusedError("it waits")
     plain = fastpack.patch(tiny_model("llama"))
     for lengths in (LARGE, SMALL):
         check(step(model, lengths), step(plain, lengths))
-    assert found.stats.eager == {"it waits": 2}
+    assert graphs.stats.eager == {"it waits": 2}
     assert not recorder.statics
-    assert not found._recordings.steps
+    assert not graphs._recordings.steps
 
 
 @pytest.mark.parametrize(("error", "left"), [(CaptureRefusedError, 1), (GraphPoolError, 0)])
 def test_recordings_of_another_state(error: type[CaptureRefusedError], left: int) -> None:
     """They stay if a recording is refused, unless it broke the pool."""
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
-    found = runner(model)
-    recorder = found.recorder
+    graphs = runner(model)
+    recorder = graphs.recorder
     assert isinstance(recorder, FakeRecorder)
     step(model, SMALL)
     for m in (plain, model):
         m.model.norm.weight.requires_grad_(False)
     recorder.problem = error("so")
     check(step(model, SMALL), step(plain, SMALL))
-    assert len(found._recordings.steps) == left
+    assert len(graphs._recordings.steps) == left
     for m in (plain, model):
         m.model.norm.weight.requires_grad_(True)
     recorder.problem = None
     check(step(model, SMALL), step(plain, SMALL))
-    assert (found.stats.recordings, found.stats.replays) == (2 - left, 2)
-    assert found.stats.eager == {"so": 1}
+    assert (graphs.stats.recordings, graphs.stats.replays) == (2 - left, 2)
+    assert graphs.stats.eager == {"so": 1}
 
 
 @pytest.mark.parametrize(

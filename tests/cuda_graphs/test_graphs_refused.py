@@ -61,14 +61,14 @@ def test_nothing_is_left_open_by_checkpointing_that_was_refused(
     varlen: Varlen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the following eager pass saves its tensors for a backward that runs the refused pass again."""
-    kept = []
+    errors = []
     run = varlen.run
 
     def look(call: AttentionCall) -> Tensor:
         try:
             len(call.packed.lengths)
         except Exception as error:
-            kept.append(error)  # and with it the frames on its way
+            errors.append(error)  # and with it the frames on its way
             raise
         return run(call)
 
@@ -80,7 +80,7 @@ def test_nothing_is_left_open_by_checkpointing_that_was_refused(
     want, ours = (step(m) for m in models)
     check(ours, want)
     assert reason(models[1]) == "its attention reads each batch's lengths on the host"
-    assert kept
+    assert errors
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -163,11 +163,11 @@ def test_dropout_is_drawn_anew_in_each_replay() -> None:
     assert runner(models[1]).stats.recordings == 1
 
 
-def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **given: Any) -> Any:
+def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **kwargs: Any) -> Any:
     """Replace a head's forward as TRL does."""
     if meddle is not None:
         meddle(head)
-    logits = head.lm_head(head.model(**given).last_hidden_state)
+    logits = head.lm_head(head.model(**kwargs).last_hidden_state)
     return CausalLMOutputWithPast(loss=head.loss_function(logits, labels, VOCAB), logits=logits)
 
 
@@ -241,9 +241,9 @@ def test_a_snapshot_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: pyte
     def fail(_: Any) -> None:
         raise fastpack.PackingError("before the backbone")
 
-    given = {"packed_seq_lens": [4], "meddle": fail} if by_trl else {"packed_seq_lens": [3]}
+    kwargs = {"packed_seq_lens": [4], "meddle": fail} if by_trl else {"packed_seq_lens": [3]}
     with pytest.raises(fastpack.PackingError):
-        model(input_ids=ids, labels=ids, **given)
+        model(input_ids=ids, labels=ids, **kwargs)
     order = looks(monkeypatch)
     hidden(model)
     assert "look" in order
@@ -307,8 +307,8 @@ def test_attention_that_prepares_on_the_host_is_refused(backend: str, monkeypatc
         monkeypatch.setattr(BACKENDS["flex"], "_compiled", lambda: lambda q, k, v, **_: q)
     model = tiny_model("llama")
     fastpack.patch(model, graphs="auto", attention=backend)
-    found = runner(model)
-    found.recorder, found.settings = FakeRecorder(), GraphSettings(record_after=0)
+    graphs = runner(model)
+    graphs.recorder, graphs.settings = FakeRecorder(), GraphSettings(record_after=0)
     hidden(model)
     assert reason(model).startswith("its attention")
 
@@ -327,10 +327,10 @@ def test_hooks_that_come_and_go() -> None:
     """While hooks exist the stack runs eagerly; afterwards the old recording serves again."""
     model = graphed(tiny_model("llama"))
     step(model)
-    seen: list[int] = []
-    handle = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    calls: list[int] = []
+    handle = model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
     step(model)
-    assert seen == [1]
+    assert calls == [1]
     handle.remove()
     step(model)
     assert (runner(model).stats.replays, runner(model).stats.recordings) == (2, 1)
@@ -351,8 +351,8 @@ def test_hooks_that_come_and_go() -> None:
     ],
 )
 def test_which_errors_mean_that_it_cannot_be_captured(error: BaseException, why: str | None) -> None:
-    found = capture_problem(error)
-    assert found is None if why is None else why in str(found)
+    problem = capture_problem(error)
+    assert problem is None if why is None else why in str(problem)
     with pytest.raises(RuntimeError) as end:
         _end_capture_after(error)
     assert capture_problem(end.value) is not None, "the end of a capture says so, whatever came before"

@@ -57,18 +57,18 @@ pytestmark = pytest.mark.usefixtures("no_collection")
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Record which groups of a gated MLP were multiplied."""
-    made: list[str] = []
+    multiplied: list[str] = []
     stock = gated_mlp.group_forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(kwargs["prefix"])
+        multiplied.append(kwargs["prefix"])
         return stock(*args, **kwargs)
 
     monkeypatch.setattr(gated_mlp, "group_forward", counted)
-    return made
+    return multiplied
 
 
-def told(model: Any) -> str:
+def notes(model: Any) -> str:
     return "; ".join(fastpack.report(model).notes)
 
 
@@ -94,8 +94,8 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     link, pool = channel(model).link, channel(model).pool
     assert sorted(link.did("copy_back")) == link.did("send"), "each once"
     assert (link.hazards, link.abandoned, in_use(pool)) == (0, 0, 0)
-    assert f"and gate and up of {SENT} layers, of 1 forwards waited" in told(model)
-    assert "recomputed" not in told(model)
+    assert f"and gate and up of {SENT} layers, of 1 forwards waited" in notes(model)
+    assert "recomputed" not in notes(model)
     layers = backbone_of(model).layers
     assert not any(KEPT in layer.__dict__ for layer in layers)
     assert not any("ActivationOffload" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
@@ -124,7 +124,7 @@ def test_what_has_no_gated_mlp_is_left_alone() -> None:
     assert equal(gradients(model), gradients(prepared(tiny("gpt2"), None)))
     assert offload(model).stats.products == 0
     assert offload(model).stats.tensors >= LAYERS + 1 - saved.KEEP
-    assert f"gate and up of {LAYERS} layers are recomputed: they have no gated MLP" in told(model)
+    assert f"gate and up of {LAYERS} layers are recomputed: they have no gated MLP" in notes(model)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
@@ -211,8 +211,8 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     assert not runner(model).stats.eager
     assert runner(model).stats.replays == len(batches)
     assert (stats.forwards, stats.recorded) == (0, (LAYERS - 1, SENT if choice == "activations" else 0))
-    assert f"{LAYERS - 1} layer inputs" in told(model)
-    assert "of each recorded step wait in 0.00 GiB" in told(model)
+    assert f"{LAYERS - 1} layer inputs" in notes(model)
+    assert "of each recorded step wait in 0.00 GiB" in notes(model)
     pool = recorded(model).pool
     assert (in_use(pool), recorded(model).link.hazards) == (0, 0)
     assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), (
@@ -221,12 +221,12 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
 
 
 def recorded(model: Any) -> HostChannel:
-    (found,) = (found for (_, recording), found in offload(model)._channels.items() if recording)
-    assert found is not None
-    return found
+    (channel,) = (channel for (_, recording), channel in offload(model)._channels.items() if recording)
+    assert channel is not None
+    return channel
 
 
-class Forgetful(FakeRecorder):
+class AddressOnlyRecorder(FakeRecorder):
     """Keeps addresses but not what its passes close over, as graphs do."""
 
     def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
@@ -241,7 +241,7 @@ def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     """They live until its backward is over and the device is done."""
     model = offloaded(tiny(lora=True), "activations", graphs="auto")
     offload(model).min_bytes = 512
-    runner(model).recorder = Forgetful()
+    runner(model).recorder = AddressOnlyRecorder()
     loss = run(model)
     pool, link = weakref.ref(recorded(model).pool), recorded(model).link
     buffers = [weakref.ref(buffer) for buffer in recorded(model).pool._free]
@@ -310,8 +310,8 @@ def test_slow_links_send_nothing() -> None:
         assert offload(model).stats.products == 0
         assert offload(model).stats.tensors > 0
         why = "there is no time to copy them" if link is SlowLink else "could not be measured then"
-        assert f"gate and up of {SENT} layers are recomputed: " in told(model)
-        assert why in told(model)
+        assert f"gate and up of {SENT} layers are recomputed: " in notes(model)
+        assert why in notes(model)
 
 
 def test_small_products_are_made_again() -> None:
@@ -319,7 +319,7 @@ def test_small_products_are_made_again() -> None:
     offload(model).min_bytes = 2**20
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
     assert offload(model).stats.products == 0
-    assert f"of {LAYERS} layers are recomputed: they have less than 1,048,576 bytes" in told(model)
+    assert f"of {LAYERS} layers are recomputed: they have less than 1,048,576 bytes" in notes(model)
 
 
 def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,7 +387,7 @@ def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypat
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         results.append(gradients(model))
         if choice:
-            assert f"of {LAYERS} layers are recomputed: other code watches" in told(model)
+            assert f"of {LAYERS} layers are recomputed: other code watches" in notes(model)
     assert equal(*results)
 
 
@@ -408,8 +408,8 @@ def test_what_was_made_before_an_exception(monkeypatch: pytest.MonkeyPatch) -> N
     """Activations that never left the device are returned as copies."""
     model = with_products(tiny(), reentrant=True)
     layers = backbone_of(model).layers
-    seen: list[Tensor] = []
-    layers[3].register_forward_hook(lambda module, args, out: seen.append(out))
+    outputs: list[Tensor] = []
+    layers[3].register_forward_hook(lambda module, args, out: outputs.append(out))
 
     def fail(*_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -418,13 +418,13 @@ def test_what_was_made_before_an_exception(monkeypatch: pytest.MonkeyPatch) -> N
     layers[4].post_attention_layernorm.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
         run(model)
-    (out,) = (tensor for tensor in seen if tensor.requires_grad)
-    found = []
+    (out,) = (tensor for tensor in outputs if tensor.requires_grad)
+    results = []
     for _ in range(2):
         model.zero_grad()
         out.sum().backward(retain_graph=True)
-        found.append(collected(model))
-    assert equal(*found)
+        results.append(collected(model))
+    assert equal(*results)
 
 
 def test_autocast_and_dropout() -> None:

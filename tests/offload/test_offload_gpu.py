@@ -229,12 +229,12 @@ def test_activations_come_back(lora: bool, graphs: Any) -> None:
             offload(model).connect = link
         results[link] = [step(model, seed) for seed in (0, 1, 0)]
         if link is FastLink:
-            found, graph = offload(model).stats, getattr(runtime_of(backbone_of(model)), "graphs", None)
+            stats, graph = offload(model).stats, getattr(runtime_of(backbone_of(model)), "graphs", None)
             if graph is None:
-                assert (found.forwards, found.products) == (3, 3 * OFFLOADED)
-                assert found.tensors == 3 * (LAYERS + 1 - KEEP - lora)
+                assert (stats.forwards, stats.products) == (3, 3 * OFFLOADED)
+                assert stats.tensors == 3 * (LAYERS + 1 - KEEP - lora)
             else:
-                assert (found.forwards, found.recorded) == (0, (LAYERS + 1 - KEEP, OFFLOADED))
+                assert (stats.forwards, stats.recorded) == (0, (LAYERS + 1 - KEEP, OFFLOADED))
                 assert (graph.stats.recordings, graph.stats.replays) == (1, 3)
     for want, ours, lost in zip(*results.values(), strict=True):
         assert equal(ours[0], want[0])
@@ -248,12 +248,12 @@ def test_time_is_measured_once_and_not_under_capture() -> None:
     with no_synchronisation():
         assert link.rates(torch.bfloat16) is None
     state = torch.cuda.get_rng_state()
-    found = link.rates(torch.bfloat16)
+    rates = link.rates(torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert found is not None
-    assert 1e9 < found.bytes < 1e12
-    assert 1e12 < found.operations < 1e16
-    assert link.rates(torch.bfloat16) is found
+    assert rates is not None
+    assert 1e9 < rates.bytes < 1e12
+    assert 1e12 < rates.operations < 1e16
+    assert link.rates(torch.bfloat16) is rates
 
 
 @KINDS

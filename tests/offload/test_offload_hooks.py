@@ -82,8 +82,8 @@ def test_few_are_on_the_device(reentrant: bool) -> None:
     out.sum().backward()
     assert counts[-1] == 0, "when the first layer runs again, the last ones' inputs are gone"
     storages.clear()
-    kept = forward()
-    assert kept.requires_grad
+    out = forward()
+    assert out.requires_grad
     assert alive() == LAYERS, "without"
 
 
