@@ -1,7 +1,7 @@
-"""Offloading without a GPU: a stand-in for the copies, models that use it, and checkpointed layers without a model.
+"""Helpers to test offloading without a GPU: a fake link, models that use it, and checkpointed layers without a model.
 
-The stand-in copies on a queue of its own, as late as it may: a copy runs when it is waited for, or one after it is;
-what is read before is NaN, and memory that was freed under a copy is noticed.
+The fake link copies on a queue of its own, as late as possible: a copy runs when it, or a later one, is waited for.
+Buffers that are read earlier hold NaN, and memory that is freed under a copy is counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.model.runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
-from fastpack.offload.transfer import HostPool, Lane, Rates
+from fastpack.offload.transfer import HostChannel, HostPool, Rates
 
 LAYERS = 7
 LENGTHS = (40, 1, 23)
@@ -29,28 +29,28 @@ KINDS = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "n
 
 
 class LateLink:
-    """Copies as late as allowed, and keeps a diary of them."""
+    """A link that copies as late as allowed, and logs its copies."""
 
     def __init__(self, device: torch.device) -> None:
         self.queue: list[Callable[[], None]] = []
-        self.diary: list[tuple[str, int]] = []
+        self.log: list[tuple[str, int]] = []
         self.names: dict[int, int] = {}
         self.hazards = self.abandoned = self.done = self.drained = 0
-        self.kept: list[Tensor] = []
+        self.held: list[Tensor] = []
 
     def allocate(self, nbytes: int) -> Tensor:
         return torch.full((nbytes,), 255, dtype=torch.uint8)  # NaN in every dtype
 
-    def mark(self) -> int:
+    def record_event(self) -> int:
         return -1
 
     def send(self, source: Tensor, host: Tensor, since: int) -> int:
-        self.names[host.data_ptr()] = sum(what == "send" for what, _ in self.diary)
-        self.diary.append(("send", self.names[host.data_ptr()]))
+        self.names[host.data_ptr()] = sum(what == "send" for what, _ in self.log)
+        self.log.append(("send", self.names[host.data_ptr()]))
         return self._later(weakref.ref(source), lambda x: host.copy_(x))
 
-    def bring(self, host: Tensor) -> tuple[Tensor, int]:
-        self.diary.append(("bring", self.names[host.data_ptr()]))
+    def copy_back(self, host: Tensor) -> tuple[Tensor, int]:
+        self.log.append(("copy_back", self.names[host.data_ptr()]))
         tensor = torch.full_like(host, float("nan"))
         return tensor, self._later(weakref.ref(tensor), lambda x: x.copy_(host))
 
@@ -66,14 +66,14 @@ class LateLink:
         self.queue.append(run)
         return len(self.queue)
 
-    def wait(self, moment: int) -> None:
-        for run in self.queue[self.done : moment]:
+    def wait(self, event: int) -> None:
+        for run in self.queue[self.done : event]:
             run()
-        self.done = max(self.done, moment)
+        self.done = max(self.done, event)
 
     def abandon(self, tensor: Tensor) -> None:
         self.abandoned += 1
-        self.kept.append(tensor)
+        self.held.append(tensor)
 
     def drain(self) -> None:
         self.drained += 1
@@ -82,22 +82,22 @@ class LateLink:
         return Rates(bytes=1.0, operations=1.0)
 
     def did(self, what: str) -> list[int]:
-        return [which for did, which in self.diary if did == what]
+        return [which for did, which in self.log if did == what]
 
 
 class LossyLink(LateLink):
-    """The negative control: what comes back is not what was sent."""
+    """The negative control: zeros come back."""
 
-    def bring(self, host: Tensor) -> tuple[Tensor, int]:
+    def copy_back(self, host: Tensor) -> tuple[Tensor, int]:
         return torch.zeros_like(host), len(self.queue)
 
 
 class ForgetfulLink(LateLink):
-    """Another: nobody waits for copies to the device."""
+    """Another negative control: nothing waits for copies to the device."""
 
-    def wait(self, moment: int) -> None:
-        if not self.did("bring"):
-            super().wait(moment)
+    def wait(self, event: int) -> None:
+        if not self.did("copy_back"):
+            super().wait(event)
 
 
 def backbone_of(model: Any) -> Any:
@@ -113,10 +113,10 @@ def offloaded(
     link: type[LateLink] = LateLink,
     graphs: Any = None,
 ) -> Any:
-    """Patched, checkpointed, and with a stand-in for the device."""
+    """Return the model patched and checkpointed, with a fake link."""
     prepared(model, choice, reentrant=reentrant, graphs=graphs)
     ours = offload(model)
-    ours.connect, ours.min_bytes = link, 1024  # tokens' statistics are smaller
+    ours.connect, ours.min_bytes = link, 1024  # the tokens' statistics are smaller
     return model
 
 
@@ -130,18 +130,18 @@ def prepared(model: Any, choice: Any, *, reentrant: bool = False, graphs: Any = 
 
 def offload(model: Any) -> CheckpointOffload:
     runtime = runtime_of(backbone_of(model))
-    found = None if runtime is None else runtime.offload
-    assert found is not None
-    return found
+    ours = None if runtime is None else runtime.offload
+    assert ours is not None
+    return ours
 
 
-def lane(model: Any) -> Lane:
-    (only,) = (found for found in offload(model)._lanes.values() if found is not None)
+def channel(model: Any) -> HostChannel:
+    (only,) = (channel for channel in offload(model)._channels.values() if channel is not None)
     return only
 
 
 def in_use(pool: HostPool) -> int:
-    """How many buffers are handed out."""
+    """Return how many buffers are in use."""
     return pool.count - len(pool._free)
 
 
@@ -171,7 +171,7 @@ def tiny(model_type: str = "llama", *, lora: bool = False) -> Any:
 
 
 class Chain:
-    """Checkpointed layers without a model around, and a diary of when they run."""
+    """Checkpointed layers without a model around, and a log of when they run."""
 
     def __init__(self, link: LateLink, reentrant: bool) -> None:
         self.link, self.reentrant = link, reentrant
@@ -182,7 +182,7 @@ class Chain:
         return x
 
     def layer(self, x: Tensor, index: int) -> Tensor:
-        self.link.diary.append(("run", index))
+        self.link.log.append(("run", index))
         return torch.tanh(x * (index + 1.5))
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs, and for an attention kernel that they could record, for tests without a GPU."""
+"""Substitutes for CUDA graphs and for an attention kernel that they could record, for tests without a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fastpack
 from fastpack.backends.call import AttentionCall, AttentionShape
-from fastpack.cuda_graphs.recorder import Tape
+from fastpack.cuda_graphs.recorder import CapturedPass
 from fastpack.cuda_graphs.recordings import GraphSettings
 from fastpack.cuda_graphs.runner import GraphRunner
 from fastpack.cuda_graphs.stack import Stack
@@ -52,7 +52,7 @@ class Varlen:
 
 
 class FakeRecorder:
-    """Runs the passes again, with one memory for all tapes: each replay spoils what any before it left behind."""
+    """Runs the passes again in place of graphs, over one memory: each replay overwrites earlier results with NaN."""
 
     def __init__(self) -> None:
         self.statics: list[Tensor] = []
@@ -72,7 +72,7 @@ class FakeRecorder:
         if self.passing:
             self.cuts.append(self.passing)
 
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+    def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         if self.problem is not None:
             raise self.problem
         self.passing, self.cuts = "forward", []
@@ -86,27 +86,27 @@ class FakeRecorder:
         def replay_forward() -> None:
             self._spoil()
             with torch.enable_grad():
-                made = forward()
-            self.saved = (tape, made)
-            static.copy_(made.detach())
+                output = forward()
+            self.saved = (tape, output)
+            static.copy_(output.detach())
 
         def replay_backward() -> None:
             assert self.saved is not None, "a backward without its forward"
-            (owner, made), self.saved = self.saved, None
+            (owner, output), self.saved = self.saved, None
             assert owner is tape, "another replay overwrote what this one saved"
             self._spoil()
             try:
                 with torch.enable_grad():
-                    found = backward(made)
+                    results = backward(output)
             except RuntimeError as error:
                 if "modified by an inplace operation" not in str(error):
                     raise
-                return  # a graph notices nothing: it leaves the wrong numbers
-            for into, gradient in zip(gradients, found, strict=True):
+                return  # a graph does not notice: it computes wrong numbers
+            for into, gradient in zip(gradients, results, strict=True):
                 if into is not None:
                     into.copy_(gradient)
 
-        tape = Tape(static, gradients, replay_forward, replay_backward)
+        tape = CapturedPass(static, gradients, replay_forward, replay_backward)
         return tape
 
     def _spoil(self) -> None:
@@ -117,27 +117,27 @@ class FakeRecorder:
 def runner(model: Any) -> GraphRunner:
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     runtime = runtime_of(inner.base_model)
-    found = None if runtime is None else runtime.graphs
-    assert found is not None
-    return found
+    graphs = None if runtime is None else runtime.graphs
+    assert graphs is not None
+    return graphs
 
 
 def recorded(model: Any) -> list[RecordedStep]:
-    """What is kept, in the order of its making."""
+    """Return the recorded steps, oldest first."""
     return list(runner(model)._recordings.steps.values())
 
 
 def graphed(model: Any, *, kernels: Any = "auto", **settings: Any) -> Any:
-    """Patched, with the stand-in that records, each batch's own sizes at first sight unless told otherwise."""
+    """Patch a model with the fake recorder; by default each batch's own sizes are recorded at first sight."""
     fastpack.patch(model, graphs="auto", kernels=kernels)
-    found = runner(model)
-    found.recorder = FakeRecorder()
-    found.settings = GraphSettings(**{"record_after": 0, "first_steps": TOKEN_STEPS, **settings})
+    graphs = runner(model)
+    graphs.recorder = FakeRecorder()
+    graphs.settings = GraphSettings(**{"record_after": 0, "first_steps": TOKEN_STEPS, **settings})
     return model
 
 
 def without_epsilon(model: Any) -> Any:
-    """The same with norms that divide by zero where they meet zeros."""
+    """Return the model with norms that divide by zero if their input is zero."""
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = 0.0
@@ -154,9 +154,9 @@ def check(ours: Result, want: Result) -> None:
 
 
 def reason(model: Any) -> str:
-    """The one reason for which forwards of this model ran eagerly."""
-    (found,) = runner(model).stats.eager
-    return found
+    """Return the only reason for which forwards of this model ran eagerly."""
+    (only,) = runner(model).stats.eager
+    return only
 
 
 def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:
@@ -166,7 +166,7 @@ def hidden(model: Any, seed: int = 0, lengths: Sequence[int] = SMALL) -> Tensor:
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Looks at the modules and readings of lengths from now on, in their order."""
+    """Record the order in which modules are compared ("look") and lengths are read ("lengths") from now on."""
     order: list[str] = []
     unchanged, read_packing = Stack.unchanged, causal_lm.read_packing
     monkeypatch.setattr(Stack, "unchanged", lambda self: order.append("look") or unchanged(self))

@@ -1,21 +1,36 @@
-"""Replaying a decoder stack's forward and backward from CUDA graphs, where a step waits for launches.
+"""Replay a decoder stack's forward and backward from CUDA graphs, so that steps don't wait for kernel launches.
 
-``patch(model, graphs="auto")``. The embedding, the head and the loss run as ever; between them the whole stack is a few
-launches forward and as many backward, recorded once for each :class:`~fastpack.packing.buckets.Bucket` of sizes
-(:mod:`~.runner` decides whether to replay, :mod:`~.recordings` which,
-:mod:`~.step` does it, :mod:`~.pieces` cuts it in pieces, :mod:`~.stack`
-looks for what has changed, :mod:`~.recorder` talks to the device).
+``patch(model, graphs="auto")`` turns this on. The embedding, the head and the loss run as usual. Between them, the
+whole stack becomes a few graph launches forward and a few backward. It is recorded once for each
+:class:`~fastpack.packing.buckets.Bucket` of sizes.
 
-What it costs: up to a sixteenth more tokens a step, 2 % on average, and up to 50 % while a roomier recording serves (up
-to 100 % where its products leave these tokens out, at a tenth of the time of others), until one of the batch's own
-sizes is worth its making; memory for the activations and weight gradients of the largest bucket, which recordings share
-among themselves but with nobody else; one more copy of the gradients of the weights that are trained, while they are
-handed over; no overlap of DDP's communication with the backward, since all gradients arrive at once.
+- :mod:`~.runner` decides whether to replay a batch.
+- :mod:`~.recordings` chooses the recording and decides when to make another one.
+- :mod:`~.step` records and replays one step.
+- :mod:`~.pieces` cuts a recording into several graphs.
+- :mod:`~.stack` finds changes of modules and weights.
+- :mod:`~.recorder` talks to the device.
 
-A batch that can't be replayed runs as it is, and is counted under the reason (:class:`GraphStats`, and
-:func:`fastpack.report`). That is so without a gradient (evaluation), while a forward still waits for its backward (two
-forwards before a backward, as in DPO), with dropout under gradient checkpointing, with hooks on the stack's modules
-(FSDP, ZeRO-3, accelerate offloading weights), with attention whose kernel needs lengths on the host, where anything
-waits for the device, where memory is too small for another recording, and for models whose layers have enough work to
-hide their launches. Dropout without checkpointing is drawn anew in each replay.
+Costs:
+
+- Bucket padding: up to a sixteenth more tokens a step, 2 % on average. While a larger recording serves a batch, up to
+  50 % more; up to 100 % more if the recording's matmuls leave bucket padding out, which makes a padding token cost a
+  tenth. This ends once a recording of the batch's own sizes is worth making.
+- Memory: the activations and weight gradients of the largest bucket. Recordings share this memory with each other, but
+  with nothing else. Handing gradients over takes one more copy of the gradients of the trained weights.
+- DDP: its communication does not overlap the backward, since all gradients arrive at once.
+
+A batch that can't be replayed runs eagerly and is counted under the reason (:class:`GraphStats` and
+:func:`fastpack.report`). This happens
+
+- without gradients (evaluation);
+- while an earlier forward still waits for its backward (two forwards before a backward, as in DPO);
+- with dropout under gradient checkpointing;
+- with hooks on the stack's modules (FSDP, ZeRO-3, accelerate's weight offloading);
+- if the attention kernel needs lengths on the host;
+- if anything waits for the device;
+- if memory is too small for another recording;
+- for models whose layers have enough work to hide their launches.
+
+Dropout without checkpointing draws new random numbers in each replay.
 """

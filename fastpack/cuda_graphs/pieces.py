@@ -1,8 +1,8 @@
-"""Passes are recorded in pieces, so that the device begins with the first while the host hands over the next.
+"""Cut recordings into pieces, so that the device starts the first piece while the host submits the next one.
 
-A device begins with a graph once all of it was handed over, which takes the host about 1 us a kernel: 1 to 1.5 ms for
-a stack, forward and backward each (measured). A first piece of one layer is there after a tenth of that, and lasts
-longer than handing over the next four; these longer than the rest.
+A device starts a graph only once all of it has been submitted, which takes the host about 1 us a kernel: 1 to 1.5 ms
+for a stack's forward, and as much for its backward (measured). A first piece of one layer is submitted after a tenth of
+that time. It runs longer than the submission of the next four layers takes, and these run longer than that of the rest.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ from typing import Any
 from torch import Tensor, nn
 
 CUTS = (1, 5)
-"""How many layers lie before a cut, counted from either end: a backward begins where a forward ends."""
+"""Numbers of layers before a cut, counted from both ends: a backward begins where a forward ends."""
 
 
 @contextmanager
 def cut_between(layers: Sequence[nn.Module], cut: Callable[[], None]) -> Iterator[None]:
-    """Call ``cut`` where :data:`CUTS` says, between the layers of a forward inside and of its backward, which may run
-    outside."""
-    places = [place for many in CUTS for place in (many, len(layers) - many) if 0 < place < len(layers)]
-    cut_before = dict.fromkeys(layers[place] for place in places)  # one may be in several places
+    """Call ``cut`` between layers, at the places that :data:`CUTS` names.
+
+    This covers the forward inside the context and that forward's backward, which may run outside.
+
+    Args:
+        layers: the decoder layers, in the order in which they run.
+        cut: ends the current piece and begins the next.
+    """
+    places = [place for count in CUTS for place in (count, len(layers) - count) if 0 < place < len(layers)]
+    cut_before = dict.fromkeys(layers[place] for place in places)  # a layer may occur in several places
     hook = functools.partial(_cut_here, cut)
     handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in cut_before]
     try:
@@ -34,8 +40,9 @@ def cut_between(layers: Sequence[nn.Module], cut: Callable[[], None]) -> Iterato
 
 
 def _cut_here(cut: Callable[[], None], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Cut before a layer's forward, and after its backward once its input's gradient is complete."""
     cut()
     hidden = args[0] if args else kwargs.get("hidden_states")
     if isinstance(hidden, Tensor) and hidden.requires_grad:
-        # its gradient is whole once the layer and all behind it are done
+        # The gradient is complete once this layer and all later ones have run backward.
         hidden.register_hook(lambda _: cut())

@@ -1,4 +1,4 @@
-"""Deciding, batch by batch, whether a decoder stack is replayed, recorded or run as it is."""
+"""Decide, batch by batch, whether a decoder stack is replayed, recorded or run eagerly."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fastpack.cuda_graphs.recorder import CaptureRefusedError, CudaRecorder, Recorder
-from fastpack.cuda_graphs.recordings import Circumstances, GraphSettings, Recordings
+from fastpack.cuda_graphs.recordings import GraphSettings, Recordings, StackState
 from fastpack.cuda_graphs.stack import Stack
-from fastpack.cuda_graphs.step import RecordedStep, Request, Ticket
+from fastpack.cuda_graphs.step import PendingBackward, RecordedStep, Request
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
@@ -24,26 +24,34 @@ from fastpack.utils.hooks import has_hooks
 from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Forward
 
-WAITING = "the forward before still waits for its backward"
+WAITING = "an earlier forward still waits for its backward"
 ENOUGH_WORK = "its layers have enough work to hide their launches"
 
-Around = Callable[..., AbstractContextManager[None]]
-"""Makes the context for a forward of ``(backbone, device, recording=)``."""
+ForwardContext = Callable[..., AbstractContextManager[None]]
+"""A function of ``(backbone, device, recording=)`` that returns the context of a forward."""
 
-_OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "packed_seq_lens", "use_cache", "return_dict")
-"""What the door sets itself."""
+_SET_BY_PATCH = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "packed_seq_lens",
+    "use_cache",
+    "return_dict",
+)
+"""Arguments that the patched forward sets itself."""
 _FOR_THE_LOSS = ("num_items_in_batch", "shift_labels", "labels")
-"""What heads hand on to the backbone, where nothing reads it."""
+"""Arguments that heads pass on to the backbone, which does not read them."""
 
 
 @dataclass
 class GraphStats:
-    """What happened so far.
+    """Counts of forwards so far.
 
     Attributes:
         recordings: forward and backward passes recorded.
         replays: forwards replayed.
-        eager: forwards that ran as they are, by reason.
+        eager: forwards that ran eagerly, by reason.
     """
 
     recordings: int = 0
@@ -51,8 +59,8 @@ class GraphStats:
     eager: Counter[str] = field(default_factory=Counter)
 
 
-class Seen(NamedTuple):
-    """A look at the modules, for the one ``packed`` batch, or for whichever comes next."""
+class StackSnapshot(NamedTuple):
+    """A stack and its state, read ahead of a call: for the batch ``packed``, or for whichever comes next."""
 
     stack: Stack
     state: Hashable
@@ -61,12 +69,14 @@ class Seen(NamedTuple):
 
 @dataclass(eq=False)
 class GraphRunner:
-    """Runs the backbone of one patched model, from CUDA graphs where that is possible and pays.
+    """Runs the backbone of one patched model from CUDA graphs, if that is possible and pays.
 
     It lives as long as the patch. A copy or a pickle of it, which a copy of the model brings along, starts empty.
 
     Attributes:
-        recorder: what records; another one in tests.
+        settings: when to record.
+        recorder: records and replays passes; tests use another one.
+        stats: counts of forwards.
     """
 
     settings: GraphSettings = field(default_factory=GraphSettings)
@@ -74,77 +84,84 @@ class GraphRunner:
     stats: GraphStats = field(default_factory=GraphStats)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _started_empty, (self.settings, type(self.recorder))
+        """Return a runner of the same settings, without recordings."""
+        return _new_runner, (self.settings, type(self.recorder))
 
     def __post_init__(self) -> None:
+        """Start without recordings."""
         self._stack: Stack | None = None
         self._changes = self._since_change = 0
-        self._pending: weakref.ref[Ticket] | None = None
+        self._pending: weakref.ref[PendingBackward] | None = None
         self._given_up: str | None = None
-        self._seen: Seen | None = None
+        self._snapshot: StackSnapshot | None = None
         self._drop()
 
     def _drop(self) -> None:
-        self._known: dict[Hashable, Circumstances] = {}
+        """Drop all recordings and their memory."""
+        self._states: dict[Hashable, StackState] = {}
         self._recordings = Recordings()
         self.recorder.clear()
 
     @contextmanager
     def looking_ahead(self, backbone: ModelLike) -> Iterator[None]:
-        """Look at the modules before the lengths are waited for: 2 ms with PEFT, in which the device has work.
+        """Read the stack's state before the lengths are waited for.
 
-        A :meth:`run` inside believes what was seen, unless hooks of the backbone itself come in between.
+        With PEFT this takes 2 ms, in which the device still works. A :meth:`run` inside the context uses this state,
+        unless the backbone has hooks of its own, which may change modules.
         """
-        self._seen = self.look_ahead(backbone)
+        self._snapshot = self.look_ahead(backbone)
         try:
             yield
         finally:
-            self._seen = None
+            self._snapshot = None
 
-    def look_ahead(self, backbone: ModelLike) -> Seen | None:
-        """The same for who does not see the call end: what was seen, for :meth:`believe`; None where that is idle.
+    def look_ahead(self, backbone: ModelLike) -> StackSnapshot | None:
+        """Return the stack's state for :meth:`believe`; None if it would not be used.
 
-        Whoever runs in between must not touch the modules: it would not be noticed.
+        This is for callers that don't see the end of the call. Code that runs before :meth:`run` must not change the
+        modules: the change would go unnoticed.
         """
         hooked = has_hooks(backbone) or "_hf_hook" in backbone.__dict__
-        return None if hooked or not torch.is_grad_enabled() or self._given_up else self._look(backbone)
+        return None if hooked or not torch.is_grad_enabled() or self._given_up else self._take_snapshot(backbone)
 
-    def believe(self, seen: Seen | None, packed: PackedSeqLens) -> None:
-        """Let the run of this very batch, if it comes next, do without a look of its own."""
-        self._seen = None if seen is None else seen._replace(packed=packed)
+    def believe(self, snapshot: StackSnapshot | None, packed: PackedSeqLens) -> None:
+        """Let :meth:`run` use this state if it gets this batch next, without reading the stack again."""
+        self._snapshot = None if snapshot is None else snapshot._replace(packed=packed)
 
-    def _look(self, backbone: ModelLike) -> Seen:
+    def _take_snapshot(self, backbone: ModelLike) -> StackSnapshot:
         stack = self._current_stack(backbone)
-        return Seen(stack, stack.state())
+        return StackSnapshot(stack, stack.state())
 
-    def run(self, backbone: ModelLike, stock: Forward, arguments: dict[str, Any], around: Around | None) -> Any:
-        """The backbone's outputs for a packed batch.
+    def run(
+        self, backbone: ModelLike, stock: Forward, arguments: dict[str, Any], forward_context: ForwardContext | None
+    ) -> Any:
+        """Return the backbone's outputs for a packed batch.
 
         Args:
             backbone: the module.
             stock: its forward from before the patch.
-            arguments: what the stock forward is to be called with.
-            around: what goes around it, recorded or not; it may copy on streams of its own.
+            arguments: the keyword arguments of the stock forward.
+            forward_context: makes a context for the forward, recorded or not; it may copy on streams of its own.
         """
         packed: PackedSeqLens = arguments["packed_seq_lens"]
-        seen, self._seen = self._seen, None
+        snapshot, self._snapshot = self._snapshot, None
         reason = (
             self._given_up or self.recorder.rejects(packed.cu_seqlens.device) or why_not_this_call(backbone, arguments)
         )
         if reason is None:
             if arguments.get("inputs_embeds") is None:
-                # outside the recording: its gradient, its hooks and NEFTune's noise are as ever
+                # The embedding stays outside the recording, so its gradient, hooks and NEFTune's noise are unchanged.
                 embeddings = backbone.get_input_embeddings()(arguments["input_ids"])
                 arguments = {**arguments, "input_ids": None, "inputs_embeds": embeddings}
-            reason, step, request = self._find_step(backbone, stock, arguments, packed, seen, around)
+            reason, step, request = self._find_step(backbone, stock, arguments, packed, snapshot, forward_context)
             if step is not None:
-                ticket = Ticket()
-                self._pending = weakref.ref(ticket)
+                pending = PendingBackward()
+                self._pending = weakref.ref(pending)
                 self.stats.replays += 1
-                return step.replay(request, ticket)
+                return step.replay(request, pending)
         assert reason is not None
         self.stats.eager[reason] += 1
-        with nullcontext() if around is None else around(backbone, packed.cu_seqlens.device):
+        with nullcontext() if forward_context is None else forward_context(backbone, packed.cu_seqlens.device):
             return stock(**arguments)
 
     def _find_step(
@@ -153,50 +170,52 @@ class GraphRunner:
         stock: Forward,
         arguments: Mapping[str, Any],
         packed: PackedSeqLens,
-        seen: Seen | None,
-        around: Around | None,
+        snapshot: StackSnapshot | None,
+        forward_context: ForwardContext | None,
     ) -> tuple[str | None, RecordedStep | None, Request]:
-        """The recording to replay, made now if it is time to; or why there is none."""
-        if seen is None or (seen.packed is not None and seen.packed is not packed):
-            seen = self._look(backbone)
-        stack, state = seen.stack, seen.state
+        """Return the recording to replay, after making it if it is worth making; or why there is none."""
+        if snapshot is None or (snapshot.packed is not None and snapshot.packed is not packed):
+            snapshot = self._take_snapshot(backbone)
+        stack, state = snapshot.stack, snapshot.state
         embeddings: Tensor = arguments["inputs_embeds"]
         bucket = Bucket.of(packed.lengths)
         extras = {
             name: value
             for name, value in arguments.items()
-            if value is not None and name not in _OURS and name not in _FOR_THE_LOSS
+            if value is not None and name not in _SET_BY_PATCH and name not in _FOR_THE_LOSS
         }
-        runner = _runner(backbone, stock, extras, around)
-        request = Request(stack, runner, embeddings, packed, bucket, in_pieces=around is None)
-        like = (
+        runner = _runner(backbone, stock, extras, forward_context)
+        request = Request(stack, runner, embeddings, packed, bucket, in_pieces=forward_context is None)
+        cache_key = (
             state,
             embeddings.dtype,
             embeddings.requires_grad,
             _process(embeddings.device),
             tuple(sorted(extras.items())),
         )
-        known = self._known.get(like)
-        if known is None:
-            known = self._known[like] = Circumstances(why_not_this_stack(stack, embeddings), stack.work(backbone))
-        reason = self._given_up or known.reason
-        if reason is None and known.work * bucket.tokens > self.settings.max_work:
+        stack_state = self._states.get(cache_key)
+        if stack_state is None:
+            stack_state = self._states[cache_key] = StackState(
+                why_not_this_stack(stack, embeddings), stack.work(backbone)
+            )
+        reason = self._given_up or stack_state.reason
+        if reason is None and stack_state.work * bucket.tokens > self.settings.max_work:
             reason = ENOUGH_WORK
-        if reason is None and self._waiting():
+        if reason is None and self._backward_pending():
             reason = WAITING
         if reason is not None:
             return reason, None, request
         try:
-            found = self._recordings.serve(request, known, self.settings, self.recorder)
+            lookup = self._recordings.serve(request, stack_state, self.settings, self.recorder)
         except CaptureRefusedError as error:
-            self._known[like] = Circumstances(str(error), known.work)
-            self._recordings.forget(known, self.recorder)
+            self._states[cache_key] = StackState(str(error), stack_state.work)
+            self._recordings.forget(stack_state, self.recorder)
             return str(error), None, request
-        self.stats.recordings += found.made
-        return found.reason, found.step, request
+        self.stats.recordings += lookup.new
+        return lookup.reason, lookup.step, request
 
     def _current_stack(self, backbone: ModelLike) -> Stack:
-        """The modules as they are, with every recording dropped if they are not what they were."""
+        """Return the stack as it is now; drop every recording if modules or weights were replaced."""
         stack = self._stack
         self._since_change += 1
         if stack is not None and stack.unchanged():
@@ -211,40 +230,41 @@ class GraphRunner:
         self._stack = Stack(backbone)
         return self._stack
 
-    def _waiting(self) -> bool:
-        ticket = None if self._pending is None else self._pending()
-        return ticket is not None and not ticket.done
+    def _backward_pending(self) -> bool:
+        """Return whether the last replayed forward still waits for its backward."""
+        pending = None if self._pending is None else self._pending()
+        return pending is not None and not pending.done
 
     def describe(self, device: torch.device) -> str:
-        """One line for a report."""
+        """Return one line for a report."""
         reason = self._given_up or (self.recorder.rejects(device) if device.type != "meta" else None)
         if reason is not None:
             return f"graphs: off, {reason}"
         replays = counted(self.stats.replays, "step")
         parts = [f"{self.stats.recordings} recorded, {replays} replayed"] if self.stats.replays else []
-        parts += [f"{count} run as they are: {why}" for why, count in self.stats.eager.most_common()]
+        parts += [f"{count} run eagerly: {why}" for why, count in self.stats.eager.most_common()]
         return "; ".join(["graphs: on", *parts])
 
 
-def _started_empty(settings: GraphSettings, recorder: type[Recorder]) -> GraphRunner:
+def _new_runner(settings: GraphSettings, recorder: type[Recorder]) -> GraphRunner:
     return GraphRunner(settings, recorder())
 
 
 def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str | None:
-    """Why a call can't be served from a recording, whatever the model; or None."""
+    """Return why a call can't be served from a recording, whatever the model; or None."""
     if not torch.is_grad_enabled():
-        return "no gradient is wanted"
+        return "gradients are disabled"
     if torch._C._current_graph_task_id() != -1:
         return "it runs inside a backward pass (checkpointing around the model)"
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-        return "saved tensors are packed by someone (checkpointing around the model, offloading)"
+        return "other code packs saved tensors (checkpointing around the model, offloading)"
     if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
-        return "someone watches every operation (anomaly detection, a dispatch mode)"
+        return "other code watches every operation (anomaly detection, a dispatch mode)"
     for name in ("output_hidden_states", "output_router_logits"):
         if arguments.get(name) is None and getattr(backbone.config, name, False):
             return f"the config sets {name}"
     for name, value in arguments.items():
-        if name in _OURS or name in _FOR_THE_LOSS or value is None or value is False:
+        if name in _SET_BY_PATCH or name in _FOR_THE_LOSS or value is None or value is False:
             continue
         if name.startswith("output_") or not isinstance(value, (int, float, str)):
             return f"{name} came with the batch"
@@ -252,7 +272,7 @@ def why_not_this_call(backbone: ModelLike, arguments: Mapping[str, Any]) -> str 
 
 
 def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
-    """Why a stack in this state can't be recorded; or None."""
+    """Return why a stack in this state can't be recorded; or None."""
     reason = stack.refusal()
     if reason is not None:
         return reason
@@ -262,12 +282,12 @@ def why_not_this_stack(stack: Stack, embeddings: Tensor) -> str | None:
 
 
 def _runner(
-    backbone: ModelLike, stock: Forward, settings: Mapping[str, Any], around: Around | None
+    backbone: ModelLike, stock: Forward, settings: Mapping[str, Any], forward_context: ForwardContext | None
 ) -> Callable[[Tensor, PackedSeqLens], Any]:
-    """What is recorded: the stock forward from embeddings on."""
+    """Return the function to record: the stock forward, from embeddings on."""
 
     def run(embeddings: Tensor, packed: PackedSeqLens) -> Any:
-        with nullcontext() if around is None else around(backbone, embeddings.device, recording=True):
+        with nullcontext() if forward_context is None else forward_context(backbone, embeddings.device, recording=True):
             return stock(
                 **settings,
                 input_ids=None,
@@ -283,7 +303,7 @@ def _runner(
 
 
 def _process(device: torch.device) -> Hashable:
-    """What of the process changes which kernels run."""
+    """Return the settings of the process that change which kernels run."""
     kind = device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     return autocast, torch.are_deterministic_algorithms_enabled()

@@ -1,10 +1,10 @@
-"""The modules and tensors of a decoder stack: what a recording depends on, and a cheap look at each step.
+"""The modules and tensors of a decoder stack that a recording depends on, and a cheap comparison of them in each step.
 
-A replay reads weights where they were, whatever has become of the modules since. So before each one the whole stack is
-compared with what was recorded: is every module, parameter and buffer the same object at the same address
-(:meth:`Stack.unchanged`), and is everything that users switch (training mode, gradients, adapters, checkpointing,
-hooks, numbers that modules hold) as it was (:meth:`Stack.state`)? Both walk flat lists inside C loops: about 0.1 ms for
-300 modules, and 0.7 ms for the 2,000 that PEFT makes of them.
+A replay reads weights at their recorded addresses, whatever has become of the modules since. So before each replay the
+whole stack is compared with the recorded one, in two ways. :meth:`Stack.unchanged`: is every module, parameter and
+buffer the same object at the same address? :meth:`Stack.state`: is everything that users switch the same (training
+mode, gradients, adapters, checkpointing, hooks, numbers that modules hold)? Both walk flat lists inside C loops: about
+0.1 ms for 300 modules, and 0.7 ms for the 2,000 modules that PEFT makes of them.
 """
 
 from __future__ import annotations
@@ -25,60 +25,61 @@ from fastpack.utils.hooks import checkpointing, has_hooks, hooks_for_every_modul
 from fastpack.utils.modules import decoder_layers
 from fastpack.utils.protocols import AdapterLike, ModelLike
 
-_HELD = ("_modules", "_parameters", "_buffers")
+_MEMBERS = ("_modules", "_parameters", "_buffers")
 _NUMBERS = ("dropout", "eps", "scal", "multiplier", "window", "softcap", "top_k", "jitter")
-"""In the names of numbers that modules compute with, and that may be changed; and ``p``, dropout's."""
+"""Parts of the names of numbers with which modules compute and which users may change; and ``p``, dropout's."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Stack:
-    """A backbone without its input embedding, as it is now.
+    """A backbone without its input embedding, in its current state.
 
     Args:
-        backbone: a transformers decoder. Its own forward and hooks run outside a recording, and don't matter.
+        backbone: a transformers decoder. Its own forward and hooks run outside a recording and are not compared.
     """
 
     def __init__(self, backbone: ModelLike) -> None:
+        """Read the modules and tensors of a backbone."""
         outside = {id(module) for module in backbone.get_input_embeddings().modules()}
         self.backbone = backbone
         self.modules: list[Any] = [m for m in backbone.modules() if id(m) not in outside]
         inner = [m for m in self.modules if m is not backbone]
-        # Strong references throughout: no address or id comes back for another object while it is compared with.
-        self._dicts = [module.__dict__[name] for module in self.modules for name in _HELD]
+        # Strong references throughout, so that no address or id is reused for another object between comparisons.
+        self._dicts = [module.__dict__[name] for module in self.modules for name in _MEMBERS]
         self._sizes = list(map(len, self._dicts))
-        self._filled = list(filter(None, self._dicts))  # most are empty with PEFT, and their sizes say enough
+        self._filled = list(filter(None, self._dicts))  # with PEFT most are empty; comparing their sizes is enough
         self._values = list(chain.from_iterable(map(dict.values, self._filled)))
         tensors = {id(value): value for value in self._values if isinstance(value, Tensor)}
         self.tensors: list[Tensor] = list(tensors.values())
         self.parameters = [t for t in self.tensors if isinstance(t, nn.Parameter)]
-        self.no_address = self._find_no_address()
-        self._addresses = [] if self.no_address else list(map(Tensor.data_ptr, self.tensors))
+        self.missing_address = self._find_missing_address()
+        self._addresses = [] if self.missing_address else list(map(Tensor.data_ptr, self.tensors))
         self._own = [module.__dict__ for module in inner]
         self._forwards = list(map(dict.get, self._own, repeat("forward")))
         self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
         self._adapters = [m for m in inner if hasattr(m, "active_adapter") and hasattr(m, "disable_adapters")]
         numbers = [
-            (held, name)
-            for held in self._own
-            for name, value in held.items()
+            (attributes, name)
+            for attributes in self._own
+            for name, value in attributes.items()
             if isinstance(value, (float, int)) and (name == "p" or any(map(name.__contains__, _NUMBERS)))
         ]
-        self._with_numbers = [held for held, _ in numbers]
+        self._with_numbers = [attributes for attributes, _ in numbers]
         self._numbers = [name for _, name in numbers]
         self._checkpointed = [m for m in self.modules if hasattr(m, "gradient_checkpointing")]
         self.layers = decoder_layers(backbone)
 
     def unchanged(self) -> bool:
-        """True while every module, parameter and buffer is the same object, at the same address."""
+        """Return whether every module, parameter and buffer is the same object, at the same address."""
         return (
             list(map(len, self._dicts)) == self._sizes
             and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
             and all(map(is_, map(dict.get, self._own, repeat("forward")), self._forwards))
-            and (bool(self.no_address) or list(map(Tensor.data_ptr, self.tensors)) == self._addresses)
+            and (bool(self.missing_address) or list(map(Tensor.data_ptr, self.tensors)) == self._addresses)
         )
 
     def state(self) -> Hashable:
-        """Everything that may be switched from step to step and changes what is computed."""
+        """Return everything that may be switched from step to step and changes the computation."""
         return (
             tuple(map(_training, self.modules)),
             tuple(map(_requires_grad, self.parameters)),
@@ -92,9 +93,9 @@ class Stack:
         )
 
     def refusal(self) -> str | None:
-        """Why a stack in this state can't be recorded, or None."""
-        if self.no_address:
-            return self.no_address
+        """Return why a stack in this state can't be recorded, or None."""
+        if self.missing_address:
+            return self.missing_address
         devices = {t.device for t in self.tensors}
         if len(devices) > 1:
             return f"its weights are on several devices ({', '.join(sorted(map(str, devices)))})"
@@ -103,13 +104,13 @@ class Stack:
             if wrapper is not None:
                 return f"a {type(module).__name__} is wrapped by {wrapper.__name__}"
             if module is not self.backbone and ("_hf_hook" in module.__dict__ or has_hooks(module)):
-                return f"a {type(module).__name__} carries hooks (offloading and sharding do this)"
+                return f"a {type(module).__name__} carries hooks (offloading and sharding add them)"
         trained = [p for p in self.parameters if p.requires_grad]
         if any(map(_tensor_hooks, trained)):
             return "a parameter carries hooks"
-        odd = next((p for p in trained if type(p) is not nn.Parameter), None)
-        if odd is not None:
-            return f"it trains a {type(odd).__name__}"
+        subclassed = next((p for p in trained if type(p) is not nn.Parameter), None)
+        if subclassed is not None:
+            return f"it trains a {type(subclassed).__name__}"
         kinds = {checkpointing(m) for m in self._checkpointed if m.gradient_checkpointing and m.training}
         if "own" in kinds:
             return "its gradient checkpointing is not plain torch.utils.checkpoint"
@@ -117,31 +118,32 @@ class Stack:
 
     @property
     def checkpoints(self) -> bool:
-        """True where gradient checkpointing is in force."""
+        """Whether gradient checkpointing is on."""
         return any(m.gradient_checkpointing and m.training for m in self._checkpointed)
 
     @property
     def checkpoints_reentrantly(self) -> bool:
-        """True where the reentrant kind of checkpointing is in force."""
+        """Whether reentrant gradient checkpointing is on."""
         return any(m.gradient_checkpointing and checkpointing(m) == "reentrant" for m in self._checkpointed)
 
     def work(self, backbone: ModelLike) -> float:
-        """Floating-point operations of a token's forward and backward in an average layer.
+        """Return the floating-point operations of a token's forward and backward in an average layer.
 
-        Two for each weight forward, two for the gradient of the input, and two more for that of a weight that is
-        trained (4-bit weights hold two in a byte).
+        These are two for each weight in the forward, two for the gradient of the input, and two more for the gradient
+        of a weight that is trained (a byte of 4-bit weights holds two).
         """
         return self.total_work() / max(1, getattr(backbone.config, "num_hidden_layers", 1))
 
     def total_work(self) -> int:
-        """The same of all layers."""
+        """Return the floating-point operations of a token's forward and backward in all layers."""
         return sum(
             (6 if p.requires_grad else 4) * p.numel() * (2 if p.dtype == torch.uint8 else 1)
             for p in self.parameters
             if p.ndim > 1
         )
 
-    def _find_no_address(self) -> str:
+    def _find_missing_address(self) -> str:
+        """Return why a tensor of the stack has no address that a recording could read; or an empty string."""
         for tensor in self.tensors:
             if tensor.device.type == "meta" or hasattr(tensor, "ds_id"):
                 return "weights are offloaded or partitioned"
@@ -153,44 +155,47 @@ class Stack:
                 return f"it holds a {type(tensor).__name__} without memory (offloaded, sharded or partitioned)"
         return ""
 
-    def stand_ins(self) -> dict[nn.Parameter, nn.Parameter]:
-        """For each parameter that is trained another one over the same memory.
+    def aliases(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return, for each trained parameter, another parameter over the same memory.
 
-        Gradients are recorded with respect to these, whose autograd nodes are new: those of the parameters may carry
-        hooks (DDP's), and run on the stream that they were made on.
+        Gradients are recorded with respect to these aliases, whose autograd nodes are new. The nodes of the parameters
+        themselves may carry hooks (DDP's), and run on the stream on which they were made.
         """
         return {p: nn.Parameter(p.detach()) for p in self.parameters if p.requires_grad}
 
     @contextmanager
-    def recordable(self, stand_ins: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
-        """The stack as it is recorded: with stand-ins in the places of parameters, and plain checkpointing.
+    def recordable(self, aliases: Mapping[nn.Parameter, nn.Parameter]) -> Iterator[None]:
+        """Prepare the stack for recording: aliases take the places of parameters, and checkpointing is plain.
 
-        Of the two kinds of checkpointing, which give the same gradients, the one that is not reentrant can be recorded,
-        if it leaves random states alone; nothing random is recorded together with it.
+        Both kinds of checkpointing give the same gradients. Only the non-reentrant one can be recorded, and only if it
+        leaves random states alone; so a pass that draws random numbers is not recorded together with checkpointing.
+
+        Args:
+            aliases: the aliases of :meth:`aliases`.
         """
         places = [
-            (held, name, value)
-            for held in (module.__dict__["_parameters"] for module in self.modules)
-            for name, value in held.items()
-            if value is not None and value in stand_ins
+            (attributes, name, value)
+            for attributes in (module.__dict__["_parameters"] for module in self.modules)
+            for name, value in attributes.items()
+            if value is not None and value in aliases
         ]
         checkpointed = [m for m in self._checkpointed if "_gradient_checkpointing_func" in m.__dict__]
         previous = [m._gradient_checkpointing_func for m in checkpointed]
-        ours = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        plain = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         try:
-            for held, name, value in places:
-                held[name] = stand_ins[value]
+            for attributes, name, value in places:
+                attributes[name] = aliases[value]
             for module in checkpointed:
-                module._gradient_checkpointing_func = ours
+                module._gradient_checkpointing_func = plain
             yield
         except BaseException as error:
-            # Before 2.13 torch's checkpointing ends with its frame where a layer raises. While the traceback lived,
-            # whatever is saved later, by a pass that has nothing to do with this one, would be made again by it.
+            # Before torch 2.13, if a layer raises, its checkpointing hooks stay until its frame is gone. The traceback
+            # keeps the frame alive, and tensors saved by a later, unrelated pass would be recomputed by this one.
             traceback.clear_frames(error.__traceback__)
             raise
         finally:
-            for held, name, value in places:
-                held[name] = value
+            for attributes, name, value in places:
+                attributes[name] = value
             for module, function in zip(checkpointed, previous, strict=True):
                 module._gradient_checkpointing_func = function
 
@@ -201,7 +206,7 @@ _tensor_hooks = attrgetter("_backward_hooks")
 
 
 def _adapter_state(module: AdapterLike) -> Hashable:
-    """Of a PEFT layer: which adapters act, and how."""
+    """Return which adapters of a PEFT layer are active, and their scales."""
     active = module.active_adapter
     scaling = getattr(module, "scaling", None)
     return (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.cuda_graphs.pieces import cut_between
-from fastpack.cuda_graphs.recorder import CaptureRefusedError, Recorder, Tape
+from fastpack.cuda_graphs.recorder import CapturedPass, CaptureRefusedError, Recorder
 from fastpack.cuda_graphs.stack import Stack
 from fastpack.errors import PatchError
 from fastpack.ops.autograd import differentiable_once
@@ -23,73 +23,84 @@ from fastpack.ops.row_count import RowCount
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.seqlens import PackedSeqLens, Value
 
-MOST_WORK = 0.5
-"""The share of a token's work, as weights tell it, that has to be left out for bucket padding to be called so."""
+MIN_WORK_LEFT_OUT = 0.5
+"""The share of a token's work, estimated from weights, above which a recording counts as leaving bucket padding out."""
 
 
 class HostLengthsError(Exception):
-    """A kernel asked, while it was being recorded, for lengths that only the device knows."""
+    """A kernel that was being recorded asked for lengths that only the device has."""
 
 
-class _Unknown(tuple[int, ...]):
-    """Lengths that change from replay to replay: looking at them would freeze those of the first."""
+class _UnreadableLengths(tuple[int, ...]):
+    """Lengths that change from replay to replay. Reading them raises: a recording would keep the first batch's."""
 
     def _refuse(self, *_: Any) -> NoReturn:
+        """Raise HostLengthsError."""
         raise HostLengthsError("its attention reads each batch's lengths on the host")
 
     __len__ = __iter__ = __getitem__ = __contains__ = __add__ = _refuse
 
 
 class StaticSeqLens(PackedSeqLens):
-    """The lengths of whatever batch is being replayed: offsets and positions on the device, and the bucket's sizes."""
+    """The lengths of the batch that is being replayed: offsets and positions on the device, and the bucket's sizes."""
 
     def memo(self, key: Any, build: Callable[[], Value]) -> Value:
-        """Only for the stand-in mask: anything else would be made of one batch, and kept for the others."""
+        """Return the mask placeholder's memo; raise for any other key.
+
+        Any other value would be built from one batch and kept for the others.
+
+        Raises:
+            HostLengthsError: the key is not the mask placeholder's.
+        """
         if not (isinstance(key, tuple) and key[0] == "mask"):
             raise HostLengthsError("its attention prepares each batch on the host")
         return super().memo(key, build)
 
 
 @dataclass(eq=False)
-class Buffers:
-    """Memory for what goes into replays, shared by all recordings: only one is under way at a time.
+class StaticBuffers:
+    """Memory for the inputs of replays, shared by all recordings, since only one replay is under way at a time.
 
-    The gradient goes into a backward where the embeddings went into its forward, which has copied them by then.
+    A backward's output gradient uses the memory of its forward's embeddings, which the forward has copied by then.
     """
 
-    _held: dict[Any, Tensor] = field(default_factory=dict)
+    _buffers: dict[Any, Tensor] = field(default_factory=dict)
 
     def take(self, like: Tensor, tokens: int) -> Tensor:
-        """``[1, tokens, H]`` of the dtype and device of ``like`` ``[1, T, H]``; what is handed out is never freed."""
+        """Return ``[1, tokens, H]`` of the dtype and device of ``like`` ``[1, T, H]``.
+
+        Memory that was handed out is never freed.
+        """
         key = (like.dtype, like.device, like.shape[-1])
-        held = self._held.get(key)
-        if held is None or held.shape[1] < tokens:
-            held = self._held[key] = torch.zeros(
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape[1] < tokens:
+            buffer = self._buffers[key] = torch.zeros(
                 1, tokens, like.shape[-1], dtype=like.dtype, device=like.device
-            )  # recordings over a smaller one keep it
-        return held[:, :tokens]
+            )  # earlier recordings keep a smaller buffer
+        return buffer[:, :tokens]
 
 
-class Ticket:
-    """Held by a replayed forward until its backward has run, or until nothing can call it any more."""
+class PendingBackward:
+    """A mark that a replayed forward holds until its backward has run, or until nothing can call it any more."""
 
     __slots__ = ("__weakref__", "done")
 
     def __init__(self) -> None:
+        """Mark the backward as not done."""
         self.done = False
 
 
 @dataclass(eq=False)
 class Request:
-    """What a step is asked to compute.
+    """A batch, and the stack that has to compute it.
 
     Attributes:
         stack: the modules.
-        run: from embeddings ``[1, Tb, H]`` and lengths to the backbone's outputs.
+        run: computes the backbone's outputs from embeddings ``[1, Tb, H]`` and lengths.
         embeddings: ``[1, T, H]``.
-        packed: their lengths.
-        bucket: what they round up to.
-        in_pieces: whether it may be recorded in pieces: no other stream works across its layers.
+        packed: the lengths of the embeddings.
+        bucket: the sizes to which the lengths round up.
+        in_pieces: whether the pass may be recorded in pieces; it may if no other stream works across its layers.
     """
 
     stack: Stack
@@ -101,26 +112,30 @@ class Request:
 
 
 class RecordedStep:
-    """A decoder stack's forward and backward for one bucket, recorded.
+    """A recorded forward and backward of a decoder stack, for one bucket.
 
     Attributes:
-        leaves_out_bucket_padding: True where most products don't compute what comes behind the last real token.
+        leaves_out_bucket_padding: whether most matmuls skip the rows behind the last real token.
 
     Args:
-        like_this: a recording of the same stack in the same state, which knows already what has a gradient.
+        request: the batch with which it is recorded.
+        recorder: records the passes.
+        buffers: memory for the inputs.
+        template: a recording of the same stack in the same state, from which it takes which tensors have gradients.
 
     Raises:
-        CaptureRefusedError: it can't be recorded.
-        NoMemoryError, torch.OutOfMemoryError: there is too little memory, for the recording or for what goes before it.
+        CaptureRefusedError: the step can't be recorded.
+        NoMemoryError, torch.OutOfMemoryError: there is too little memory for the recording or for the pass before it.
     """
 
     def __init__(
-        self, request: Request, recorder: Recorder, buffers: Buffers, like_this: RecordedStep | None = None
+        self, request: Request, recorder: Recorder, buffers: StaticBuffers, template: RecordedStep | None = None
     ) -> None:
+        """Record a step."""
         stack, bucket, like = request.stack, request.bucket, request.embeddings.detach()
         device = like.device
         self.bucket = bucket
-        self._run = request.run  # and with it what a replay reads outside the device's memory (offloading's buffers)
+        self._run = request.run  # holds what a replay reads outside the device's memory (offloading's host buffers)
         self._embeddings = buffers.take(like, bucket.tokens)
         self._cu_seqlens = torch.zeros(bucket.sequences + 1, dtype=torch.int32, device=device)
         self._position_ids = torch.zeros(1, bucket.tokens, dtype=torch.long, device=device)
@@ -129,13 +144,13 @@ class RecordedStep:
         rows = torch.full((1,), bucket.tokens // 2, dtype=torch.int32, device=device)
         self._row_count = RowCount(rows, bucket.tokens)
         leaf = self._embeddings.detach().requires_grad_(request.embeddings.requires_grad)
-        stand_ins = stack.stand_ins()
+        aliases = stack.aliases()
 
         def forward() -> Tensor:
-            # New lengths each time: what is derived from them belongs to this pass. And a copy of the input: some
-            # families scale it in place, and the gradient takes its memory.
+            # New lengths for each pass, since values derived from them belong to one pass. A copy of the input, since
+            # some families scale it in place, and the gradient uses its memory.
             packed = StaticSeqLens(
-                _Unknown(),
+                _UnreadableLengths(),
                 self._cu_seqlens,
                 self._position_ids,
                 bucket.max_seqlen,
@@ -143,108 +158,116 @@ class RecordedStep:
             )
             self._passes += 1
             pieces = cut_between(stack.layers, recorder.cut) if request.in_pieces else nullcontext()
-            with stack.recordable(stand_ins), _uncached_autocast(device), pieces:
+            with stack.recordable(aliases), _uncached_autocast(device), pieces:
                 outputs = request.run(leaf.clone(), packed)
             self.output_type = type(outputs)
             return only_hidden_states(outputs)
 
         def backward(output: Tensor) -> Sequence[Tensor | None]:
-            with stack.recordable(stand_ins), _no_autocast(device):  # checkpointing runs modules again
+            with stack.recordable(aliases), _no_autocast(device):  # checkpointing runs modules again
                 return torch.autograd.grad(output, inputs, self._grad)
 
         with _host_lengths_refused(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if like_this is None:
-                # as bucket padding will be, if all is finite then, whether products leave it out or not
+            if template is None:
+                # Zeros, as bucket padding will be if the results are finite, whether matmuls leave it out or not.
                 self._embeddings.zero_()
-                with stack.recordable(stand_ins):
-                    found, hidden, self._pads_with_zeros = _find_reached(
-                        forward, leaf, stand_ins, may_draw=not stack.checkpoints
+                with stack.recordable(aliases):
+                    has_gradient, hidden, self._pads_with_zeros = _find_gradients(
+                        forward, leaf, aliases, may_draw=not stack.checkpoints
                     )
-                self.parameters = [p for p, stand_in in stand_ins.items() if found[stand_in]]
-                self._has_input_gradient = found[leaf]
+                self.parameters = [p for p, alias in aliases.items() if has_gradient[alias]]
+                self._has_input_gradient = has_gradient[leaf]
             else:
-                self.parameters, self._has_input_gradient = like_this.parameters, like_this._has_input_gradient
-                self._pads_with_zeros = like_this._pads_with_zeros
-                hidden = like_this._tape.output
+                self.parameters, self._has_input_gradient = template.parameters, template._has_input_gradient
+                self._pads_with_zeros = template._pads_with_zeros
+                hidden = template._captured.output
             self._write_inputs(like, request.packed)
             self._grad: Tensor = buffers.take(hidden, bucket.tokens)
             del hidden
             inputs: list[Tensor] = [leaf] if self._has_input_gradient else []
-            inputs += [stand_ins[p] for p in self.parameters]
-            self._tape: Tape = recorder.record(device, forward, backward)
-        self._groups = _by_dtype(self._tape.gradients)
+            inputs += [aliases[p] for p in self.parameters]
+            self._captured: CapturedPass = recorder.record(device, forward, backward)
+        self._groups = _by_dtype(self._captured.gradients)
         left_out = self._row_count.work / self._passes if self._pads_with_zeros else 0.0
-        self.leaves_out_bucket_padding = left_out > MOST_WORK * stack.total_work()
+        self.leaves_out_bucket_padding = left_out > MIN_WORK_LEFT_OUT * stack.total_work()
 
     def _write_inputs(self, embeddings: Tensor, packed: PackedSeqLens) -> None:
+        """Write a batch and its lengths into the static inputs, and fill the bucket padding."""
         tokens = packed.total_tokens
         self._embeddings[:, :tokens].copy_(embeddings)
         bucket_padding = self._embeddings[:, tokens:]
         if self._pads_with_zeros:
-            bucket_padding.zero_()  # most families keep these at zero: products leave them out, or take less power
+            bucket_padding.zero_()  # most families keep zeros at zero: matmuls skip them, or take less power
         else:
-            bucket_padding.copy_(embeddings[:, :1])  # as un-padding makes it: a norm may divide by zero
+            bucket_padding.copy_(embeddings[:, :1])  # as un-padding does: a norm may divide by zero
         self._row_count.rows.fill_(tokens)
         packed.write_bucketed(self.bucket, self._cu_seqlens, self._position_ids)
 
-    def replay(self, request: Request, ticket: Ticket) -> Any:
-        """The backbone's outputs for this batch, with its gradients recorded too."""
-        hidden: Tensor = _Replay.apply(self, request.packed, ticket, request.embeddings, *self.parameters)
+    def replay(self, request: Request, pending: PendingBackward) -> Any:
+        """Return the backbone's outputs for a batch, with an autograd graph that replays the backward."""
+        hidden: Tensor = _Replay.apply(self, request.packed, pending, request.embeddings, *self.parameters)
         return self.output_type(last_hidden_state=hidden)
 
     def run_forward(self, embeddings: Tensor, packed: PackedSeqLens) -> Tensor:
-        """``[1, T, H]``, in memory of its own."""
+        """Replay the forward and return a copy of its output ``[1, T, H]``."""
         self._write_inputs(embeddings, packed)
-        self._tape.replay_forward()
-        return self._tape.output[:, : packed.total_tokens].clone()
+        self._captured.replay_forward()
+        return self._captured.output[:, : packed.total_tokens].clone()
 
     def start_backward(self, grad_1TH: Tensor) -> None:
-        """Of the last :meth:`run_forward`, from the gradient of its output."""
+        """Replay the backward of the last :meth:`run_forward`, from the gradient of its output ``[1, T, H]``."""
         tokens = grad_1TH.shape[1]
         self._grad[:, :tokens].copy_(grad_1TH)
         self._grad[:, tokens:].zero_()
-        self._tape.replay_backward()
+        self._captured.replay_backward()
 
     def take_gradients(self, tokens: int) -> list[Tensor | None]:
-        """Those of the embeddings ``[1, tokens, H]`` (None where they have none) and of the parameters, when started.
+        """Return the gradients of the embeddings ``[1, tokens, H]`` (None if they have none) and of the parameters.
 
-        Each is a tensor of its own: a parameter without a gradient takes the one it is given as its ``.grad``, which
-        the next replay must not overwrite.
+        Each is a tensor of its own: a parameter without a gradient takes it as its ``.grad``, which the next replay
+        must not overwrite.
         """
-        fresh: list[Tensor | None] = [None if g is None else torch.empty_like(g) for g in self._tape.gradients]
+        copies: list[Tensor | None] = [None if g is None else torch.empty_like(g) for g in self._captured.gradients]
         for group in self._groups:
-            torch._foreach_copy_([fresh[i] for i in group], [self._tape.gradients[i] for i in group])  # type: ignore[misc]
+            torch._foreach_copy_([copies[i] for i in group], [self._captured.gradients[i] for i in group])  # type: ignore[misc]
         if not self._has_input_gradient:
-            return [None, *fresh]
-        assert fresh[0] is not None
-        return [fresh[0][:, :tokens], *fresh[1:]]
+            return [None, *copies]
+        assert copies[0] is not None
+        return [copies[0][:, :tokens], *copies[1:]]
 
 
 class _Replay(torch.autograd.Function):
-    """The parameters are inputs so that autograd, and whoever waits for their gradients, knows of them."""
+    """The replay of a step. Its inputs include the parameters, so that autograd and gradient hooks know of them."""
 
     @staticmethod
     def forward(
-        ctx: Any, step: RecordedStep, packed: PackedSeqLens, ticket: Ticket, embeddings: Tensor, *parameters: Tensor
+        ctx: Any,
+        step: RecordedStep,
+        packed: PackedSeqLens,
+        pending: PendingBackward,
+        embeddings: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
+        """Replay the forward."""
         out = step.run_forward(embeddings, packed)
-        ctx.step, ctx.ticket, ctx.versions = step, ticket, _versions(parameters)  # while the device works
+        ctx.step, ctx.pending, ctx.versions = step, pending, _versions(parameters)  # beside the device's work
         return out
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.ticket.done:
+        """Replay the backward and return the gradients."""
+        if ctx.pending.done:
             raise PatchError(
-                "a second backward through a forward that was replayed from a CUDA graph: the first one overwrote what "
-                "was saved for it (retain_graph=True does not help). Patch with graphs=None to do this."
+                "a second backward through a forward that was replayed from a CUDA graph: the first backward overwrote "
+                "the saved activations (retain_graph=True does not help). Patch with graphs=None to do this."
             )
-        ctx.ticket.done = True
-        step, ctx.step = ctx.step, None  # who still holds the loss does not hold the recording
+        ctx.pending.done = True
+        step, ctx.step = ctx.step, None  # a loss that is still referenced does not hold the recording
         step.start_backward(grad)
-        if _versions(step.parameters) != ctx.versions:  # asked while the device works
+        if _versions(step.parameters) != ctx.versions:  # compared beside the device's work
             raise PatchError(
-                "a parameter was changed in place between the forward, which was replayed from a CUDA graph, and its "
+                "a parameter was changed in place between a forward that was replayed from a CUDA graph and its "
                 "backward, which would read the new values. Step the optimizer after the backward."
             )
         return (None, None, None, *step.take_gradients(grad.shape[1]))
@@ -252,62 +275,69 @@ class _Replay(torch.autograd.Function):
 
 @contextmanager
 def _host_lengths_refused() -> Iterator[None]:
+    """Turn a HostLengthsError into a CaptureRefusedError."""
     try:
         yield
     except HostLengthsError as error:
         raise CaptureRefusedError(str(error)) from error
 
 
-def _find_reached(
-    forward: Callable[[], Tensor], leaf: Tensor, stand_ins: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
+def _find_gradients(
+    forward: Callable[[], Tensor], leaf: Tensor, aliases: Mapping[nn.Parameter, nn.Parameter], *, may_draw: bool
 ) -> tuple[dict[Tensor, bool], Tensor, bool]:
-    """Whether the leaf and each stand-in has a gradient, from one eager pass; its output; and whether all is finite.
+    """Run one eager pass and find which tensors have gradients.
 
     Args:
+        forward: the pass.
+        leaf: the embeddings.
+        aliases: the aliases of the trained parameters.
         may_draw: whether the pass may draw random numbers on its device, which a replay draws anew.
 
+    Returns:
+        Whether the leaf and each alias has a gradient; the output; and whether the output and all gradients are finite.
+
     Raises:
-        CaptureRefusedError: the pass draws random numbers where it may not, it reads a parameter that no module of the
-            stack has among its own (whose gradient would be lost), or nothing has a gradient.
+        CaptureRefusedError: the pass draws random numbers when it may not; it reads a parameter that no module of the
+            stack has among its own (whose gradient would be lost); or nothing has a gradient.
     """
-    wanted = [t for t in (leaf, *stand_ins.values()) if t.requires_grad]
+    candidates = [t for t in (leaf, *aliases.values()) if t.requires_grad]
     before = _random_states(leaf.device)
     output = forward()
-    leaves = _leaves(output)
-    if not leaves <= {id(t) for t in wanted}:
+    leaves = _leaf_ids(output)
+    if not leaves <= {id(t) for t in candidates}:
         raise CaptureRefusedError("a module reads a parameter that no module of the stack has among its own")
     if not leaves:
         raise CaptureRefusedError("nothing in the stack has a gradient")
     with _no_autocast(leaf.device):
-        gradients = torch.autograd.grad(output, wanted, torch.zeros_like(output), allow_unused=True)
+        gradients = torch.autograd.grad(output, candidates, torch.zeros_like(output), allow_unused=True)
     drew = [not torch.equal(a, b) for a, b in zip(before, _random_states(leaf.device), strict=True)]
     if drew[0] and not may_draw:
         raise CaptureRefusedError("it draws random numbers (dropout) under gradient checkpointing")
     if any(drew[1:]):
         raise CaptureRefusedError("it draws random numbers on the host")
-    found = {leaf: False, **{t: gradient is not None for t, gradient in zip(wanted, gradients, strict=True)}}
+    has_gradient = {leaf: False, **{t: gradient is not None for t, gradient in zip(candidates, gradients, strict=True)}}
     finite = all(bool(t.isfinite().all()) for t in (output, *gradients) if t is not None)
-    return found, output.detach(), finite
+    return has_gradient, output.detach(), finite
 
 
-def _leaves(output: Tensor) -> set[int]:
-    """Ids of the tensors at which the autograd graph of ``output`` ends."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    waiting: list[Any] = [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+def _leaf_ids(output: Tensor) -> set[int]:
+    """Return the ids of the tensors at which the autograd graph of ``output`` ends."""
+    ids: set[int] = set()
+    visited: set[Any] = set()
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        waiting.extend(following for following, _ in node.next_functions)
-    return found
+            ids.add(id(node.variable))
+        stack.extend(following for following, _ in node.next_functions)
+    return ids
 
 
 def _versions(parameters: Sequence[Tensor]) -> int:
-    """A number that grows with every change in place."""
+    """Return a number that grows with every in-place change of a parameter."""
     return sum(map(_version, parameters))
 
 
@@ -315,19 +345,22 @@ _version = attrgetter("_version")
 
 
 def only_hidden_states(outputs: Any) -> Tensor:
-    """``last_hidden_state``, if a backbone returned nothing else.
+    """Return ``last_hidden_state``, if a backbone returned nothing else.
 
     Raises:
-        CaptureRefusedError: it did.
+        CaptureRefusedError: the backbone returned something else too.
     """
-    more = [name for name, value in outputs.items() if value is not None and name != "last_hidden_state"]
-    if more:
-        raise CaptureRefusedError(f"it also returns {', '.join(more)}")
+    extras = [name for name, value in outputs.items() if value is not None and name != "last_hidden_state"]
+    if extras:
+        raise CaptureRefusedError(f"it also returns {', '.join(extras)}")
     return outputs.last_hidden_state
 
 
 def _uncached_autocast(device: torch.device) -> torch.autocast:
-    """Autocast as it is, but without its cache, which would hand weights cast before the recording to it."""
+    """Return autocast as it is, but without its cache.
+
+    The cache would hand the recording weights that were cast before it.
+    """
     kind = device.type
     return torch.autocast(
         kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
@@ -335,18 +368,22 @@ def _uncached_autocast(device: torch.device) -> torch.autocast:
 
 
 def _no_autocast(device: torch.device) -> torch.autocast:
-    """A backward is outside autocast, as that of a loss is; what checkpointing runs again is in the one that it saw."""
+    """Return a context without autocast, for a backward.
+
+    A loss's backward runs outside autocast as well. Checkpointed layers run again under the autocast of their forward.
+    """
     return torch.autocast(device.type, enabled=False)
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """That of the device, and that of the host where it is another."""
+    """Return the random states of the device and, if it is another, of the host."""
     if device.type == "cuda":
         return [torch.cuda.get_rng_state(device), torch.get_rng_state()]
     return [torch.get_rng_state()]
 
 
 def _by_dtype(tensors: Sequence[Tensor | None]) -> list[list[int]]:
+    """Return the indices of the tensors, grouped by dtype."""
     groups: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor is not None:

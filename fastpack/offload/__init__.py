@@ -1,21 +1,22 @@
-"""Offloading: what gradient checkpointing keeps, or would compute again, waits in host memory for the backward.
+"""Offload saved layer inputs, or matmul results that would be recomputed, to host memory until the backward.
 
-``patch(model, offload="checkpoints")``. Checkpointing saves one input ``[1, T, H]`` a layer; both kinds of
-``torch.utils.checkpoint`` save it through autograd, where ``torch.autograd.graph.saved_tensors_hooks`` sees it. Hooks
-around the backbone's forward (:mod:`~fastpack.offload.saved`)
+``patch(model, offload="checkpoints")`` offloads layer inputs. Gradient checkpointing saves one input ``[1, T, H]`` a
+layer. Both kinds of ``torch.utils.checkpoint`` save it through autograd, where
+``torch.autograd.graph.saved_tensors_hooks`` sees it. Hooks around the backbone's forward
+(:mod:`~fastpack.offload.saved`)
 
-1. copy each of them to pinned host memory on a stream of its own, and free it on the device once that is done; the
-   last few, which the backward needs first, stay;
-2. start the copy back of the next one needed, in the backward, before the current layer runs again.
+1. copy each input to pinned host memory on a separate stream, and free it on the device once the copy is done; the last
+   few, which the backward needs first, stay on the device;
+2. in the backward, start copying the next input back before the current layer runs again.
 
-Once buffers are there, and rates are known, nothing waits on the host. The copy of an input is over long before the
-layer beside it: it moves 2H bytes a token, where a layer computes some 24 H^2 operations forward. Host buffers are
-handed on from step to step (:mod:`~fastpack.offload.transfer`).
+Once host buffers exist and rates are measured, nothing waits on the host. The copy of an input ends long before the
+layer that runs beside it: it moves 2H bytes a token, while a layer computes some 24 H^2 operations forward. Host
+buffers are reused from step to step (:mod:`~fastpack.offload.transfer`).
 
-``offload="activations"`` gives the time that is left to gate and up of gated MLPs, which are most of what a layer's
-second run would multiply (:mod:`~fastpack.offload.products`).
+``offload="activations"`` uses the remaining copy time for the gate and up activations of gated MLPs, which are most of
+the matmul work of a layer's second run (:mod:`~fastpack.offload.activations`).
 
-Where steps are recorded (``graphs``), so are the copies, in host buffers that live as long as a recording.
+If steps are recorded (``graphs``), so are the copies, in host buffers that live as long as a recording.
 
 Sources: PyTorch's notes "CUDA semantics" (streams, memory management) and its tutorial "Hooks for autograd saved
 tensors".
@@ -24,4 +25,4 @@ tensors".
 from __future__ import annotations
 
 KEPT = "_fastpack_kept"
-"""The attribute under which a layer that runs finds its slot for products."""
+"""The attribute under which a running layer finds its :class:`~fastpack.offload.activations.Slot`."""

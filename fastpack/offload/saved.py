@@ -1,4 +1,4 @@
-"""What autograd keeps in place of a tensor: hooks that let layer inputs leave the device and bring them back."""
+"""Saved-tensor hooks that offload layer inputs to the host and copy them back for the backward."""
 
 from __future__ import annotations
 
@@ -13,102 +13,111 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fastpack.errors import PatchError
-from fastpack.offload.transfer import Lane
+from fastpack.offload.transfer import HostChannel
 
 KEEP = 2
-"""How many of the tensors saved last stay on the device: the final norm's input and the last layer's."""
+"""The number of last saved tensors that stay on the device: the inputs of the last layer and of the final norm."""
 IN_FLIGHT = 2
-"""How many are on their way to the host at most; the device waits for the oldest before there are more."""
+"""The largest number of tensors that are being copied to the host; the device waits for the oldest copy."""
 
 
-class Contents:
-    """What one storage held when it was saved: on the device, on the host, or on its way.
+class SavedStorage:
+    """The contents of one storage when it was saved: on the device, on the host, or being copied.
 
-    Lives as long as autograd needs it. Where it is read on the device, PatchError is raised if it was changed in place
-    since.
+    It lives as long as autograd needs it. Reading it on the device raises PatchError if it was changed in place since.
     """
 
-    def __init__(self, lane: Lane, tensor: Tensor, previous: weakref.ref[Contents] | None) -> None:
-        self._lane, self._previous = lane, previous
+    def __init__(self, channel: HostChannel, tensor: Tensor, previous: weakref.ref[SavedStorage] | None) -> None:
+        """Save a contiguous tensor that fills its storage."""
+        self._channel, self._previous = channel, previous
         self.fetched_before = False
         self._buffer: Tensor | None = None
         self._fetched: tuple[Tensor, Any] | None = None
-        self._done: Any = None
+        self._host_copy: Any = None
         self._device: Tensor | None = tensor.detach().view(-1)
         self._version = tensor._version
-        self._since = lane.link.mark()
+        self._ready = channel.link.record_event()
 
     def is_in(self, tensor: Tensor) -> bool:
-        """True if a tensor over the same storage still holds this."""
+        """Return whether a tensor over the same storage still holds these contents."""
         return self._version == tensor._version
 
     def send(self) -> None:
         """Start the copy to the host."""
         source = self._on_device()
         assert source is not None
-        self._buffer = self._lane.pool.take(source.nbytes)
+        self._buffer = self._channel.pool.take(source.nbytes)
         host = self._buffer[: source.nbytes].view(source.dtype)
-        self._done = (host, self._lane.link.send(source, host, self._since))
+        self._host_copy = (host, self._channel.link.send(source, host, self._ready))
 
-    def leave(self) -> None:
-        """Free the device's memory, for what the device computes after the copy to the host."""
+    def release_device_memory(self) -> None:
+        """Free the device memory for computation that runs after the copy to the host."""
         self._on_device()
-        self._lane.link.wait(self._done[1])
+        self._channel.link.wait(self._host_copy[1])
         self._device = None
 
     def prefetch(self) -> None:
-        """Start the copy back, if it is not on the device."""
+        """Start the copy back, if the contents are not on the device."""
         if self._device is None and self._fetched is None:
-            self._fetched = self._lane.link.bring(self._done[0])
+            self._fetched = self._channel.link.copy_back(self._host_copy[0])
 
     def fetch(self) -> Tensor:
-        """Flat, on the device. What was brought back belongs to the caller: asked again, it is brought again."""
+        """Return the contents, flat, on the device.
+
+        A tensor that was copied back belongs to the caller; another call copies it back again.
+        """
         self.fetched_before = True
-        there = self._on_device()
-        if there is not None:
-            return there
+        on_device = self._on_device()
+        if on_device is not None:
+            return on_device
         self.prefetch()
         assert self._fetched is not None
         (tensor, done), self._fetched = self._fetched, None
-        self._lane.link.wait(done)
+        self._channel.link.wait(done)
         return tensor
 
     @property
     def is_here(self) -> bool:
-        """True while the device's memory is not freed: what :meth:`fetch` gives then is not the caller's own."""
+        """Whether the device memory is not freed; :meth:`fetch` then returns memory that is not the caller's own."""
         return self._device is not None
 
-    def next_needed(self) -> Contents | None:
-        """Those that a backward needs after these, saved before them: None, too, where all were asked for before."""
-        contents: Contents | None = self
+    def next_needed(self) -> SavedStorage | None:
+        """Return the contents that a backward needs after these, which were saved before them.
+
+        None if there are none, or if all of them were fetched before.
+        """
+        contents: SavedStorage | None = self
         while contents is not None and contents.fetched_before:
             contents = None if contents._previous is None else contents._previous()
         return contents
 
     def _on_device(self) -> Tensor | None:
+        """Return the contents if they are on the device, after checking that they did not change."""
         if self._device is not None:
             check_version(self._device, self._version)
         return self._device
 
     def __del__(self) -> None:
-        link = self._lane.link
-        if self._fetched is not None:  # brought and not asked for: only a part of the graph ran backward
+        """Give the host buffer back, and hold device memory until its copies are done."""
+        link = self._channel.link
+        if self._fetched is not None:  # prefetched but not used: only a part of the graph ran backward
             link.abandon(self._fetched[0])
         if self._buffer is not None:
-            if self._device is not None:  # an exception came before it left
+            if self._device is not None:  # the forward has raised before the memory was freed
                 link.abandon(self._device)
-            self._lane.pool.give(self._buffer)
+            self._channel.pool.give(self._buffer)
 
 
 @dataclass(frozen=True, eq=False)
-class Offloaded:
-    """In place of a tensor that may leave: contents of dtype and shape."""
+class OffloadedTensor:
+    """A saved tensor that may leave the device: its contents, dtype and shape."""
 
-    contents: Contents
+    contents: SavedStorage
     dtype: torch.dtype
     shape: torch.Size
 
     def unpack(self) -> Tensor:
+        """Return the tensor, and start copying the next needed one back."""
         tensor = self.contents.fetch()
         following = self.contents.next_needed()
         if following is not None:
@@ -117,82 +126,93 @@ class Offloaded:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """In place of a tensor that stays: itself, and the check that autograd leaves out where there are hooks."""
+class UnmovedTensor:
+    """A saved tensor that stays on the device, and its version, which autograd does not check if there are hooks."""
 
     tensor: Tensor
     version: int
 
     def unpack(self) -> Tensor:
+        """Return the tensor, after checking that it did not change."""
         check_version(self.tensor, self.version)
         return self.tensor
 
 
-class Leaves(Protocol):
-    def leave(self) -> None:
-        """Free the device's memory, for what the device computes after the copy to the host."""
+class Transfer(Protocol):
+    """A copy to the host that has begun."""
+
+    def release_device_memory(self) -> None:
+        """Free the device memory for computation that runs after the copy to the host."""
 
 
-class Departures:
-    """What is on its way to the host.
+class PendingTransfers:
+    """Copies to the host that are under way.
 
     Args:
-        most: how much of it at most; the device waits for the oldest before there is more.
+        limit: their largest number; before there are more, the device waits for the oldest.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._under_way: deque[Leaves] = deque()
+    def __init__(self, limit: int) -> None:
+        """Start without transfers."""
+        self._limit = limit
+        self._transfers: deque[Transfer] = deque()
 
-    def add(self, sent: Leaves) -> None:
-        """One more, whose copy has begun."""
-        self._under_way.append(sent)
-        while len(self._under_way) > self._most:
-            self._under_way.popleft().leave()
+    def add(self, sent: Transfer) -> None:
+        """Add a transfer that has begun, and finish the oldest ones above the limit."""
+        self._transfers.append(sent)
+        while len(self._transfers) > self._limit:
+            self._transfers.popleft().release_device_memory()
 
     def finish(self) -> None:
-        """All leave."""
-        while self._under_way:
-            self._under_way.popleft().leave()
+        """Free the device memory of all transfers, oldest first."""
+        while self._transfers:
+            self._transfers.popleft().release_device_memory()
 
     def clear(self) -> None:
-        """Hold on to nothing: from here on the graph alone does."""
-        self._under_way.clear()
+        """Drop all references, so that only the autograd graph holds the contents."""
+        self._transfers.clear()
 
 
-class Pass:
-    """The hooks around one forward.
+class SavedTensorHooks:
+    """The saved-tensor hooks around one forward.
 
     Args:
-        lane: the lane of a device, or None.
-        min_bytes: smaller tensors stay.
+        channel: returns the channel of a device, or None.
+        min_bytes: smaller tensors stay on the device.
+
+    Attributes:
+        sent: the number of tensors copied to the host.
     """
 
-    def __init__(self, lane: Callable[[torch.device], Lane | None], min_bytes: int) -> None:
-        self._lane, self._min_bytes = lane, min_bytes
-        self._waiting: deque[Contents] = deque()
-        self._leaving = Departures(IN_FLIGHT)
-        # by the address of a storage, which is not used again while there is a weak reference to it
-        self._seen: dict[int, tuple[StorageWeakRef, weakref.ref[Contents]]] = {}
-        self._last: weakref.ref[Contents] | None = None
+    def __init__(self, channel: Callable[[torch.device], HostChannel | None], min_bytes: int) -> None:
+        """Set up the hooks of one forward."""
+        self._channel, self._min_bytes = channel, min_bytes
+        self._unsent: deque[SavedStorage] = deque()
+        self._pending = PendingTransfers(IN_FLIGHT)
+        # By the address of a storage. The address is not reused while a weak reference to the storage exists.
+        self._saved_storages: dict[int, tuple[StorageWeakRef, weakref.ref[SavedStorage]]] = {}
+        self._last: weakref.ref[SavedStorage] | None = None
         self.sent = 0
 
-    def pack(self, tensor: Tensor) -> Offloaded | Kept:
-        """The hook for a tensor that is saved."""
-        lane = self._lane(tensor.device) if self._may_leave(tensor) else None
-        if lane is None:
-            return Kept(tensor.detach(), tensor._version)  # an output as it is would keep its own graph alive
+    def pack(self, tensor: Tensor) -> OffloadedTensor | UnmovedTensor:
+        """Return what autograd keeps in place of a saved tensor."""
+        channel = self._channel(tensor.device) if self._can_offload(tensor) else None
+        if channel is None:
+            return UnmovedTensor(
+                tensor.detach(), tensor._version
+            )  # without detach, an output would keep its own graph alive
         contents = self._find(tensor)
         if contents is None:
-            contents = Contents(lane, tensor, self._last)
+            contents = SavedStorage(channel, tensor, self._last)
             storage, self._last = tensor.untyped_storage(), weakref.ref(contents)
-            self._seen[storage._cdata] = (StorageWeakRef(storage), self._last)
-            self._waiting.append(contents)
+            self._saved_storages[storage._cdata] = (StorageWeakRef(storage), self._last)
+            self._unsent.append(contents)
             self._advance()
-        return Offloaded(contents, tensor.dtype, tensor.shape)
+        return OffloadedTensor(contents, tensor.dtype, tensor.shape)
 
-    def _may_leave(self, tensor: Tensor) -> bool:
-        # Part of a storage would not free it. A leaf with a gradient is a parameter, or held by the graph itself.
+    def _can_offload(self, tensor: Tensor) -> bool:
+        """Return whether a tensor may leave the device, and whether that would free its memory."""
+        # Offloading a part of a storage would not free it. A leaf with a gradient is a parameter or held by the graph.
         return (
             type(tensor) is Tensor
             and tensor.layout == torch.strided
@@ -203,39 +223,44 @@ class Pass:
             and tensor.nbytes == tensor.untyped_storage().nbytes()
         )
 
-    def _find(self, tensor: Tensor) -> Contents | None:
-        """The contents of the tensor's storage, if they were saved before and are still the same."""
-        _, found = self._seen.get(tensor.untyped_storage()._cdata, (None, None))
-        contents = None if found is None else found()
+    def _find(self, tensor: Tensor) -> SavedStorage | None:
+        """Return the saved contents of the tensor's storage, if they are still the same; or None."""
+        _, reference = self._saved_storages.get(tensor.untyped_storage()._cdata, (None, None))
+        contents = None if reference is None else reference()
         return contents if contents is not None and contents.is_in(tensor) else None
 
     def _advance(self) -> None:
-        while len(self._waiting) > KEEP:
-            contents = self._waiting.popleft()
+        """Start copies to the host until only the tensors that stay on the device are left."""
+        while len(self._unsent) > KEEP:
+            contents = self._unsent.popleft()
             contents.send()
             self.sent += 1
-            self._leaving.add(contents)
+            self._pending.add(contents)
 
     def finish(self) -> None:
-        """All that was sent leaves."""
-        self._leaving.finish()
+        """Free the device memory of everything that is still being copied to the host."""
+        self._pending.finish()
 
     def clear(self) -> None:
-        """Hold on to nothing: from here on the graph alone does."""
-        self._waiting.clear()
-        self._leaving.clear()
-        self._seen.clear()
+        """Drop all references, so that only the autograd graph holds the contents."""
+        self._unsent.clear()
+        self._pending.clear()
+        self._saved_storages.clear()
 
 
 def check_version(tensor: Tensor, version: int) -> None:
-    """Raise where a tensor was changed in place since it had this version, as autograd does without hooks.
+    """Raise if a tensor was changed in place since it had this version, as autograd does without hooks.
+
+    Args:
+        tensor: the saved tensor.
+        version: its version when it was saved.
 
     Raises:
-        PatchError: it was.
+        PatchError: the tensor was changed.
     """
     if tensor._version != version:
         raise PatchError(
             f"a tensor {tuple(tensor.shape)} that was saved for the backward was changed in place afterwards (version "
-            f"{tensor._version}, saved at {version}). Change a copy of it; with offload=None autograd says which "
-            "operation saved it."
+            f"{tensor._version}, saved at {version}). Change a copy of the tensor instead. With offload=None, autograd "
+            "names the operation that saved it."
         )

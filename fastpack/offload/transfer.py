@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 SIDE, REPEATS = 4096, 5
-"""Of the square matrices that are copied and multiplied to find the rates of a device, and how often."""
+"""The side of the square matrices that are copied and multiplied to measure a device, and the repetitions."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second.
+    """A device's measured rates, per second.
 
     Attributes:
-        bytes: copied to the host, or from it.
-        operations: floating-point operations of matrix products.
+        bytes: bytes copied to the host, or from it.
+        operations: floating-point operations of matmuls.
     """
 
     bytes: float
@@ -31,69 +31,80 @@ class Link(Protocol):
     """Copies between one device and the host, which run one after the other."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """uint8 ``[nbytes]`` on the host."""
+        """Return uint8 ``[nbytes]`` on the host."""
 
-    def mark(self) -> Any:
-        """This moment of the device's computation."""
+    def record_event(self) -> Any:
+        """Return an event at this point of the device's computation."""
 
-    def send(self, source: Tensor, host: Tensor, since: Any) -> Any:
-        """Copy to the host what ``source`` holds from the moment ``since`` on. Returns the moment when it is done."""
+    def send(self, source: Tensor, host: Tensor, ready: Any) -> Any:
+        """Copy ``source`` to the host, once the event ``ready`` has passed; return the event at the copy's end."""
 
-    def bring(self, host: Tensor) -> tuple[Tensor, Any]:
-        """A copy on the device, in memory of its own, and the moment when it is done."""
+    def copy_back(self, host: Tensor) -> tuple[Tensor, Any]:
+        """Return a copy on the device, in memory of its own, and the event at the copy's end."""
 
-    def wait(self, moment: Any) -> None:
-        """Let the device's computation wait for a moment of the copies."""
+    def wait(self, event: Any) -> None:
+        """Let the device's computation wait for an event of the copies."""
 
     def abandon(self, tensor: Tensor) -> None:
-        """Keep the device memory of a tensor, which is about to be freed, until the copies under way are done."""
+        """Hold the device memory of a tensor, which is about to be freed, until the copies under way are done."""
 
     def drain(self) -> None:
-        """Wait for all that was asked of the device."""
+        """Wait on the host until the device has finished all of its work."""
 
     def rates(self, dtype: torch.dtype) -> Rates | None:
-        """Of copies, and of products in this dtype; None where they can't be measured now."""
+        """Return the rates of copies, and of matmuls in this dtype; None if they can't be measured now."""
 
 
 class CudaLink:
-    """A side stream of a CUDA device."""
+    """Copies on a separate stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
+        """Make the copy stream of a device."""
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._rates: dict[torch.dtype, Rates] = {}
 
     def allocate(self, nbytes: int) -> Tensor:
+        """Return uint8 ``[nbytes]`` in pinned memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def mark(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
+        """Return an event at this point of the current stream."""
         return torch.cuda.current_stream(self.device).record_event()
 
-    def send(self, source: Tensor, host: Tensor, since: torch.cuda.Event) -> torch.cuda.Event:
-        self.stream.wait_event(since)
+    def send(self, source: Tensor, host: Tensor, ready: torch.cuda.Event) -> torch.cuda.Event:
+        """Copy ``source`` to the host, once the event ``ready`` has passed; return the event at the copy's end."""
+        self.stream.wait_event(ready)
         with torch.cuda.stream(self.stream):
             host.copy_(source, non_blocking=True)
         return self.stream.record_event()
 
-    def bring(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        # The memory is the computing stream's: the copy comes after whatever that stream still does there.
+    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        """Return a copy on the device, in memory of its own, and the event at the copy's end."""
+        # The memory comes from the computing stream, so the copy waits for whatever that stream still does there.
         tensor = torch.empty_like(host, device=self.device)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             tensor.copy_(host, non_blocking=True)
         return tensor, self.stream.record_event()
 
-    def wait(self, moment: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(moment)
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for an event of the copies."""
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def abandon(self, tensor: Tensor) -> None:
+        """Hold the device memory of a tensor, which is about to be freed, until the copies under way are done."""
         tensor.record_stream(self.stream)
 
     def drain(self) -> None:
-        if not torch.cuda.is_current_stream_capturing():  # a collection of garbage: what it found was long let go
+        """Wait on the host until the device has finished all of its work."""
+        if (
+            not torch.cuda.is_current_stream_capturing()
+        ):  # in a capture, only garbage collection comes here: its buffers are long unused
             torch.cuda.synchronize(self.device)
 
     def rates(self, dtype: torch.dtype) -> Rates | None:
+        """Return the rates of copies, and of matmuls in this dtype; None if they can't be measured now."""
         if dtype not in self._rates:
             if torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode() == 2:
                 return None
@@ -101,15 +112,17 @@ class CudaLink:
         return self._rates[dtype]
 
     def _measure(self, dtype: torch.dtype) -> Rates:
-        # no zeros, which multiply faster, and random numbers that are not the model's
-        draw = torch.Generator(self.device).manual_seed(0)
-        a, b = (torch.rand(SIDE, SIDE, generator=draw, device=self.device).to(dtype) for _ in range(2))
+        """Measure the rates with square matrices."""
+        # Random numbers, since zeros multiply faster; from a generator of our own, to leave the model's alone.
+        generator = torch.Generator(self.device).manual_seed(0)
+        a, b = (torch.rand(SIDE, SIDE, generator=generator, device=self.device).to(dtype) for _ in range(2))
         out, host = torch.empty_like(a), torch.empty(a.shape, dtype=dtype, pin_memory=True)
-        copying = self._seconds(lambda: host.copy_(a, non_blocking=True))
-        multiplying = self._seconds(lambda: torch.mm(a, b, out=out))
-        return Rates(a.nbytes / copying, 2 * SIDE**3 / multiplying)
+        copy_seconds = self._seconds(lambda: host.copy_(a, non_blocking=True))
+        matmul_seconds = self._seconds(lambda: torch.mm(a, b, out=out))
+        return Rates(a.nbytes / copy_seconds, 2 * SIDE**3 / matmul_seconds)
 
     def _seconds(self, run: Callable[[], Any]) -> float:
+        """Return the seconds that a call takes on the device."""
         run()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream(self.device)
@@ -122,37 +135,40 @@ class CudaLink:
 
 
 def connect_cuda(device: torch.device) -> Link | None:
-    """A link to a CUDA device, None to any other."""
+    """Return a link to a CUDA device; None for any other device."""
     return CudaLink(device) if device.type == "cuda" else None
 
 
 class HostPool:
-    """Host buffers of one link: handed out, given back, and handed out again.
+    """The host buffers of one link, which are reused.
 
-    A buffer given back may still be read by a copy under way; the next copy into it comes after that one, being of the
-    same link. So nothing has to be waited for or asked, as torch's own cache of pinned memory has to.
+    A buffer that was given back may still be read by a copy under way. The next copy into it comes after that one,
+    since both belong to the same link. So the pool neither waits nor queries events, as torch's own cache of pinned
+    memory has to.
 
-    Sizes are rounded up to powers of two, which that cache does anyway, so that batches of similar T share buffers. A
-    free buffer that is too small gives way to a larger one: there are never more than were in use at once.
+    Sizes are rounded up to powers of two, as that cache does anyway, so that batches of similar T share buffers. A free
+    buffer that is too small is replaced by a larger one: there are never more buffers than were in use at once.
 
     Args:
-        keep: let no buffer go while the pool lives, nor then before the device is done: recordings read from and
-            write to the addresses that they were given, on streams that nobody here knows.
+        link: the link whose copies use the buffers.
+        keep: whether to free no buffer while the pool lives, and at its end only after the device is done. Recordings
+            read and write the addresses with which they were recorded, on streams that the pool does not know.
 
     Attributes:
-        count: how many buffers there are, handed out or not.
-        nbytes: their size together.
+        count: the number of buffers, in use or free.
+        nbytes: the size of all buffers together.
     """
 
     def __init__(self, link: Link, *, keep: bool = False) -> None:
+        """Start without buffers."""
         self._link, self._keep = link, keep
         if keep:
-            weakref.finalize(self, link.drain).atexit = False  # before the buffers go
+            weakref.finalize(self, link.drain).atexit = False  # before the buffers are freed
         self._free: list[Tensor] = []
         self.count = self.nbytes = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """uint8, at least ``nbytes`` of it, uninitialised."""
+        """Return an uninitialised uint8 buffer of at least ``nbytes`` bytes."""
         sizes = [buffer.numel() for buffer in self._free]
         fitting = [size for size in sizes if size >= nbytes]
         if fitting:
@@ -167,13 +183,14 @@ class HostPool:
         return buffer
 
     def give(self, buffer: Tensor) -> None:
-        """Back, for the next copy to overwrite."""
+        """Take a buffer back, for the next copy to overwrite."""
         self._free.append(buffer)
 
 
-class Lane:
-    """A link and its buffers."""
+class HostChannel:
+    """A link and its host buffers."""
 
     def __init__(self, link: Link, *, keep: bool = False) -> None:
+        """Set up the buffers of a link."""
         self.link = link
         self.pool = HostPool(link, keep=keep)

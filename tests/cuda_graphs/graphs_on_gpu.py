@@ -1,4 +1,4 @@
-"""A model eager and graphed on a GPU, their steps and how far they are apart."""
+"""Helpers for GPU tests: an eager model, a graphed one, their steps, and a comparison."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = (300, 41, 290, 2, 440)
 
 
 def graphed(model: Any, attention: str = "auto", **settings: Any) -> Any:
-    """Patched, each size recorded when it comes first, however much work there is."""
+    """Patch a model so that each size is recorded at first sight, however much work there is."""
     fastpack.patch(model, graphs="auto", attention=attention)
     runner(model).settings = GraphSettings(
         **{"record_after": 0, "first_steps": TOKEN_STEPS, "max_work": float("inf"), **settings}
@@ -31,7 +31,7 @@ def graphed(model: Any, attention: str = "auto", **settings: Any) -> Any:
 
 
 def both(dtype: torch.dtype = torch.float32, wrap: Any = lambda m: m, model_type: str = "llama") -> tuple[Any, Any]:
-    """The same model eager and graphed."""
+    """Return the same model eager and graphed."""
     return fastpack.patch(wrap(build(model_type, dtype))), graphed(wrap(build(model_type, dtype)))
 
 

@@ -1,7 +1,7 @@
-"""Replayed steps give what eager ones give: logits, losses, gradients, and training.
+"""Replayed steps give what eager steps give: logits, losses, gradients and training.
 
-Without a GPU a stand-in records: it runs the passes again over the static inputs, as a graph would, and fills with NaN
-what another replay would have overwritten. What it can't show (that the device agrees) is in ``test_graphs_gpu.py``.
+Without a GPU, a fake recorder runs the passes again over the static inputs, as a graph would, and overwrites with NaN
+what another replay would have overwritten. ``test_graphs_gpu.py`` shows that the device agrees.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_other_families(model_type: str, monkeypatch: pytest.MonkeyPatch) -> Non
     "model_type", [f.model_type for f in VARLEN_FAMILIES if f.model_type in model_types() and not f.drops_packing]
 )
 def test_every_varlen_family(model_type: str) -> None:
-    """Also that each takes its embeddings ready-made, as a recording hands them over."""
+    """Every family also takes ready-made embeddings, as a recording passes them."""
     plain, model = fastpack.patch(tiny_model(model_type)), graphed(tiny_model(model_type))
     for lengths in (SMALL, LARGE, SMALL):
         error = compare(step(model, lengths), step(plain, lengths))
@@ -71,14 +71,14 @@ def test_every_varlen_family(model_type: str) -> None:
 
 
 def test_negative_control() -> None:
-    """The comparison above fails where a replay reads what it was recorded with, and not what came."""
+    """The comparison fails if a replay reads the batch it was recorded with."""
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
     first = step(model)
     (recorded,) = runner(model)._recordings.steps.values()
-    write, given = recorded._write_inputs, []
-    recorded._write_inputs = lambda *inputs: given.append(inputs) or write(*inputs)
+    write, batches = recorded._write_inputs, []
+    recorded._write_inputs = lambda *inputs: batches.append(inputs) or write(*inputs)
     step(model)
-    recorded._write_inputs = lambda *_: write(*given[0])
+    recorded._write_inputs = lambda *_: write(*batches[0])
     other = make_sequences(VOCAB, SMALL, seed=1)
     stale, want = (run_batch(m, other, "padded right") for m in (model, plain))
     assert runner(model).stats.replays == 3
@@ -93,7 +93,7 @@ def test_one_memory_for_embeddings_and_gradient() -> None:
     assert recorded._grad.data_ptr() == recorded._embeddings.data_ptr()
 
 
-def test_shapes_come_back() -> None:
+def test_a_bucket_is_recorded_once() -> None:
     model = graphed(tiny_model("llama"))
     for _ in range(3):
         step(model)
@@ -180,7 +180,7 @@ def test_evaluation_is_eager() -> None:
     want = hidden(fastpack.patch(tiny_model("llama")))
     with torch.no_grad():
         assert relative(hidden(model), want) <= FLOAT32_BOUND
-    assert reason(model) == "no gradient is wanted"
+    assert reason(model) == "gradients are disabled"
     model.eval()
     hidden(model).sum().backward()
     model.train()
@@ -280,7 +280,7 @@ def test_checkpointing_around_the_model(reentrant: bool) -> None:
 
 
 def test_frozen_weights_and_inputs() -> None:
-    """Half of the layers frozen, the embedding too: gradients for the rest alone."""
+    """Half of the layers and the embedding are frozen; the rest gets gradients."""
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
     for m in models:
         m.model.embed_tokens.requires_grad_(False)
@@ -311,8 +311,8 @@ def test_autocast_over_float32_weights() -> None:
 
 
 def test_a_recorded_backward_is_outside_autocast() -> None:
-    """As that of a loss is: what ran in float32, with autocast off, has its backward in float32."""
-    seen: list[bool] = []
+    """A loss's backward is outside autocast too: what ran in float32 has its backward in float32."""
+    autocast_states: list[bool] = []
 
     class Watch(torch.autograd.Function):
         @staticmethod
@@ -321,7 +321,7 @@ def test_a_recorded_backward_is_outside_autocast() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            seen.append(torch.is_autocast_enabled("cpu"))
+            autocast_states.append(torch.is_autocast_enabled("cpu"))
             return grad
 
     class Watched(nn.Module):
@@ -335,28 +335,28 @@ def test_a_recorded_backward_is_outside_autocast() -> None:
         loss = hidden(model).sum()
     loss.backward()
     assert runner(model).stats.replays == 1
-    assert seen
-    assert not any(seen)
+    assert autocast_states
+    assert not any(autocast_states)
 
 
-def test_neftune_and_given_embeddings() -> None:
+def test_embeddings_as_inputs() -> None:
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
     sequences = make_sequences(VOCAB)
     ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True)
     results = []
     for m in models:
-        given = m.model.embed_tokens(ids).detach().requires_grad_()
-        out = m(inputs_embeds=given, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+        embeddings = m.model.embed_tokens(ids).detach().requires_grad_()
+        out = m(inputs_embeds=embeddings, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
         out.loss.backward()
-        results.append((out.logits, given.grad, m.model.layers[0].mlp.up_proj.weight.grad))
+        results.append((out.logits, embeddings.grad, m.model.layers[0].mlp.up_proj.weight.grad))
     for want, ours in zip(*results, strict=True):
         assert relative(ours, want) <= FLOAT32_BOUND
     assert runner(models[1]).stats.replays == 1
 
 
 def test_a_pickle_makes_a_recorder_of_its_own() -> None:
-    """The one that records on a GPU holds what no pickle does."""
+    """The recorder for GPUs holds objects that can't be pickled."""
     model = fastpack.patch(tiny_model("llama"), graphs="auto")
     other = pickle.loads(pickle.dumps(model))
     assert type(runner(other).recorder) is type(runner(model).recorder) is CudaRecorder
@@ -367,12 +367,12 @@ def test_copies_and_pickles_start_empty() -> None:
     model = graphed(tiny_model("llama"))
     want = step(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        found = runner(other)
-        assert found is not runner(model)
-        assert (found.stats.recordings, found.settings.record_after) == (0, 0)
+        graphs = runner(other)
+        assert graphs is not runner(model)
+        assert (graphs.stats.recordings, graphs.settings.record_after) == (0, 0)
         other.zero_grad()
         check(step(other), want)
-        assert (found.stats.replays, runner(model).stats.replays) == (1, 1)
+        assert (graphs.stats.replays, runner(model).stats.replays) == (1, 1)
 
 
 def test_a_batch_that_comes_in_a_bucket() -> None:
@@ -407,5 +407,5 @@ def test_the_report_says_so() -> None:
         step(model)
     with torch.no_grad():
         model(input_ids=torch.ones(1, 4, dtype=torch.long))
-    told = runner(model).describe(torch.device("cpu"))
-    assert told == "graphs: on; 1 recorded, 3 steps replayed; 1 run as they are: no gradient is wanted"
+    line = runner(model).describe(torch.device("cpu"))
+    assert line == "graphs: on; 1 recorded, 3 steps replayed; 1 run eagerly: gradients are disabled"

@@ -1,4 +1,4 @@
-"""Recordings whose products leave out what comes behind the last real token: right, and for whom they serve."""
+"""Recordings whose matmuls leave bucket padding out: their results, and which batches they serve."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def whole_tiles(step: RecordedStep, lengths: Sequence[int]) -> int:
-    """Tiles of rows behind the last real token, of 128 each."""
+    """Return the number of 128-row tiles behind the last real token."""
     return step.bucket.tokens // 128 - -(-sum(lengths) // 128)
 
 
@@ -44,14 +44,14 @@ def test_results_are_those_of_the_real_tokens(family: str, lora: bool) -> None:
         check(step(model, lengths), step(plain, lengths))
     stats = runner(model).stats
     assert (stats.recordings, stats.replays, dict(stats.eager)) == (1, 2, {})
-    (found,) = recorded(model)
-    assert found.leaves_out_bucket_padding
-    assert whole_tiles(found, SMALL) == 1
+    (recording,) = recorded(model)
+    assert recording.leaves_out_bucket_padding
+    assert whole_tiles(recording, SMALL) == 1
 
 
 @pytest.mark.slow
 def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
-    """Dense copies of a group's weights are not held together: each is a sum of its own, on top of the one before."""
+    """Only one dense copy of a group's weights exists at a time: each matmul adds to the sum of earlier ones."""
 
     def build() -> Any:
         model = with_lora(nf4(tmp_path))
@@ -62,9 +62,9 @@ def test_with_4_bit_weights_and_checkpointing(tmp_path: Path) -> None:
     plain, model = fastpack.patch(build()), graphed(build(), kernels="triton", first_steps=1, record_after=4.0)
     for lengths in (LARGE, SMALL):
         check(step(model, lengths), step(plain, lengths))
-    (found,) = recorded(model)
-    assert found.leaves_out_bucket_padding
-    assert whole_tiles(found, SMALL) == 1
+    (recording,) = recorded(model)
+    assert recording.leaves_out_bucket_padding
+    assert whole_tiles(recording, SMALL) == 1
 
 
 @pytest.mark.slow
@@ -82,14 +82,14 @@ def test_a_wrong_count_fails_the_same_check(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 def test_bucket_padding_stays_finite() -> None:
-    """Sums over all rows, of the gradients of weights, meet zeros and finite numbers there."""
+    """Weight gradients sum over all rows, and meet zeros and finite numbers in the padding."""
     model = graphed(tiny_model("qwen2"), kernels="triton", first_steps=1, record_after=4.0)
     hidden(model, lengths=LARGE).sum().backward()
     out = hidden(model)
-    (found,) = recorded(model)
+    (recording,) = recorded(model)
     assert out.shape[1] == sum(SMALL)
-    assert whole_tiles(found, SMALL) == 1
-    assert found._tape.output.isfinite().all()
+    assert whole_tiles(recording, SMALL) == 1
+    assert recording._captured.output.isfinite().all()
 
 
 def test_nothing_is_left_out_where_zeros_do_harm() -> None:
@@ -100,12 +100,12 @@ def test_nothing_is_left_out_where_zeros_do_harm() -> None:
 
 
 def test_experts_run_on_bucket_padding() -> None:
-    """Leaving it out of attention's projections alone is not called so."""
+    """Leaving padding out of attention's projections alone does not count."""
     model = graphed(tiny_model("mixtral"), kernels="triton")
     step(model)
-    (found,) = recorded(model)
-    assert found._row_count.products
-    assert not found.leaves_out_bucket_padding
+    (recording,) = recorded(model)
+    assert recording._row_count.products
+    assert not recording.leaves_out_bucket_padding
 
 
 def test_plain_torch_leaves_nothing_out() -> None:
@@ -114,18 +114,20 @@ def test_plain_torch_leaves_nothing_out() -> None:
     assert [s.leaves_out_bucket_padding for s in recorded(model)] == [False]
 
 
-@pytest.mark.parametrize(("left_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
+@pytest.mark.parametrize(("leaves_out", "counts"), [(False, [1] + [2] * 8), (True, [1] * 7 + [2] * 2)])
 def test_they_serve_smaller_batches_and_longer(
-    left_out: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
+    leaves_out: bool, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice a batch's own sizes may serve it, not 1.5 times, and until it has wasted four times its tokens: in seven
-    batches 192 each of 320."""
+    """They serve down to half of their tokens, not two thirds, and until they have wasted four times a batch's tokens.
+
+    In seven batches they waste 192 each of 320.
+    """
     large, small = (500,), (280,)
     assert [Bucket.of(x).tokens for x in (large, small)] == [512, 320]
-    monkeypatch.setattr(step_module, "MOST_WORK", -1.0 if left_out else 0.5)
+    monkeypatch.setattr(step_module, "MIN_WORK_LEFT_OUT", -1.0 if leaves_out else 0.5)
     model = graphed(tiny_model("llama", num_hidden_layers=1), record_after=4.0)
-    found = []
+    recorded_so_far = []
     for lengths in (large, *[small] * 8):
         step(model, lengths)
-        found.append(runner(model).stats.recordings)
-    assert found == counts
+        recorded_so_far.append(runner(model).stats.recordings)
+    assert recorded_so_far == counts

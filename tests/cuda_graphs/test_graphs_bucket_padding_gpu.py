@@ -1,4 +1,4 @@
-"""On a GPU in bf16: recordings whose products leave bucket padding out, as near to float32 as plain torch."""
+"""On a GPU in bf16: recordings that leave bucket padding out are as close to float32 as plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tiny import EXPERTS, FAST, VOCAB
 
 import fastpack
 from fastpack.cuda_graphs.step import RecordedStep
-from fastpack.ops.linear import row_limited_mm as products
+from fastpack.ops.linear import row_limited_mm as row_limited
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,17 +28,17 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _small_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "NARROWEST", 0)
-    monkeypatch.setattr(products, "FEWEST_TILES", 0)
+    monkeypatch.setattr(row_limited, "NARROWEST", 0)
+    monkeypatch.setattr(row_limited, "FEWEST_TILES", 0)
 
 
 IN_PART = ("cohere", "cohere2", "starcoder2")
-"""Their MLPs are called by layers of transformers' own, which know nothing of a count."""
+"""Families whose MLPs are called by transformers' own layers, which don't pass a row count on."""
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAST if name not in EXPERTS])
 def test_families_in_bf16(model_type: str) -> None:
-    """A recording of 1,024 tokens or more, of batches of 784."""
+    """A recording of 1,024 tokens or more serves batches of 784."""
     wide, plain = oracle_and_plain(model_type)
     model = graphed(build(model_type, torch.bfloat16), first_steps=1, record_after=4.0)
     sequences = make_sequences(VOCAB, LENGTHS)
@@ -46,10 +46,10 @@ def test_families_in_bf16(model_type: str) -> None:
         check(compare(run_batch(model, sequences, kind), wide, half=True), plain)
     if not runner(model).stats.replays:
         pytest.skip(f"not recorded: {runner(model).describe(torch.device('cuda'))}")
-    found = recorded(model)[0]
-    assert found.bucket.tokens - sum(LENGTHS) > 128
-    assert found._row_count.products
-    assert found.leaves_out_bucket_padding == (model_type not in IN_PART)
+    recording = recorded(model)[0]
+    assert recording.bucket.tokens - sum(LENGTHS) > 128
+    assert recording._row_count.row_limited
+    assert recording.leaves_out_bucket_padding == (model_type not in IN_PART)
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_families_in_bf16(model_type: str) -> None:
     [("llama", "auto"), ("qwen2", "auto"), ("llama", "triton_packed"), ("gemma2", "triton_packed")],
 )
 def test_lora(model_type: str, attention: str) -> None:
-    """Updates are terms of the products; one recording serves both batches, whatever the other one left behind."""
+    """LoRA updates are terms of the matmuls; one recording serves both batches, whatever the other left behind."""
     plain = with_lora(build(model_type, torch.bfloat16), r=8)
     wide = fastpack.patch(copy.deepcopy(plain).float(), kernels="torch")
-    model = graphed(copy.deepcopy(plain), attention, first_steps=1, record_after=4.0, roomy_left_out=4.0)
+    model = graphed(copy.deepcopy(plain), attention, first_steps=1, record_after=4.0, max_oversize_left_out=4.0)
     plain = fastpack.patch(plain, kernels="torch")
     for lengths in (LARGE, LENGTHS, LARGE):
         sequences = make_sequences(VOCAB, lengths)

@@ -1,4 +1,4 @@
-"""What only a device shows of replayed steps: memory, streams, failed captures, synchronisation."""
+"""Properties of replayed steps that only a device shows: memory, streams, failed captures, synchronisation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_what_happens_between_forward_and_backward_does_no_harm() -> None:
-    """The rest of the memory is filled with NaN in between, and given back."""
+    """The free memory is filled with NaN in between, and freed again."""
     plain, model = both()
     want, ours = hidden(plain), hidden(model)
     torch.cuda.empty_cache()
@@ -40,10 +40,10 @@ def test_what_happens_between_forward_and_backward_does_no_harm() -> None:
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         if b.grad is not None:
             assert (a.grad - b.grad).abs().max() <= 3e-5 * b.grad.abs().max() + 1e-6
-    kept = [p.grad for p in model.parameters() if p.grad is not None]
-    copies = [g.clone() for g in kept]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    copies = [g.clone() for g in gradients]
     step(model, LARGE)  # with gradients of its own
-    assert all(torch.equal(g, c) for g, c in zip(kept, copies, strict=True))
+    assert all(torch.equal(g, c) for g, c in zip(gradients, copies, strict=True))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 4])
@@ -64,7 +64,7 @@ def test_replays_come_in_pieces(layers: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_stream_that_works_across_a_cut_is_refused() -> None:
-    """And the recorder goes on to record what can be."""
+    """The recorder still records other passes afterwards."""
     device = torch.device("cuda", torch.cuda.current_device())
     x, aside = torch.ones(8, device=device, requires_grad=True), torch.cuda.Stream(device)
     recorder = CudaRecorder()
@@ -97,7 +97,7 @@ def test_a_stream_that_works_across_a_cut_is_refused() -> None:
 
 
 def deep() -> nn.Module:
-    """Enough layers and tokens that activations are most of what is held."""
+    """Return a model with so many layers that activations are most of its memory."""
     return tiny_model("llama", hidden_size=256, intermediate_size=1024, head_dim=64, num_hidden_layers=8).to(
         "cuda", torch.bfloat16
     )
@@ -127,7 +127,7 @@ def test_checkpointing_saves_memory() -> None:
 
 
 def test_four_buckets_share_their_memory() -> None:
-    """The largest first or last: no more than 1.3 times what it takes alone."""
+    """With the largest first or last, they take no more than 1.3 times what it takes alone."""
     buckets = [LONG, (600, 700, 300), (500, 500, 300), (200, 500, 300)]
     alone = held_by_recording(graphed(deep()), LONG)
     for order in (buckets, buckets[::-1]):
@@ -142,9 +142,9 @@ def test_four_buckets_share_their_memory() -> None:
 def test_the_pass_before_a_recording_draws_from_the_others_memory(
     beside: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or, which is the control, beside it."""
+    """As a control, the pass allocates beside it."""
     if beside:
-        monkeypatch.setattr(recorder_module, "_drawing_from", lambda pool: contextlib.nullcontext())
+        monkeypatch.setattr(recorder_module, "_allocating_from", lambda pool: contextlib.nullcontext())
     model = graphed(deep())
     held = held_by_recording(model, LONG)
     before = reserved()
@@ -170,7 +170,7 @@ class Meddling(nn.Module):
 
 @pytest.mark.parametrize("when", ["warm-up", "capture"])
 def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
-    """They run as they are without the others' memory, smaller ones are recorded anew, and random numbers drawn."""
+    """They run eagerly without the others' memory, smaller sizes are recorded anew, and random numbers still work."""
 
     def hog(x: Tensor) -> None:
         capturing = torch.cuda.is_current_stream_capturing()
@@ -186,18 +186,18 @@ def test_sizes_that_memory_is_too_small_to_record(when: str) -> None:
         close(step(model, lengths), step(plain, lengths))
         assert runner(model).stats.recordings == recordings
         held.append(reserved())
-    assert held[1] < held[0], "what was recorded is gone"
+    assert held[1] < held[0], "the recording is gone"
     assert runner(model).stats.eager == {TOO_LARGE: 2}
     assert torch.randn(8, device="cuda").isfinite().all()
 
 
 def test_a_tensor_that_stays_where_replays_write() -> None:
-    """All recordings are dropped: what one of them would overwrite is right, and remains so."""
-    kept: dict[int, Tensor] = {}
+    """All recordings are dropped: the tensor that one of them would overwrite stays right."""
+    tensors: dict[int, Tensor] = {}
 
     def keep(x: Tensor) -> None:
-        if x.shape[-2] not in kept:
-            kept[x.shape[-2]] = torch.arange(2**18, device="cuda")
+        if x.shape[-2] not in tensors:
+            tensors[x.shape[-2]] = torch.arange(2**18, device="cuda")
 
     plain, model = both()
     model.model.norm, plain.model.norm = Meddling(model.model.norm, keep), Meddling(plain.model.norm, lambda x: None)
@@ -206,8 +206,8 @@ def test_a_tensor_that_stays_where_replays_write() -> None:
         close(step(model, lengths), step(plain, lengths))
     assert (stats.recordings, stats.replays) == (1, 2)
     assert stats.eager == {"it keeps a tensor from one batch for the next ones": 2}
-    assert len(kept) > 1
-    assert all(torch.equal(tensor, torch.arange(2**18, device="cuda")) for tensor in kept.values())
+    assert len(tensors) > 1
+    assert all(torch.equal(tensor, torch.arange(2**18, device="cuda")) for tensor in tensors.values())
 
 
 def test_ctrl_c_in_the_pass_before_a_recording_is_not_swallowed() -> None:
@@ -224,7 +224,7 @@ def test_ctrl_c_in_the_pass_before_a_recording_is_not_swallowed() -> None:
 
 @pytest.mark.parametrize("how", ["item", "nonzero", "synchronize"])
 def test_what_waits_for_the_device_runs_eagerly(how: str) -> None:
-    """``synchronize`` slips through the warm-up: its capture fails, and random numbers can be drawn all the same."""
+    """``synchronize`` passes the warm-up: its capture fails, and random numbers still work."""
     meddle = {
         "item": lambda x: x.sum().item(),
         "nonzero": lambda x: x.nonzero(),
@@ -246,7 +246,7 @@ def test_what_waits_for_the_device_runs_eagerly(how: str) -> None:
     before = reserved()
     torch.empty(2**28, device="cuda", dtype=torch.uint8)
     assert torch.cuda.memory_reserved() >= before + 2**28
-    assert reserved() == before, "the allocator still takes the capture for under way"
+    assert reserved() == before, "the allocator still believes that a capture is under way"
     close(step(other), step(fastpack.patch(build("llama", torch.float32))))
     model.model.norm = model.model.norm.norm
     assert (hidden(model) - want).abs().max() <= 1e-4 * want.abs().max()
@@ -294,7 +294,7 @@ def test_no_synchronisation_in_a_replay() -> None:
 
 
 def test_ddp_gets_its_gradients(tmp_path: Path) -> None:
-    """Its accumulators live on the default stream, where a capture must not reach."""
+    """DDP's accumulators live on the default stream, which a capture must not touch."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("nccl", store=store, rank=0, world_size=1)
     try:

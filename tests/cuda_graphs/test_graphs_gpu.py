@@ -1,4 +1,4 @@
-"""On a GPU: replayed steps against eager ones."""
+"""Replayed steps against eager ones, on a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_dropout_is_drawn_anew_in_each_replay() -> None:
-    """From the same random state a replay draws what an eager pass draws, from another one something else."""
+    """From the same random state a replay draws what an eager pass draws; from another state, other numbers."""
     lengths = (30, 34)
     assert Bucket.of(lengths).tokens == sum(lengths)  # no padding, for which random numbers would be drawn too
     eager, model = both(wrap=lambda m: with_lora(m, lora_dropout=0.3))
@@ -65,7 +65,7 @@ def test_families_in_bf16(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gpt2"])
 def test_float32_on_the_memory_efficient_kernel(model_type: str) -> None:
-    """Interleaved buckets, with real rounding in the way of nothing."""
+    """Buckets alternate, in float32, so that rounding hides no error."""
     plain, model = both(model_type=model_type)
     for lengths in (SMALL, LARGE, SMALL, LARGE):
         close(step(model, lengths), step(plain, lengths))
@@ -74,7 +74,7 @@ def test_float32_on_the_memory_efficient_kernel(model_type: str) -> None:
 
 
 def test_the_same_kernels_give_the_same_bits() -> None:
-    """Eager on the bucket's own sizes: the forward is equal bit by bit, the backward as far as its atomics are."""
+    """Eager on the bucket's own sizes, the forward is equal bit by bit, and the backward up to its atomics."""
     plain, model = both(torch.bfloat16)
     batch = padded(make_sequences(VOCAB, SMALL), "right")
     ids, mask = batch["input_ids"].cuda(), batch["attention_mask"]
@@ -197,7 +197,7 @@ def test_gradient_checkpointing_where_nothing_is_recorded(model_type: str, atten
         m.enable_input_require_grads()
     for lengths in (SMALL, LARGE):
         want, ours = (step(m, lengths) for m in models)
-        close(ours, want, bound=1e-3)  # sums of experts in whatever order
+        close(ours, want, bound=1e-3)  # experts are summed in any order
     stats = runner(models[1]).stats
     assert (stats.replays, sum(stats.eager.values())) == (0, 2), stats
 

@@ -1,4 +1,4 @@
-"""Recordings where memory is short, what holds them, and what stands in their bucket padding."""
+"""Recordings when memory is short, what holds them alive, and the contents of their bucket padding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import fastpack
 from fastpack.cuda_graphs import recorder as recorder_module
 from fastpack.cuda_graphs import recordings as recordings_module
 from fastpack.cuda_graphs import step as step_module
-from fastpack.cuda_graphs.recorder import NoMemoryError, SpoiltError, Tape
-from fastpack.cuda_graphs.recordings import MOST_DROPS, NO_MEMORY, TOO_LARGE
+from fastpack.cuda_graphs.recorder import CapturedPass, GraphPoolError, NoMemoryError
+from fastpack.cuda_graphs.recordings import MAX_DROPS, NO_MEMORY, TOO_LARGE
 from fastpack.packing.buckets import Bucket
 
 pytestmark = pytest.mark.usefixtures("varlen")
@@ -27,7 +27,7 @@ OF_SMALL, OF_LARGE = (Bucket.of(lengths).tokens for lengths in (SMALL, LARGE))
 
 
 class Tight(FakeRecorder):
-    """Has memory for recordings of so many tokens together."""
+    """A recorder with memory for recordings of ``tokens`` tokens together."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Tight(FakeRecorder):
         super().clear()
         self.held = 0
 
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+    def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         if self.watched is not None:
             gc.collect()
             self.alive.append(self.watched() is not None)
@@ -53,18 +53,18 @@ class Tight(FakeRecorder):
 
 
 def pair(tokens: int, **settings: Any) -> tuple[Any, Any, Tight]:
-    """A model eager, and one graphed with a recorder that has so much memory."""
+    """Return an eager model, a graphed one, and the graphed one's recorder with memory for ``tokens`` tokens."""
     plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"), **settings)
     recorder = Tight(tokens)
     runner(model).recorder = recorder
     return plain, model, recorder
 
 
-def test_what_does_not_fit_runs_as_it_is_with_all_memory_for_itself() -> None:
+def test_a_batch_that_does_not_fit_runs_eagerly_with_all_memory() -> None:
     plain, model, recorder = pair(OF_SMALL)
     stats = runner(model).stats
-    turns = [(SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 1, 1), (SMALL, 2, 2), (SMALL, 2, 3), (LARGE, 2, 3), (SMALL, 3, 4)]
-    for lengths, recordings, replays in turns:
+    steps = [(SMALL, 1, 1), (LARGE, 1, 1), (LARGE, 1, 1), (SMALL, 2, 2), (SMALL, 2, 3), (LARGE, 2, 3), (SMALL, 3, 4)]
+    for lengths, recordings, replays in steps:
         check(step(model, lengths), step(plain, lengths))
         assert (stats.recordings, stats.replays) == (recordings, replays)
         assert recorder.held == (OF_SMALL if lengths is SMALL else 0)
@@ -119,11 +119,11 @@ def test_a_wider_recording_that_did_not_fit_is_not_tried_again() -> None:
     assert (runner(model).stats.recordings, recorder.refused) == (2, 2), "own beside the other, and alone"
 
 
-def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
+def test_a_failure_beside_a_larger_recording_does_not_count_for_other_sizes() -> None:
     many = (8,) * 18
     assert sum(many) <= OF_LARGE
     assert not Bucket.of(LARGE).holds(many)
-    plain, model, recorder = pair(OF_LARGE, roomy=3.0)
+    plain, model, recorder = pair(OF_LARGE, max_oversize=3.0)
     for lengths in (LARGE, SMALL, many, many):
         check(step(model, lengths), step(plain, lengths))
     stats = runner(model).stats
@@ -131,29 +131,29 @@ def test_what_did_not_fit_beside_a_roomier_one_says_nothing_of_others() -> None:
     assert not stats.eager
 
 
-def test_giving_way_now_and_then_is_no_reason_to_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recordings_module, "FEW_BATCHES", 2)
+def test_occasional_drops_do_not_end_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings_module, "DROP_WINDOW", 2)
     plain, model, _ = pair(OF_SMALL)
-    for _turn in range(MOST_DROPS + 2):
+    for _round in range(MAX_DROPS + 2):
         for lengths in (SMALL, SMALL, LARGE):
             check(step(model, lengths), step(plain, lengths))
-    assert runner(model).stats.eager == {TOO_LARGE: MOST_DROPS + 2}
+    assert runner(model).stats.eager == {TOO_LARGE: MAX_DROPS + 2}
 
 
 def test_recording_is_given_up_where_memory_never_suffices() -> None:
     plain, model, recorder = pair(OF_SMALL)
     stats = runner(model).stats
-    for _ in range(MOST_DROPS + 2):
+    for _ in range(MAX_DROPS + 2):
         for lengths in (SMALL, LARGE):
             check(step(model, lengths), step(plain, lengths))
-    assert stats.recordings == stats.replays == MOST_DROPS
-    assert stats.eager == {TOO_LARGE: MOST_DROPS - 1, NO_MEMORY: 5}
+    assert stats.recordings == stats.replays == MAX_DROPS
+    assert stats.eager == {TOO_LARGE: MAX_DROPS - 1, NO_MEMORY: 5}
     assert recorder.held == 0
     assert NO_MEMORY in runner(model).describe(torch.device("cpu"))
 
 
-def test_a_roomier_one_goes_on_serving() -> None:
-    plain, model, recorder = pair(OF_LARGE, roomy=3.0)
+def test_a_larger_recording_goes_on_serving() -> None:
+    plain, model, recorder = pair(OF_LARGE, max_oversize=3.0)
     stats = runner(model).stats
     step(model, LARGE)
     for _ in range(3):
@@ -168,19 +168,19 @@ def test_memory_may_be_short_for_the_pass_before_a_recording(monkeypatch: pytest
     def full(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(step_module, "_find_reached", full)
+    monkeypatch.setattr(step_module, "_find_gradients", full)
     check(step(model), step(plain))
     assert runner(model).stats.eager == {TOO_LARGE: 1}
 
 
 def watched(model: Any) -> tuple[Tensor, weakref.ref[Any]]:
-    """A forward's output, and the recording that made it."""
+    """Return a forward's output, and a weak reference to the recording that computed it."""
     out = hidden(model)
     return out, weakref.ref(*runner(model)._recordings.steps.values())
 
 
-def test_who_holds_a_loss_does_not_hold_the_recording() -> None:
-    """As a loop does that overwrites it in the next step."""
+def test_a_held_loss_does_not_hold_the_recording() -> None:
+    """As in a loop that rebinds the loss in the next step."""
     _, model, _ = pair(OF_SMALL)
     out, there = watched(model)
     out.sum().backward()
@@ -202,8 +202,8 @@ def test_a_forward_that_waits_holds_it() -> None:
     assert there() is None
 
 
-def test_a_tail_is_zeros() -> None:
-    """Whatever the batch before left there: products of zeros take the least power."""
+def test_bucket_padding_is_zeros() -> None:
+    """Whatever the batch before left in bucket padding: matmuls of zeros take the least power."""
     model = graphed(tiny_model("llama"))
     hidden(model, lengths=LARGE)
     hidden(model)
@@ -223,47 +223,47 @@ def test_no_zeros_where_a_norm_divides_by_them(monkeypatch: pytest.MonkeyPatch) 
         check(step(model, lengths), step(plain, lengths))
     assert not any(recorded._pads_with_zeros for recorded in runner(model)._recordings.steps.values())
     assert runner(model).stats.replays == 3
-    found = step_module._find_reached
-    monkeypatch.setattr(step_module, "_find_reached", lambda *a, **k: (*found(*a, **k)[:2], True))
+    find_gradients = step_module._find_gradients
+    monkeypatch.setattr(step_module, "_find_gradients", lambda *a, **k: (*find_gradients(*a, **k)[:2], True))
     wrong = compare(step(graphed(models[2])), step(plain)).worst
     assert not wrong <= FLOAT32_BOUND, "negative control"
 
 
 @pytest.mark.parametrize(
-    ("raised", "left", "found"),
+    ("raised", "left", "error"),
     [
         (None, 0, None),
-        (None, 512, SpoiltError),
+        (None, 512, GraphPoolError),
         (RuntimeError, 0, RuntimeError),
-        (RuntimeError, 512, SpoiltError),
+        (RuntimeError, 512, GraphPoolError),
         (KeyboardInterrupt, 512, KeyboardInterrupt),
         (SystemExit, 512, SystemExit),
         (ValueError, 512, ValueError),
     ],
 )
-def test_what_comes_out_of_a_pass_that_draws_from_the_pool(
+def test_errors_of_a_pass_that_allocates_from_the_pool(
     raised: type[BaseException] | None,
     left: int,
-    found: type[BaseException] | None,
+    error: type[BaseException] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it leaves behind ends recording; what is not about memory goes its way. (The pool is a stand-in.)"""
+    """Tensors left in the pool end recording; errors that are not about memory pass through. (The pool is a fake.)"""
     held = iter([0, left])
     ended: list[object] = []
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", lambda *_: None, raising=False)
-    monkeypatch.setattr(recorder_module, "_leave", lambda *pool: ended.append(pool))
-    monkeypatch.setattr(recorder_module, "_free_unused", lambda: None)
-    monkeypatch.setattr(recorder_module, "_held_of", lambda _: next(held))
+    monkeypatch.setattr(recorder_module, "_end_allocation", lambda *pool: ended.append(pool))
+    monkeypatch.setattr(recorder_module, "_empty_cache", lambda: None)
+    monkeypatch.setattr(recorder_module, "_active_bytes", lambda _: next(held))
 
     def run() -> None:
-        with recorder_module._drawing_from("pool"):
+        with recorder_module._allocating_from("pool"):
             if raised is not None:
                 raise raised
 
-    if found is None:
+    if error is None:
         run()
     else:
-        with pytest.raises(found):
+        with pytest.raises(error):
             run()
     assert ended == [("pool", 0)]

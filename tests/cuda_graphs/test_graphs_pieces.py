@@ -1,4 +1,4 @@
-"""Where recordings are cut, so that a device begins with the first piece while the host hands over the next."""
+"""The places where recordings are cut, so that a device starts the first piece while the host submits the next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("varlen")
 
 
 def cuts(model: Any) -> tuple[int, int]:
-    """Of the forward and of the backward that were recorded last."""
+    """Return the cuts of the forward and of the backward that were recorded last."""
     recorder = runner(model).recorder
     assert isinstance(recorder, FakeRecorder)
     return recorder.cuts.count("forward"), recorder.cuts.count("backward")
@@ -49,7 +49,7 @@ def test_with_checkpointing(lora: bool, reentrant: bool) -> None:
 
 
 def test_where_nothing_before_has_a_gradient() -> None:
-    """The backward ends where the parameters that are trained do."""
+    """The backward ends at the first trained parameters."""
     model = tiny_model("llama", num_hidden_layers=4).requires_grad_(False)
     model.base_model.layers[2].requires_grad_(True)
     graphed(model)
@@ -74,14 +74,14 @@ def test_no_hook_is_left_behind() -> None:
 
 
 def test_places_are_counted_from_both_ends() -> None:
-    seen: list[int] = []
+    cut_places: list[int] = []
     layers = [nn.Linear(1, 1) for _ in range(8)]
     place = 0
-    with cut_between(layers, lambda: seen.append(place)):
+    with cut_between(layers, lambda: cut_places.append(place)):
         x = torch.ones(1)
         for place, layer in enumerate(layers):  # noqa: B007
             x = layer(x)
-    assert seen == sorted({*CUTS, *(len(layers) - many for many in CUTS)})
+    assert cut_places == sorted({*CUTS, *(len(layers) - count for count in CUTS)})
 
 
 def test_a_layer_that_is_in_several_places_is_cut_once_a_call() -> None:
@@ -94,7 +94,7 @@ def test_a_layer_that_is_in_several_places_is_cut_once_a_call() -> None:
 
 
 def test_not_with_copies_on_another_stream() -> None:
-    """Those of offloading go on across layers: a capture can't end there."""
+    """Offloading's copies go on across layers, so a capture can't end there."""
     model = tiny_model("llama", num_hidden_layers=4)
     fastpack.patch(model, graphs="auto", offload="checkpoints")
     runner(model).recorder = FakeRecorder()

@@ -1,4 +1,4 @@
-"""What can't be replayed runs as it is, and is counted under its reason; what was replaced is recorded anew."""
+"""Batches that can't be replayed run eagerly and are counted under the reason; replaced modules are recorded anew."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_checkpointing_that_cannot_be_recorded() -> None:
 
 
 def left_open(function: Any, *args: Any, use_reentrant: bool, preserve_rng_state: bool) -> Any:
-    """Checkpointing as torch had it before 2.13: where a function raises, its hooks stay until its frame is gone."""
+    """Checkpoint as torch did before 2.13: if a function raises, its hooks stay until its frame is gone."""
 
     def hooks() -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: pytest.fail("made by the wrong pass")):
@@ -60,15 +60,15 @@ def left_open(function: Any, *args: Any, use_reentrant: bool, preserve_rng_state
 def test_nothing_is_left_open_by_checkpointing_that_was_refused(
     varlen: Varlen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the eager pass behind it saves its tensors for a backward that runs the refused one again."""
-    kept = []
+    """Otherwise the following eager pass saves its tensors for a backward that runs the refused pass again."""
+    errors = []
     run = varlen.run
 
     def look(call: AttentionCall) -> Tensor:
         try:
             len(call.packed.lengths)
         except Exception as error:
-            kept.append(error)  # and with it the frames on its way
+            errors.append(error)  # and with it the frames on its way
             raise
         return run(call)
 
@@ -80,7 +80,7 @@ def test_nothing_is_left_open_by_checkpointing_that_was_refused(
     want, ours = (step(m) for m in models)
     check(ours, want)
     assert reason(models[1]) == "its attention reads each batch's lengths on the host"
-    assert kept
+    assert errors
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
@@ -106,7 +106,7 @@ def test_what_is_replaced_is_recorded_anew(what: str) -> None:
     assert len(runner(models[1])._recordings.steps) == 1
 
 
-def test_recording_is_given_up_where_weights_never_stay() -> None:
+def test_recording_ends_if_weights_keep_moving() -> None:
     model = graphed(tiny_model("llama"), max_changes=3)
     for _ in range(5):
         step(model)
@@ -118,7 +118,7 @@ def test_recording_is_given_up_where_weights_never_stay() -> None:
 
 
 def test_negative_control_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the look at addresses, the replay reads the old weights: the tests above can fail."""
+    """Without the comparison of addresses, a replay reads the old weights: the tests above can fail."""
     monkeypatch.setattr(Stack, "unchanged", lambda self: True)
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
     step(models[1])
@@ -163,16 +163,16 @@ def test_dropout_is_drawn_anew_in_each_replay() -> None:
     assert runner(models[1]).stats.recordings == 1
 
 
-def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **given: Any) -> Any:
-    """What TRL puts in the place of a head's forward."""
+def forward_of_a_trainer(head: Any, labels: Tensor, meddle: Any = None, **kwargs: Any) -> Any:
+    """Replace a head's forward as TRL does."""
     if meddle is not None:
         meddle(head)
-    logits = head.lm_head(head.model(**given).last_hidden_state)
+    logits = head.lm_head(head.model(**kwargs).last_hidden_state)
     return CausalLMOutputWithPast(loss=head.loss_function(logits, labels, VOCAB), logits=logits)
 
 
 def replaced(model: Any, module: str = "trl.trainer.utils") -> Any:
-    """With its forward replaced by someone of this module."""
+    """Return the model with its forward replaced by a function of this module."""
     forward = types.FunctionType(
         forward_of_a_trainer.__code__, {**globals(), "__name__": module}, argdefs=forward_of_a_trainer.__defaults__
     )
@@ -182,7 +182,7 @@ def replaced(model: Any, module: str = "trl.trainer.utils") -> Any:
 
 @pytest.mark.parametrize("by_trl", [False, True], ids=["own forward", "TRL's"])
 def test_modules_are_looked_at_before_lengths_are_waited_for(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once only: the look costs time, which on a GPU hides behind the step before."""
+    """Modules are compared once only: it takes time, which on a GPU hides behind the previous step."""
     model = graphed(tiny_model("llama"))
     if by_trl:
         replaced(model)
@@ -217,7 +217,7 @@ def test_a_hook_of_someone_between_the_look_and_the_backbone() -> None:
 
 
 def test_a_hook_that_replaces_weights_behind_the_look() -> None:
-    """A hook of the backbone runs after the head's look: then nothing is believed that was seen before."""
+    """A hook of the backbone runs after the head's snapshot, which is then not used."""
     models = [fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))]
 
     def replace(module: Any, args: Any) -> None:
@@ -231,7 +231,7 @@ def test_a_hook_that_replaces_weights_behind_the_look() -> None:
 
 
 @pytest.mark.parametrize("by_trl", [False, True], ids=["own forward", "TRL's"])
-def test_what_was_seen_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = graphed(tiny_model("llama"))
     if by_trl:
         replaced(model)
@@ -241,9 +241,9 @@ def test_what_was_seen_is_forgotten_after_a_failure(by_trl: bool, monkeypatch: p
     def fail(_: Any) -> None:
         raise fastpack.PackingError("before the backbone")
 
-    given = {"packed_seq_lens": [4], "meddle": fail} if by_trl else {"packed_seq_lens": [3]}
+    kwargs = {"packed_seq_lens": [4], "meddle": fail} if by_trl else {"packed_seq_lens": [3]}
     with pytest.raises(fastpack.PackingError):
-        model(input_ids=ids, labels=ids, **given)
+        model(input_ids=ids, labels=ids, **kwargs)
     order = looks(monkeypatch)
     hidden(model)
     assert "look" in order
@@ -307,8 +307,8 @@ def test_attention_that_prepares_on_the_host_is_refused(backend: str, monkeypatc
         monkeypatch.setattr(BACKENDS["flex"], "_compiled", lambda: lambda q, k, v, **_: q)
     model = tiny_model("llama")
     fastpack.patch(model, graphs="auto", attention=backend)
-    found = runner(model)
-    found.recorder, found.settings = FakeRecorder(), GraphSettings(record_after=0)
+    graphs = runner(model)
+    graphs.recorder, graphs.settings = FakeRecorder(), GraphSettings(record_after=0)
     hidden(model)
     assert reason(model).startswith("its attention")
 
@@ -324,13 +324,13 @@ def test_hooks_that_transformers_leaves_behind_do_no_harm() -> None:
 
 
 def test_hooks_that_come_and_go() -> None:
-    """While they are there the stack runs eagerly; afterwards the old recording serves again."""
+    """While hooks exist the stack runs eagerly; afterwards the old recording serves again."""
     model = graphed(tiny_model("llama"))
     step(model)
-    seen: list[int] = []
-    handle = model.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    calls: list[int] = []
+    handle = model.model.layers[1].register_forward_hook(lambda *_: calls.append(1))
     step(model)
-    assert seen == [1]
+    assert calls == [1]
     handle.remove()
     step(model)
     assert (runner(model).stats.replays, runner(model).stats.recordings) == (2, 1)
@@ -351,8 +351,8 @@ def test_hooks_that_come_and_go() -> None:
     ],
 )
 def test_which_errors_mean_that_it_cannot_be_captured(error: BaseException, why: str | None) -> None:
-    found = capture_problem(error)
-    assert found is None if why is None else why in str(found)
+    problem = capture_problem(error)
+    assert problem is None if why is None else why in str(problem)
     with pytest.raises(RuntimeError) as end:
         _end_capture_after(error)
     assert capture_problem(end.value) is not None, "the end of a capture says so, whatever came before"

@@ -23,9 +23,9 @@ def test_ddp_gets_its_gradients(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         plain, model = fastpack.patch(tiny_model("llama")), graphed(tiny_model("llama"))
-        seen: list[int] = []
+        calls: list[int] = []
         wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(seen, _count)
+        wrapped.register_comm_hook(calls, _count)
         for lengths in (SMALL, LARGE, SMALL):
             ids = torch.cat(make_sequences(VOCAB, lengths))[None]
             for m in (plain, wrapped):
@@ -34,13 +34,13 @@ def test_ddp_gets_its_gradients(tmp_path: Path) -> None:
             for a, b in zip(model.parameters(), plain.parameters(), strict=True):
                 assert relative(a.grad, b.grad) <= FLOAT32_BOUND
         assert runner(model).stats.replays == 3
-        assert len(seen) >= 3, "gradients went through the reducer"
+        assert len(calls) >= 3, "gradients went through the reducer"
     finally:
         torch.distributed.destroy_process_group()
 
 
-def _count(seen, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes none for right
-    seen.append(1)
+def _count(calls, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and takes none for right
+    calls.append(1)
     done = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done

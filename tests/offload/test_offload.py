@@ -1,4 +1,4 @@
-"""Offloading layer inputs changes no gradient, holds nothing longer than autograd does, and brings back in time."""
+"""Offloaded layer inputs: the same gradients, nothing lives longer than in autograd, and copies are in time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from offloading import (
     LateLink,
     LossyLink,
     backbone_of,
+    channel,
     collected,
     equal,
     gradients,
     in_use,
-    lane,
     offload,
     offloaded,
     prepared,
@@ -50,10 +50,10 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
     assert equal(gradients(model), want)
     # the final norm's input is one more; with LoRA the first layer's is a leaf, which the graph holds on to
     left = LAYERS + 1 - KEEP - lora
-    link, pool = lane(model).link, lane(model).pool
+    link, pool = channel(model).link, channel(model).pool
     assert offload(model).stats.tensors == left
     assert link.did("send") == [*range(left)]
-    assert link.did("bring") == [*reversed(range(left))], "each once"
+    assert link.did("copy_back") == [*reversed(range(left))], "each once"
     assert (link.hazards, link.abandoned) == (0, 0)
     assert (pool.count, in_use(pool)) == (left, 0)
     assert offload(model).host_bytes == pool.nbytes == left * 64 * 32 * 4
@@ -64,35 +64,35 @@ def test_gradients_are_equal(lora: bool, reentrant: bool) -> None:
 @KINDS
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "helium", "starcoder2"])
 def test_families(model_type: str, reentrant: bool) -> None:
-    """Some save more around their layers: embeddings that are scaled, norms of several operations."""
+    """Some families save more around their layers: scaled embeddings, norms of several operations."""
     model = offloaded(tiny(model_type), reentrant=reentrant)
     assert equal(gradients(model), gradients(prepared(tiny(model_type), None, reentrant=reentrant)))
     assert offload(model).stats.tensors >= LAYERS + 1 - KEEP
-    link = lane(model).link
-    assert sorted(link.did("bring")) == link.did("send"), "each once"
-    assert (link.hazards, link.abandoned, in_use(lane(model).pool)) == (0, 0, 0)
+    link = channel(model).link
+    assert sorted(link.did("copy_back")) == link.did("send"), "each once"
+    assert (link.hazards, link.abandoned, in_use(channel(model).pool)) == (0, 0, 0)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
 def test_negative_control(link: type[LateLink]) -> None:
-    """The gradients do come from what was brought back, and the stand-in notices who does not wait."""
+    """The gradients depend on what was copied back, and the fake link detects a missing wait."""
     ours = gradients(offloaded(tiny(), link=link))
     assert not equal(ours, gradients(prepared(tiny(), None)))
 
 
 @pytest.mark.sample(1)
 @KINDS
-def test_buffers_are_handed_on(reentrant: bool) -> None:
-    """Over steps of other lengths, an accumulated one among them, and one that needs larger buffers."""
+def test_buffers_are_reused(reentrant: bool) -> None:
+    """Steps of other lengths reuse buffers, with gradient accumulation and with a batch that needs larger buffers."""
     model, plain = offloaded(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
     left = LAYERS + 1 - KEEP
     for lengths, size in (((40, 24), 64), ((33,), 64), ((31, 32), 64), ((65,), 128), ((9,), 128), ((40, 24), 128)):
         for seed in range(2):
             assert equal(gradients(model, lengths, seed), gradients(plain, lengths, seed))
-        pool = lane(model).pool
+        pool = channel(model).pool
         assert (pool.count, in_use(pool), pool.nbytes) == (left, 0, left * size * 32 * 4)
-    assert lane(model).link.hazards == 0
+    assert channel(model).link.hazards == 0
 
 
 @pytest.mark.sample(1)
@@ -105,12 +105,12 @@ def test_two_backwards(reentrant: bool) -> None:
         loss.backward(retain_graph=True)
         results.append(collected(m))
         if m is model:
-            assert in_use(lane(m).pool) == LAYERS + 1 - KEEP, "the graph still lives"
+            assert in_use(channel(m).pool) == LAYERS + 1 - KEEP, "the graph still lives"
         m.zero_grad()
         loss.backward()
         results.append(collected(m))
     assert all(equal(results[0], result) for result in results[1:])
-    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
+    assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
 @pytest.mark.sample(1)
@@ -120,7 +120,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     for m in (model, plain):
         (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
     assert equal(collected(model), collected(plain))
-    pool = lane(model).pool
+    pool = channel(model).pool
     assert (pool.count, in_use(pool)) == (2 * (LAYERS + 1 - KEEP), 0)
 
 
@@ -148,7 +148,7 @@ def test_an_exception_leaves_nothing_behind(where: str, reentrant: bool) -> None
         del loss
     handle.remove()
     gc.collect()  # the traceback's frames hold on to tensors
-    link, pool = lane(model).link, lane(model).pool
+    link, pool = channel(model).link, channel(model).pool
     assert pool.count > 0
     assert in_use(pool) == 0
     link.wait(len(link.queue))
@@ -166,14 +166,14 @@ def test_copies_start_empty() -> None:
         assert offload(twin) is not offload(model)
         assert (offload(twin).host_bytes, offload(twin).stats.forwards) == (0, 0)
         assert equal(gradients(twin), want)
-        assert lane(twin) is not lane(model)
-        assert lane(twin).pool.count == lane(model).pool.count
+        assert channel(twin) is not channel(model)
+        assert channel(twin).pool.count == channel(model).pool.count
 
 
 def test_unpatching_drops_the_buffers() -> None:
     model = offloaded(tiny())
     gradients(model)
-    buffers = [weakref.ref(buffer) for buffer in lane(model).pool._free]
+    buffers = [weakref.ref(buffer) for buffer in channel(model).pool._free]
     loss = run(model, (20,))
     fastpack.unpatch(model)
     assert getattr(runtime_of(backbone_of(model)), "offload", None) is None
@@ -211,7 +211,7 @@ def test_why_not() -> None:
     model = offloaded(tiny())
     with torch.autograd.graph.save_on_cpu():
         run(model).backward()
-    assert idle(model).startswith("saved tensors are packed by someone else")
+    assert idle(model).startswith("other code packs saved tensors")
 
 
 @pytest.mark.sample(1)
@@ -233,7 +233,7 @@ def test_checkpointing_around_the_model(reentrant: bool) -> None:
     assert len(offload(model).stats.idle) == (1 if reentrant else 2), "in the backward, and before if it saves"
 
 
-def test_evaluation_is_no_business_of_ours() -> None:
+def test_evaluation_is_not_counted() -> None:
     model = offloaded(tiny())
     with torch.no_grad():
         run(model)

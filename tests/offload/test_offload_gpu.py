@@ -1,4 +1,4 @@
-"""On a GPU: the same bits, less memory, and copies that wait for the computation as it waits for them."""
+"""Offloading on a GPU: the same bits, less memory, and copies and computation that wait for each other."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTHS = [256] * 15 + [255, 1]
 TOKENS = sum(LENGTHS)
 BYTES = TOKENS * HIDDEN * 2
 SLACK = 2 * BYTES
-"""What is on its way at the peak: half a layer's, and more where other processes want the link."""
+"""Bytes being copied at the peak: half a layer's, and more if other processes use the link."""
 SLEEP = 20_000_000
 """Clock cycles, some 10 ms: longer than anything else here takes."""
 
@@ -48,7 +48,7 @@ def build(*, lora: bool) -> Any:
 
 
 def step(model: Any, seed: int = 0) -> tuple[dict[str, Tensor], int]:
-    """The gradients, and the most memory that the pass took beyond what there was."""
+    """Return the gradients, and the peak memory of the pass above what was allocated before."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 97, (1, TOKENS), generator=generator).cuda()
     grad = torch.randn(1, TOKENS, HIDDEN, generator=generator).to("cuda", torch.bfloat16)
@@ -81,7 +81,7 @@ def test_the_same_bits_in_less_memory(lora: bool, reentrant: bool) -> None:
         # Not the last ones and the one on its way back; with LoRA the first is a leaf, which the graph holds on to.
         assert most - less >= (LAYERS - KEEP - lora) * BYTES - SLACK
     assert not equal(results[0][0], results[1][0])
-    stats, pool = offload(model).stats, next(iter(offload(model)._lanes.values())).pool
+    stats, pool = offload(model).stats, next(iter(offload(model)._channels.values())).pool
     left = LAYERS + 1 - KEEP - lora
     assert (stats.forwards, stats.tensors) == (2, 2 * left)
     assert (pool.count, in_use(pool), pool.nbytes) == (left, 0, left * BYTES)
@@ -91,7 +91,7 @@ def test_the_same_bits_in_less_memory(lora: bool, reentrant: bool) -> None:
 
 @KINDS
 def test_the_backend_that_serves(reentrant: bool) -> None:
-    """With FlashAttention, whose backward adds up in any order: as near as any two runs, and again in less memory."""
+    """With FlashAttention, whose backward adds in any order: as near as any two runs, and again in less memory."""
     results = [
         step(prepared(build(lora=True), choice, reentrant=reentrant))
         for choice in (None, "checkpoints", None, "checkpoints")
@@ -102,34 +102,34 @@ def test_the_backend_that_serves(reentrant: bool) -> None:
 
 
 def distance(ours: dict[str, Tensor], want: dict[str, Tensor]) -> float:
-    """Root mean square, of all gradients together, relative."""
+    """Return the relative root-mean-square difference of all gradients together."""
     assert ours.keys() == want.keys()
     difference = sum((ours[name].double() - gradient.double()).square().sum() for name, gradient in want.items())
     return float((difference / sum(gradient.double().square().sum() for gradient in want.values())) ** 0.5)
 
 
 class SlowLink(CudaLink):
-    """Copies that are late."""
+    """A link whose copies are late."""
 
     def send(self, source: Tensor, host: Tensor, since: torch.cuda.Event) -> torch.cuda.Event:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLEEP)
         return super().send(source, host, since)
 
-    def bring(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         with torch.cuda.stream(self.stream):
             torch.cuda._sleep(SLEEP)
-        return super().bring(host)
+        return super().copy_back(host)
 
 
 class ForgetfulLink(SlowLink):
-    """Late, and nobody waits for them."""
+    """A slow link for whose copies nothing waits."""
 
-    def wait(self, moment: torch.cuda.Event) -> None: ...
+    def wait(self, event: torch.cuda.Event) -> None: ...
 
 
 class HastyLink(CudaLink):
-    """Copies that don't wait for what they copy."""
+    """A link that does not wait for the data that it copies."""
 
     def send(self, source: Tensor, host: Tensor, since: torch.cuda.Event) -> torch.cuda.Event:
         return super().send(source, host, torch.cuda.Event())
@@ -152,7 +152,7 @@ def chain(x: Tensor, *, slow: bool, reentrant: bool) -> Tensor:
     [(CudaLink, True, True), (SlowLink, False, True), (ForgetfulLink, False, False), (HastyLink, True, False)],
 )
 def test_each_waits_for_the_other(link: Any, slow: bool, right: bool, reentrant: bool) -> None:
-    """And nobody on the host: not a synchronisation from the second pass on, when buffers are there."""
+    """Nothing waits on the host: no synchronisation from the second pass on, when buffers exist."""
     ours = CheckpointOffload(connect=link)
     got, want = [], []
     for seed in range(3):
@@ -179,7 +179,7 @@ def test_each_waits_for_the_other(link: Any, slow: bool, right: bool, reentrant:
 
 
 def test_half_a_backward_leaves_memory_in_order() -> None:
-    """What was being brought when the graph was dropped is not handed out before the copy is over."""
+    """Memory that was being copied into when the graph was dropped is not reused before the copy is done."""
     ours = CheckpointOffload(connect=SlowLink)
     for _ in range(4):
         hidden = [torch.ones(1, 4096, 1024, device="cuda", requires_grad=True) * 1]
@@ -194,29 +194,29 @@ def test_half_a_backward_leaves_memory_in_order() -> None:
 
 
 class FastLink(CudaLink):
-    """One that has time for everything."""
+    """A link that has time for everything."""
 
     def rates(self, dtype: torch.dtype) -> Rates:
         return Rates(bytes=1e18, operations=1.0)
 
 
 class LossyLink(FastLink):
-    """The negative control: what comes back is not what was sent."""
+    """The negative control: zeros come back."""
 
-    def bring(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-        tensor, moment = super().bring(host)
-        self.wait(moment)
-        return tensor.zero_(), self.mark()
+    def copy_back(self, host: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+        tensor, event = super().copy_back(host)
+        self.wait(event)
+        return tensor.zero_(), self.record_event()
 
 
-PRODUCTS = LAYERS - 2
-"""Those of the last two stay."""
+OFFLOADED = LAYERS - 2
+"""The number of layers whose activations are offloaded; those of the last two stay."""
 
 
 @pytest.mark.parametrize("graphs", [None, "auto"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_products_come_back(lora: bool, graphs: Any) -> None:
-    """The same bits where gate and up wait on the host, recorded or not, over batches that follow each other."""
+def test_activations_come_back(lora: bool, graphs: Any) -> None:
+    """The same bits with gate and up offloaded, recorded or not, over several batches."""
     results: dict[Any, list[Any]] = {}
     for link in (None, FastLink, LossyLink):
         model = fastpack.patch(
@@ -229,12 +229,12 @@ def test_products_come_back(lora: bool, graphs: Any) -> None:
             offload(model).connect = link
         results[link] = [step(model, seed) for seed in (0, 1, 0)]
         if link is FastLink:
-            found, graph = offload(model).stats, getattr(runtime_of(backbone_of(model)), "graphs", None)
+            stats, graph = offload(model).stats, getattr(runtime_of(backbone_of(model)), "graphs", None)
             if graph is None:
-                assert (found.forwards, found.products) == (3, 3 * PRODUCTS)
-                assert found.tensors == 3 * (LAYERS + 1 - KEEP - lora)
+                assert (stats.forwards, stats.products) == (3, 3 * OFFLOADED)
+                assert stats.tensors == 3 * (LAYERS + 1 - KEEP - lora)
             else:
-                assert (found.forwards, found.recorded) == (0, (LAYERS + 1 - KEEP, PRODUCTS))
+                assert (stats.forwards, stats.recorded) == (0, (LAYERS + 1 - KEEP, OFFLOADED))
                 assert (graph.stats.recordings, graph.stats.replays) == (1, 3)
     for want, ours, lost in zip(*results.values(), strict=True):
         assert equal(ours[0], want[0])
@@ -248,18 +248,18 @@ def test_time_is_measured_once_and_not_under_capture() -> None:
     with no_synchronisation():
         assert link.rates(torch.bfloat16) is None
     state = torch.cuda.get_rng_state()
-    found = link.rates(torch.bfloat16)
+    rates = link.rates(torch.bfloat16)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    assert found is not None
-    assert 1e9 < found.bytes < 1e12
-    assert 1e12 < found.operations < 1e16
-    assert link.rates(torch.bfloat16) is found
+    assert rates is not None
+    assert 1e9 < rates.bytes < 1e12
+    assert 1e12 < rates.operations < 1e16
+    assert link.rates(torch.bfloat16) is rates
 
 
 @KINDS
 @pytest.mark.parametrize("model_type", ["ernie", "gemma4_text"])
 def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> None:
-    """Step after step: what was lent for one forward is not there in the next."""
+    """A slot of one forward is gone in the next."""
     model = fastpack.patch(build_tiny(model_type, head_dim=64).cuda().train(), attention="reference")
     ids = plain_tokens(1, TOKENS, seed=0).cuda()
     results = []

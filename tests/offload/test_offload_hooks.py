@@ -1,4 +1,4 @@
-"""The hooks alone, around a few checkpointed layers: what leaves, when it does, and when it is back."""
+"""The saved-tensor hooks alone, around a few checkpointed layers: which tensors are offloaded, and when."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fastpack
 from fastpack.offload.checkpoints import CheckpointOffload
-from fastpack.offload.saved import IN_FLIGHT, KEEP, Kept, Offloaded, Pass
-from fastpack.offload.transfer import HostPool, Lane
+from fastpack.offload.saved import IN_FLIGHT, KEEP, OffloadedTensor, SavedTensorHooks, UnmovedTensor
+from fastpack.offload.transfer import HostChannel, HostPool
 
 pytestmark = pytest.mark.usefixtures("no_collection")
 
@@ -37,19 +37,19 @@ def test_host_pool() -> None:
 @pytest.mark.sample(1)
 @KINDS
 def test_order(reentrant: bool) -> None:
-    """Layer i's input is on its way to the host before layer i + KEEP + 1 ends, and back before layer i + 1 runs."""
+    """Layer i's input is sent before layer i + KEEP + 1 ends, and its copy back starts before layer i + 1 runs."""
     ours, layers, x = chain(reentrant)
     with ours.saving():
         out = layers(x * 2)
-    forward, layers.link.diary = layers.link.diary, []
+    forward, layers.link.log = layers.link.log, []
     out.sum().backward()
-    backward = layers.link.diary
+    backward = layers.link.log
     for index in range(LAYERS - KEEP):
         sent = forward.index(("send", index))
         assert ("run", index + KEEP + 1) not in forward[:sent]
-        brought = backward.index(("bring", index))
+        brought = backward.index(("copy_back", index))
         assert brought < backward.index(("run", index + 1))
-        assert ("bring", index - 1) not in backward[:brought], "no more than one ahead"
+        assert ("copy_back", index - 1) not in backward[:brought], "no more than one ahead"
         if index + 2 < LAYERS:
             assert brought > backward.index(("run", index + 2)), "not before it is time"
 
@@ -57,7 +57,7 @@ def test_order(reentrant: bool) -> None:
 @pytest.mark.sample(1)
 @KINDS
 def test_few_are_on_the_device(reentrant: bool) -> None:
-    """After the forward those kept; during it those on their way besides."""
+    """After the forward only the kept inputs are there; during it, those being copied too."""
     ours, _, x = chain(reentrant)
     storages: list[StorageWeakRef] = []
     counts = []
@@ -84,8 +84,8 @@ def test_few_are_on_the_device(reentrant: bool) -> None:
     out.sum().backward()
     assert counts[-1] == 0, "when the first layer runs again, the last ones' inputs are gone"
     storages.clear()
-    kept = forward()
-    assert kept.requires_grad
+    out = forward()
+    assert out.requires_grad
     assert alive() == LAYERS, "without"
 
 
@@ -103,27 +103,27 @@ def test_each_storage_once() -> None:
     assert torch.equal(x.grad, want.grad)
     # h, and of each of the three the exponential, which two operations saved, and the sine, less those kept
     assert ours.stats.tensors == 1 + 3 * 2 - KEEP
-    assert Counter(layers.link.did("bring")) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 1}, "as often as it is asked for"
+    assert Counter(layers.link.did("copy_back")) == {0: 3, 1: 2, 2: 1, 3: 2, 4: 1}, "as often as it is asked for"
     assert (layers.link.hazards, layers.link.abandoned) == (0, 0)
 
 
-def test_asked_for_out_of_order() -> None:
-    """An operation that saved two asks for the first one first: what was asked for is not brought again unasked."""
-    lane = Lane(LateLink(torch.device("cpu")))
-    hooks = Pass(lambda device: lane, min_bytes=0)
+def test_fetched_out_of_order() -> None:
+    """An operation that saved two tensors fetches the first one first: fetched tensors are not prefetched again."""
+    channel = HostChannel(LateLink(torch.device("cpu")))
+    hooks = SavedTensorHooks(lambda device: channel, min_bytes=0)
     tensors = [torch.randn(8) for _ in range(4 + KEEP)]
     saved = [hooks.pack(tensor.clone()) for tensor in tensors]
     hooks.finish()
     for index in (2, 3, 0, 1):
         assert torch.equal(saved[index].unpack(), tensors[index])
-    assert lane.link.did("bring") == [2, 1, 3, 0]
+    assert channel.link.did("copy_back") == [2, 1, 3, 0]
     assert torch.equal(saved[3].unpack(), tensors[3])
-    assert lane.link.did("bring")[4:] == [3], "again, when it is asked for again"
+    assert channel.link.did("copy_back")[4:] == [3], "again, when it is asked for again"
 
 
 def test_a_storage_with_other_contents() -> None:
-    lane = Lane(LateLink(torch.device("cpu")))
-    hooks = Pass(lambda device: lane, min_bytes=0)
+    channel = HostChannel(LateLink(torch.device("cpu")))
+    hooks = SavedTensorHooks(lambda device: channel, min_bytes=0)
     x = torch.randn(8)
     saved = [hooks.pack(x), hooks.pack(x)]
     others = [hooks.pack(torch.randn(8)) for _ in range(KEEP + IN_FLIGHT)]
@@ -134,7 +134,7 @@ def test_a_storage_with_other_contents() -> None:
     assert torch.equal(saved[0].unpack(), want)
     assert torch.equal(saved[1].unpack(), want)
     assert torch.equal(saved[2].unpack(), 2 * want)
-    assert lane.pool.count == len(others) + 2 - KEEP
+    assert channel.pool.count == len(others) + 2 - KEEP
 
 
 def test_an_output_that_stays_keeps_nothing_alive() -> None:
@@ -158,18 +158,18 @@ def test_a_parameter_changed_in_place_raises() -> None:
         out.sum().backward()
 
 
-def test_what_leaves() -> None:
+def test_which_tensors_are_offloaded() -> None:
     link = LateLink(torch.device("cpu"))
-    lane = Lane(link)
+    channel = HostChannel(link)
     x = torch.randn(64, 64)
     leaf = x.clone().requires_grad_()
-    leaving = {
+    offloaded = {
         "a result": leaf * 1,
         "a frozen leaf": x,
         "half precision": x.repeat(2, 1).to(torch.bfloat16),
         "a whole storage in another shape": (leaf * 1).view(1, 64, 64),
     }
-    staying = {
+    unmoved = {
         "a leaf, which the graph holds": leaf,
         "a parameter": nn.Parameter(x.clone()),
         "whole numbers": x.long(),
@@ -179,15 +179,15 @@ def test_what_leaves() -> None:
         "small": x[:63].clone(),
         "sparse": x.to_sparse(),
     }
-    for name, tensor in {**leaving, **staying}.items():
-        hooks = Pass(lambda device: lane, min_bytes=64 * 64 * 4)
-        assert isinstance(hooks.pack(tensor), Offloaded if name in leaving else Kept), name
-    nowhere = Pass(lambda device: None, min_bytes=0)
-    assert isinstance(nowhere.pack(leaf * 1), Kept)
+    for name, tensor in {**offloaded, **unmoved}.items():
+        hooks = SavedTensorHooks(lambda device: channel, min_bytes=64 * 64 * 4)
+        assert isinstance(hooks.pack(tensor), OffloadedTensor if name in offloaded else UnmovedTensor), name
+    nowhere = SavedTensorHooks(lambda device: None, min_bytes=0)
+    assert isinstance(nowhere.pack(leaf * 1), UnmovedTensor)
 
 
 def test_part_of_a_graph() -> None:
-    """What was brought and not asked for keeps its memory until the copy is over."""
+    """Memory of a prefetched but unused tensor is held until its copy is done."""
     ours, layers, x = chain()
     hidden = [x * 2]
     with ours.saving():
@@ -200,7 +200,7 @@ def test_part_of_a_graph() -> None:
         end = layers.layer(end, index)
     (want,) = torch.autograd.grad(end.sum(), start)
     assert torch.equal(grad, want)
-    assert layers.link.did("bring") == [4, 3]
+    assert layers.link.did("copy_back") == [4, 3]
     assert layers.link.abandoned == 0
     del hidden
     assert layers.link.abandoned == 1
@@ -213,7 +213,7 @@ def test_part_of_a_graph() -> None:
     ("which", "after"), [(0, 0), (0, KEEP), (LAYERS - 1, LAYERS - 1)], ids=["waiting", "on its way", "kept"]
 )
 def test_a_change_in_place_raises(which: int, after: int) -> None:
-    """As autograd does where there are no hooks."""
+    """It raises as autograd does without hooks."""
     ours, layers, x = chain()
     with pytest.raises(RuntimeError, match="inplace"):
         _change(layers, x, which, after).sum().backward()
@@ -227,7 +227,7 @@ def test_a_change_in_place_raises(which: int, after: int) -> None:
         offloading()
 
 
-def test_a_change_after_it_left_does_no_harm() -> None:
+def test_a_change_after_the_copy_does_no_harm() -> None:
     ours, layers, x = chain()
     layers(x * 2).sum().backward()
     want = x.grad
@@ -239,7 +239,7 @@ def test_a_change_after_it_left_does_no_harm() -> None:
 
 
 def _change(layers: Chain, x: Tensor, which: int, after: int) -> Tensor:
-    """Layer inputs, one of them changed after a later layer has run."""
+    """Return the output of layers whose input ``which`` is changed in place after layer ``after`` has run."""
     hidden = [x * 2]
     for index in range(LAYERS):
         hidden.append(checkpoint(layers.layer, hidden[-1], index, use_reentrant=False))

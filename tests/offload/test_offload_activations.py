@@ -1,4 +1,4 @@
-"""Products that wait on the host instead of being made again: the same gradients, and not a product more."""
+"""Offloaded gate and up activations: the same gradients, and no matmul is recomputed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from offloading import (
     LateLink,
     LossyLink,
     backbone_of,
+    channel,
     collected,
     equal,
     gradients,
     in_use,
-    lane,
     offload,
     offloaded,
     prepared,
@@ -33,15 +33,22 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fastpack
-from fastpack.cuda_graphs.recorder import Tape
+from fastpack.cuda_graphs.recorder import CapturedPass
 from fastpack.exactness.tiny import build_tiny
 from fastpack.offload import KEPT, saved
-from fastpack.offload.products import CHECKPOINTING, KEEP, Journey, Parcel, is_sent, pace
-from fastpack.offload.transfer import HostPool, Lane, Rates
+from fastpack.offload.activations import (
+    CHECKPOINTING,
+    KEEP,
+    ActivationOffload,
+    LayerActivations,
+    copied_share,
+    is_offloaded,
+)
+from fastpack.offload.transfer import HostChannel, HostPool, Rates
 from fastpack.ops.linear import gated_mlp
 
 SENT = LAYERS - KEEP
-"""Layers whose products leave where there is time for all."""
+"""The number of layers whose activations are offloaded, if there is time for all."""
 
 
 pytestmark = pytest.mark.usefixtures("no_collection")
@@ -49,19 +56,19 @@ pytestmark = pytest.mark.usefixtures("no_collection")
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which groups of a gated MLP were multiplied."""
-    made: list[str] = []
+    """Record which groups of a gated MLP were multiplied."""
+    multiplied: list[str] = []
     stock = gated_mlp.group_forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        made.append(kwargs["prefix"])
+        multiplied.append(kwargs["prefix"])
         return stock(*args, **kwargs)
 
     monkeypatch.setattr(gated_mlp, "group_forward", counted)
-    return made
+    return multiplied
 
 
-def told(model: Any) -> str:
+def notes(model: Any) -> str:
     return "; ".join(fastpack.report(model).notes)
 
 
@@ -82,23 +89,23 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     assert again == 2 * LAYERS
     groups.clear()
     assert equal(gradients(model), want)
-    assert groups.count("inner ") == LAYERS, "none a second time"
+    assert groups.count("inner ") == LAYERS, "no matmul is recomputed"
     assert offload(model).stats.products == SENT
-    link, pool = lane(model).link, lane(model).pool
-    assert sorted(link.did("bring")) == link.did("send"), "each once"
+    link, pool = channel(model).link, channel(model).pool
+    assert sorted(link.did("copy_back")) == link.did("send"), "each once"
     assert (link.hazards, link.abandoned, in_use(pool)) == (0, 0, 0)
-    assert f"and gate and up of {SENT} layers, of 1 forwards waited" in told(model)
-    assert "made again" not in told(model)
+    assert f"and gate and up of {SENT} layers, of 1 forwards waited" in notes(model)
+    assert "recomputed" not in notes(model)
     layers = backbone_of(model).layers
     assert not any(KEPT in layer.__dict__ for layer in layers)
-    assert not any("Journey" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
+    assert not any("ActivationOffload" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
 
 
 @pytest.mark.sample(2)
 @KINDS
 @pytest.mark.parametrize("model_type", ["ernie", "gemma4_text"])
 def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> None:
-    """What a scope puts back behind a layer that ran again is what it found there, not what was lent for a forward."""
+    """A scope around a layer that runs again restores what it replaced, not the slot of one forward."""
     model = with_products(build_tiny(model_type).train(), reentrant=reentrant)
     stock = prepared(build_tiny(model_type).train(), None, reentrant=reentrant)
     for m in (model, stock):
@@ -117,12 +124,12 @@ def test_what_has_no_gated_mlp_is_left_alone() -> None:
     assert equal(gradients(model), gradients(prepared(tiny("gpt2"), None)))
     assert offload(model).stats.products == 0
     assert offload(model).stats.tensors >= LAYERS + 1 - saved.KEEP
-    assert f"gate and up of {LAYERS} layers are made again: they have no gated MLP" in told(model)
+    assert f"gate and up of {LAYERS} layers are recomputed: they have no gated MLP" in notes(model)
 
 
 @pytest.mark.parametrize("link", [LossyLink, ForgetfulLink])
 def test_negative_control(link: type[LateLink], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients do come from products that were brought back: layer inputs stay here."""
+    """The gradients depend on activations that were copied back; layer inputs stay on the device here."""
     monkeypatch.setattr(saved, "KEEP", 100)
     ours = gradients(with_products(tiny(), link=link))
     assert not equal(ours, gradients(prepared(tiny(), None)))
@@ -132,7 +139,7 @@ def test_negative_control(link: type[LateLink], monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.sample(1)
 @KINDS
 def test_two_backwards(reentrant: bool) -> None:
-    """A retained graph brings them again, and gradients don't take the place of those that stayed."""
+    """A retained graph copies them back again, and gradients don't overwrite those that stayed."""
     model, plain = with_products(tiny(), reentrant=reentrant), prepared(tiny(), None, reentrant=reentrant)
     results = []
     for m in (plain, model):
@@ -143,7 +150,7 @@ def test_two_backwards(reentrant: bool) -> None:
             results.append(collected(m))
         del loss
     assert all(equal(results[0], result) for result in results[1:])
-    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
+    assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
 @pytest.mark.sample(1)
@@ -153,7 +160,7 @@ def test_two_forwards_before_a_backward(reentrant: bool) -> None:
     for m in (model, plain):
         (run(m, (40, 24), 1) * run(m, (30,), 2)).backward()
     assert equal(collected(model), collected(plain))
-    assert (in_use(lane(model).pool), lane(model).link.hazards) == (0, 0)
+    assert (in_use(channel(model).pool), channel(model).link.hazards) == (0, 0)
 
 
 def test_half_a_backward_and_none() -> None:
@@ -165,9 +172,9 @@ def test_half_a_backward_and_none() -> None:
         if upto is not None:
             torch.autograd.grad(hidden[-1].sum(), hidden[upto])
         del hidden
-        link = lane(model).link
+        link = channel(model).link
         link.wait(len(link.queue))
-        assert (in_use(lane(model).pool), link.hazards) == (0, 0)
+        assert (in_use(channel(model).pool), link.hazards) == (0, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
@@ -186,14 +193,14 @@ def test_an_exception_puts_everything_back() -> None:
     gc.collect()  # the traceback's frames hold on to tensors
     assert [layer.__dict__[CHECKPOINTING] for layer in layers] == before
     assert not any(KEPT in layer.__dict__ for layer in layers)
-    assert (offload(model).stats.products, in_use(lane(model).pool)) == (4, 0)
+    assert (offload(model).stats.products, in_use(channel(model).pool)) == (4, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("choice", ["checkpoints", "activations"])
 def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
-    """Passes that are recorded do the same, in host buffers that are never let go."""
+    """Recorded passes do the same, in host buffers that are never freed."""
     model, plain = offloaded(tiny(lora=True), choice, graphs="auto"), prepared(tiny(lora=True), None)
     runner(model).recorder = FakeRecorder()
     batches = ((9, 9, 9), (90, 60), (9, 9, 9), (90, 60))
@@ -205,35 +212,37 @@ def test_in_recorded_steps(choice: str, varlen: Varlen) -> None:
     assert not runner(model).stats.eager
     assert runner(model).stats.replays == len(batches)
     assert (stats.forwards, stats.recorded) == (0, (LAYERS - 1, SENT if choice == "activations" else 0))
-    assert f"{LAYERS - 1} layer inputs" in told(model)
-    assert "of each recorded step wait in 0.00 GiB" in told(model)
+    assert f"{LAYERS - 1} layer inputs" in notes(model)
+    assert "of each recorded step wait in 0.00 GiB" in notes(model)
     pool = recorded(model).pool
     assert (in_use(pool), recorded(model).link.hazards) == (0, 0)
-    assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), "those of the small ones too"
+    assert pool.count == 2 * (LAYERS - 1 + (2 * SENT if choice == "activations" else 0)), (
+        "including those of the small batches"
+    )
 
 
-def recorded(model: Any) -> Lane:
-    (found,) = (found for (_, recording), found in offload(model)._lanes.items() if recording)
-    assert found is not None
-    return found
+def recorded(model: Any) -> HostChannel:
+    (channel,) = (channel for (_, recording), channel in offload(model)._channels.items() if recording)
+    assert channel is not None
+    return channel
 
 
-class Forgetful(FakeRecorder):
-    """Keeps addresses, not what its passes close over, as graphs do."""
+class AddressOnlyRecorder(FakeRecorder):
+    """Keeps addresses but not what its passes close over, as graphs do."""
 
-    def record(self, device: torch.device, forward: Any, backward: Any) -> Tape:
+    def record(self, device: torch.device, forward: Any, backward: Any) -> CapturedPass:
         tape = super().record(device, forward, backward)
         gradients = [None if g is None else torch.zeros_like(g) for g in tape.gradients]
-        return Tape(tape.output, gradients, lambda: None, lambda: None)
+        return CapturedPass(tape.output, gradients, lambda: None, lambda: None)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["unpatched", "patched anew", "dropped"])
 def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
-    """Until its backward is over, and the device with it."""
+    """They live until its backward is over and the device is done."""
     model = offloaded(tiny(lora=True), "activations", graphs="auto")
     offload(model).min_bytes = 512
-    runner(model).recorder = Forgetful()
+    runner(model).recorder = AddressOnlyRecorder()
     loss = run(model)
     pool, link = weakref.ref(recorded(model).pool), recorded(model).link
     buffers = [weakref.ref(buffer) for buffer in recorded(model).pool._free]
@@ -252,7 +261,7 @@ def test_a_recorded_forward_holds_its_buffers(how: str, varlen: Varlen) -> None:
     gc.collect()
     assert pool() is None
     assert not any(buffer() is not None for buffer in buffers)
-    assert link.drained == 1, "nobody else may have the memory while a replay reads it"
+    assert link.drained == 1, "the memory may not be reused while a replay reads it"
 
 
 @pytest.mark.slow
@@ -268,18 +277,18 @@ def test_buffers_of_recordings_stay() -> None:
 
 
 def test_pace() -> None:
-    """An H200's rates at 3,000 tokens of Llama 8B: about half of the layers; a tenth of its link, none."""
+    """At an H200's rates with 3,000 tokens of Llama 8B, half of the layers; at a tenth of its link's rate, none."""
     x, gate = torch.empty(3000, 4096, dtype=torch.bfloat16), torch.empty(3000, 14336, dtype=torch.bfloat16)
-    assert 0.45 < pace(Rates(55e9, 790e12), [gate, gate], x) < 0.6
-    assert pace(Rates(5.5e9, 790e12), [gate, gate], x) == 0.0
-    assert pace(Rates(55e9, 79e12), [gate, gate], x) == 1.0
+    assert 0.45 < copied_share(Rates(55e9, 790e12), [gate, gate], x) < 0.6
+    assert copied_share(Rates(5.5e9, 790e12), [gate, gate], x) == 0.0
+    assert copied_share(Rates(55e9, 79e12), [gate, gate], x) == 1.0
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.75, 1.0])
 def test_which_layers(share: float) -> None:
-    """Evenly spread, and none so late that its copy would be behind the last layer."""
-    sent = [index for index in range(32) if is_sent(index, 32, share)]
+    """Offloaded layers are evenly spread, and no copy ends behind the last layer."""
+    sent = [index for index in range(32) if is_offloaded(index, 32, share)]
     assert abs(len(sent) - 31 * share) <= 2
     if sent:
         assert max(sent) + 1 / share <= 31
@@ -303,8 +312,8 @@ def test_slow_links_send_nothing() -> None:
         assert offload(model).stats.products == 0
         assert offload(model).stats.tensors > 0
         why = "there is no time to copy them" if link is SlowLink else "could not be measured then"
-        assert f"gate and up of {SENT} layers are made again: " in told(model)
-        assert why in told(model)
+        assert f"gate and up of {SENT} layers are recomputed: " in notes(model)
+        assert why in notes(model)
 
 
 def test_small_products_are_made_again() -> None:
@@ -312,40 +321,40 @@ def test_small_products_are_made_again() -> None:
     offload(model).min_bytes = 2**20
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
     assert offload(model).stats.products == 0
-    assert f"of {LAYERS} layers are made again: they have less than 1,048,576 bytes" in told(model)
+    assert f"of {LAYERS} layers are recomputed: they have less than 1,048,576 bytes" in notes(model)
 
 
 def test_memory_is_freed_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the forward one layer's products are on their way, beside the one that runs; later they are on the host."""
+    """In the forward, one layer's activations are copied while the next layer runs; later all are on the host."""
     products: list[StorageWeakRef] = []
     alive: list[int] = []
-    stock = Journey._send
+    stock = ActivationOffload._send
 
     def count() -> int:
         return sum(not storage.expired() for storage in products)
 
-    def send(journey: Journey, lane: Lane, tensors: Any) -> Parcel:
+    def send(activations: ActivationOffload, channel: HostChannel, tensors: Any) -> LayerActivations:
         products.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
-        parcel = stock(journey, lane, tensors)
+        saved_layer = stock(activations, channel, tensors)
         alive.append(count())
-        return parcel
+        return saved_layer
 
-    monkeypatch.setattr(Journey, "_send", send)
+    monkeypatch.setattr(ActivationOffload, "_send", send)
     loss = run(with_products(tiny()))
-    assert alive == [2] * SENT, "those of a layer before are on the host"
+    assert alive == [2] * SENT, "those of earlier layers are on the host"
     assert (len(products), count()) == (2 * SENT, 0)
     loss.backward()
 
 
 def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way: list[bool] = []
-    stock = Parcel.fetch
+    stock = LayerActivations.fetch
 
-    def fetch(parcel: Parcel) -> list[Tensor]:
-        under_way.append(all(contents._fetched is not None for contents in parcel._contents))
-        return stock(parcel)
+    def fetch(saved_layer: LayerActivations) -> list[Tensor]:
+        under_way.append(all(contents._fetched is not None for contents in saved_layer._storages))
+        return stock(saved_layer)
 
-    monkeypatch.setattr(Parcel, "fetch", fetch)
+    monkeypatch.setattr(LayerActivations, "fetch", fetch)
     gradients(with_products(tiny()))
     assert under_way == [True] * SENT
 
@@ -353,14 +362,14 @@ def test_they_are_brought_before_they_are_asked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.sample(1)
 @KINDS
 def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
-    """As in a loop that rebinds it only when the next forward is over."""
+    """As in a loop that rebinds the loss only after the next forward."""
     model = with_products(tiny(), reentrant=reentrant)
     sizes = []
     for _ in range(3):
         loss = run(model)
         loss.backward()
-        assert in_use(lane(model).pool) == 0
-        sizes.append(lane(model).pool.nbytes)
+        assert in_use(channel(model).pool) == 0
+        sizes.append(channel(model).pool.nbytes)
     assert len(set(sizes)) == 1
     del loss
 
@@ -369,7 +378,7 @@ def test_a_loss_that_lives_on_holds_nothing(reentrant: bool) -> None:
 @pytest.mark.parametrize("rates", [Rates(1.0, 1.0), None], ids=["sent", "none sent"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks every operation of the second run up among those of the first: all of them have to come again."""
+    """It looks up every operation of the second run among those of the first, so all of them have to run again."""
     from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
     monkeypatch.setattr(LateLink, "rates", lambda self, dtype: rates)
@@ -380,7 +389,7 @@ def test_selective_checkpointing(model_type: str, rates: Rates | None, monkeypat
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
         results.append(gradients(model))
         if choice:
-            assert f"of {LAYERS} layers are made again: somebody watches" in told(model)
+            assert f"of {LAYERS} layers are recomputed: other code watches" in notes(model)
     assert equal(*results)
 
 
@@ -398,11 +407,11 @@ def test_layers_that_never_run_again_send_nothing() -> None:
 
 
 def test_what_was_made_before_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that never left are handed out as copies."""
+    """Activations that never left the device are returned as copies."""
     model = with_products(tiny(), reentrant=True)
     layers = backbone_of(model).layers
-    seen: list[Tensor] = []
-    layers[3].register_forward_hook(lambda module, args, out: seen.append(out))
+    outputs: list[Tensor] = []
+    layers[3].register_forward_hook(lambda module, args, out: outputs.append(out))
 
     def fail(*_: Any) -> None:
         if torch._C._current_graph_task_id() == -1:
@@ -411,13 +420,13 @@ def test_what_was_made_before_an_exception(monkeypatch: pytest.MonkeyPatch) -> N
     layers[4].post_attention_layernorm.register_forward_pre_hook(fail)
     with pytest.raises(ZeroDivisionError):
         run(model)
-    (out,) = (tensor for tensor in seen if tensor.requires_grad)
-    found = []
+    (out,) = (tensor for tensor in outputs if tensor.requires_grad)
+    results = []
     for _ in range(2):
         model.zero_grad()
         out.sum().backward(retain_graph=True)
-        found.append(collected(model))
-    assert equal(*found)
+        results.append(collected(model))
+    assert equal(*results)
 
 
 def test_autocast_and_dropout() -> None:

@@ -1,0 +1,260 @@
+"""Offload the gate and up activations of checkpointed layers, instead of recomputing them in the backward.
+
+A checkpointed layer runs twice. The gate and up matmuls of its gated MLP are the larger part of the second run, and
+take H operations for each byte of their results. If copies beside the computation keep pace, copying the results back
+costs no time. Each layer carries a :class:`Slot` while it runs. :func:`fastpack.ops.linear.gated_mlp.gated_mlp` saves
+the results there in the first run and loads them in the second. They are the same bits.
+
+Shape suffixes: T tokens, H hidden size, I size inside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastpack.offload import KEPT
+from fastpack.offload.saved import PendingTransfers, SavedStorage
+from fastpack.offload.transfer import HostChannel, Rates
+
+CHECKPOINTING = "_gradient_checkpointing_func"
+
+LAYER_TIME = 2.25
+"""The shortest time of a decoder layer's forward, in multiples of the time of its gate and up matmuls at full rate.
+
+A layer has 1.9 times their operations (Llama 8B) and takes some time beside the matmuls. On an H200 it takes 2.6 times
+as long; but copies that take all of that time end behind the last layer.
+"""
+KEEP = 2
+"""The number of last layers whose activations stay on the device, since the backward needs them first."""
+IN_FLIGHT = 1
+"""The largest number of layers whose activations are being copied to the host; the device waits for the oldest copy."""
+NO_GATED_MLP = "they have no gated MLP that runs as one op, or code other than transformers checkpoints them"
+
+
+class LayerActivations:
+    """The gate and up activations of one layer: on the device, on the host, or being copied."""
+
+    def __init__(
+        self, channel: HostChannel, tensors: Sequence[Tensor], previous: weakref.ref[LayerActivations] | None
+    ) -> None:
+        """Start copying tensors to the host."""
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._dtype = tensors[0].dtype
+        self._storages = [SavedStorage(channel, tensor, None) for tensor in tensors]
+        self._previous = previous
+        self._fetched_before = False
+        for storage in self._storages:
+            storage.send()
+
+    def release_device_memory(self) -> None:
+        """Free the device memory for computation that runs after the copies."""
+        for storage in self._storages:
+            storage.release_device_memory()
+
+    def prefetch(self) -> None:
+        """Start the copies back, if the activations are not on the device."""
+        for storage in self._storages:
+            storage.prefetch()
+
+    def fetch(self) -> list[Tensor]:
+        """Return the activations in memory of the caller's own, and start copying the next needed ones back."""
+        self._fetched_before = True
+        outputs: list[Tensor] = []
+        for storage, shape in zip(self._storages, self._shapes, strict=True):
+            tensor = storage.fetch().view(self._dtype).view(shape)
+            outputs.append(tensor.clone() if storage.is_here else tensor)  # still here if the forward has raised
+        following = None if self._previous is None else self._previous()
+        if following is not None and not following._fetched_before:
+            following.prefetch()
+        return outputs
+
+
+class ActivationOffload:
+    """The gate and up activations of one forward, which its checkpointed layers keep alive.
+
+    Args:
+        channel: returns the channel of a device, or None.
+        layers: the number of layers that will run.
+        min_bytes: smaller activations are recomputed.
+
+    Attributes:
+        sent: the number of layers whose activations were copied to the host.
+        made_again: layers whose activations will be recomputed, by reason.
+    """
+
+    def __init__(self, channel: Callable[[torch.device], HostChannel | None], layers: int, min_bytes: int) -> None:
+        """Set up the offload of one forward."""
+        self._channel, self._layers, self._min_bytes = channel, layers, min_bytes
+        self._layers_begun = self._layers_decided = 0
+        self._pending = PendingTransfers(IN_FLIGHT)
+        self._last: weakref.ref[LayerActivations] | None = None
+        self._backward_started = False
+        self.sent = 0
+        self.made_again: Counter[str] = Counter()
+
+    def checkpointed(self, layer: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that checkpoints a layer as ``function`` does, and gives it a slot."""
+
+        def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            slot = Slot(self, self._layers_begun)
+            self._layers_begun += 1
+            if not _has_backward(layer, args):
+                self._layers_decided += 1
+                return function(run, *args, **kwargs)
+            return function(partial(_run_with_slot, slot, layer, run), *args, **kwargs)
+
+        return call
+
+    def save(self, index: int, tensors: Sequence[Tensor], x: Tensor) -> LayerActivations | list[Tensor] | None:
+        """Save a layer's activations: send them to the host or keep them.
+
+        Args:
+            index: the layer's place in the forward.
+            tensors: gate and up ``[T, I]``.
+            x: the input ``[T, H]`` of their matmuls.
+
+        Returns:
+            The activations on their way to the host; or those that stay on the device; or None if they will be
+            recomputed.
+        """
+        self._layers_decided += 1
+        channel = self._channel(x.device)
+        if torch._C._len_torch_dispatch_stack():
+            why = "other code watches every operation (selective checkpointing, a dispatch mode)"
+        elif channel is None or sum(tensor.nbytes for tensor in tensors) < self._min_bytes:
+            why = f"they have less than {self._min_bytes:,} bytes"
+        elif index >= self._layers - KEEP:
+            return list(tensors)
+        elif (rates := channel.link.rates(x.dtype)) is None:
+            why = "the rates of copies and matmuls could not be measured then"
+        elif not all(tensor.is_contiguous() for tensor in tensors):
+            why = "they are not contiguous"
+        elif not is_offloaded(index, self._layers, copied_share(rates, tensors, x)):
+            why = "there is no time to copy them"
+        else:
+            return self._send(channel, tensors)
+        self.made_again[why] += 1
+        return None
+
+    def _send(self, channel: HostChannel, tensors: Sequence[Tensor]) -> LayerActivations:
+        """Start copying a layer's activations to the host."""
+        saved_layer = LayerActivations(channel, tensors, self._last)
+        self._last = weakref.ref(saved_layer)
+        self.sent += 1
+        self._pending.add(saved_layer)
+        return saved_layer
+
+    def start_backward(self) -> None:
+        """Start copying back the activations that the backward needs first, at its beginning."""
+        last = None if self._last is None or self._backward_started else self._last()
+        self._backward_started = True
+        if last is not None:
+            last.prefetch()
+
+    def finish(self) -> None:
+        """Free the device memory of all activations that are still being copied to the host."""
+        self._pending.finish()
+        if self._layers > self._layers_decided:
+            self.made_again[NO_GATED_MLP] += self._layers - self._layers_decided
+
+    def clear(self) -> None:
+        """Drop all references, so that only the autograd graph holds the activations."""
+        self._pending.clear()
+
+
+class Slot:
+    """The activations that one checkpointed call of a layer saves, as ``gated_mlp`` uses them."""
+
+    def __init__(self, activations: ActivationOffload, index: int) -> None:
+        """Set up an empty slot."""
+        self._offload, self._index = activations, index
+        self._runs = 0
+        self._saved: LayerActivations | list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """Count a run of the layer: the first is the forward, each later one belongs to a backward."""
+        self._runs += 1
+        if self._runs > 1:
+            self._offload.start_backward()
+
+    def save(self, tensors: Sequence[Tensor], x: Tensor) -> None:
+        """Save gate and up ``[T, I]`` of x ``[T, H]`` in the first run; do nothing in later runs."""
+        if self._runs == 1:
+            self._saved = self._offload.save(self._index, tensors, x)
+
+    def load(self) -> list[Tensor] | None:
+        """Return the saved activations in a backward's run; None in the first run, or if they have to be recomputed."""
+        saved = self._saved
+        if self._runs == 1 or saved is None:
+            return None
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not retained:
+            self._saved = None
+        if isinstance(saved, LayerActivations):
+            return saved.fetch()
+        # Gradients are written over the returned tensors.
+        return [tensor.clone() for tensor in saved] if retained else saved
+
+
+def _has_backward(layer: nn.Module, args: Sequence[Any]) -> bool:
+    """Return whether a layer will run again in a backward."""
+    if any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+        return True
+    return any(parameter.requires_grad for parameter in layer.parameters())
+
+
+def _run_with_slot(slot: Slot, layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
+    """Run a layer that carries a slot."""
+    slot.begin()
+    layer.__dict__[KEPT] = slot
+    try:
+        return run(*args)
+    finally:
+        del layer.__dict__[KEPT]
+
+
+@contextmanager
+def slots_installed(layers: Sequence[nn.Module], activations: ActivationOffload) -> Iterator[None]:
+    """Give each of these layers a slot whenever it is checkpointed inside the context."""
+    previous_functions = [(layer, layer.__dict__[CHECKPOINTING]) for layer in layers if CHECKPOINTING in layer.__dict__]
+    try:
+        for layer, function in previous_functions:
+            layer.__dict__[CHECKPOINTING] = activations.checkpointed(layer, function)
+        yield
+    finally:
+        for layer, function in previous_functions:
+            layer.__dict__[CHECKPOINTING] = function
+
+
+def copied_share(rates: Rates, tensors: Sequence[Tensor], x: Tensor) -> float:
+    """Return the share of layers whose activations a link can copy while the layers run, beside every layer's input.
+
+    Args:
+        rates: the rates of the link and of its device.
+        tensors: a layer's gate and up activations ``[T, I]``.
+        x: their input ``[T, H]``; the layer's own input has the same size.
+    """
+    work = 2 * x.numel() * sum(tensor.shape[-1] for tensor in tensors)
+    seconds_left = LAYER_TIME * work / rates.operations - x.nbytes / rates.bytes
+    return max(0.0, min(1.0, seconds_left * rates.bytes / sum(tensor.nbytes for tensor in tensors)))
+
+
+def is_offloaded(index: int, layers: int, share: float) -> bool:
+    """Return whether a layer's activations are offloaded.
+
+    Such layers are evenly spread, and the last copy ends before the last layer does.
+
+    Args:
+        index: the layer's place in the forward.
+        layers: the number of layers.
+        share: the share of layers to offload.
+    """
+    return int((index + 1) * share) > int(index * share) and index + 1 / share <= layers - 1
