@@ -20,7 +20,7 @@ from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
 from fastpack.patching.state import FUSED_LOSS, kept_on
-from fastpack.trainers import steps
+from fastpack.trainers import step_weights
 from fastpack.trainers.budget import remove_budget
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import TrainerLike
@@ -131,7 +131,7 @@ _SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
 
 def beneath(compute_loss: object) -> Any:
     """Return the loss beneath a token budget and ours, or None if it is the class's."""
-    while replaces(compute_loss, steps.compute_loss) or replaces(compute_loss, _compute_loss):
+    while replaces(compute_loss, step_weights.compute_loss) or replaces(compute_loss, _compute_loss):
         compute_loss = compute_loss.earlier
     return compute_loss
 

@@ -44,10 +44,10 @@ def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
     assert len(ours.steps) == len(theirs.steps) == 2
     for mine, its in zip(ours.steps, theirs.steps, strict=True):
         assert furthest(mine, its) <= BOUND
-    weighing = trainer.compute_loss.spec
-    assert weighing.pieces > weighing.wholes == 4
+    weights = trainer.compute_loss.spec
+    assert weights.pieces > weights.batches == 4
     assert max(sizes) <= BUDGET
-    assert len(sizes) == weighing.pieces
+    assert len(sizes) == weights.pieces
     for mine, its in zip(trainer.state.log_history, stock.state.log_history, strict=True):
         assert abs(mine.get("loss", 0.0) - its.get("loss", 0.0)) <= 1e-6
 

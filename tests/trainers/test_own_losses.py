@@ -21,7 +21,7 @@ from fastpack.errors import PatchError
 from fastpack.exactness.tiny import build_tiny
 from fastpack.patching.options import TokenBudget
 from fastpack.trainers import budget
-from fastpack.trainers.kinds import divides, kind_of, told
+from fastpack.trainers.kinds import divides, label_count_for, loss_unit_of
 
 BOUND = 1e-5
 SAME_STEPS = TokenBudget(60, same_steps=True)
@@ -67,7 +67,7 @@ def test_full_batches_are_one_big_batch(what: str, tmp_path: Path, monkeypatch: 
     whole.train()
     assert furthest(ours, theirs.steps[0]) <= BOUND
     if OWN[what][1]:
-        monkeypatch.setattr(budget, "told", lambda trainer, kind: "the step's labels")
+        monkeypatch.setattr(budget, "label_count_for", lambda trainer, kind: "the step's labels")
         assert furthest(train(accumulating, 75, 3)[0], theirs.steps[0]) > 0.1, "the check can fail"
 
 
@@ -122,7 +122,7 @@ def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeyp
     assert split.compute_loss.spec.pieces > 1
     assert furthest(ours, theirs) <= 3 * BOUND
     assert split.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], rel=BOUND)
-    monkeypatch.setattr(budget, "told", lambda trainer, kind: "the step's labels")
+    monkeypatch.setattr(budget, "label_count_for", lambda trainer, kind: "the step's labels")
     assert furthest(train(SAME_STEPS)[1], theirs) > 0.1, "the check can fail"
 
 
@@ -138,13 +138,13 @@ def test_what_a_trainer_divides_by(tmp_path: Path) -> None:
 
 def test_whose_loss_it_is(tmp_path: Path) -> None:
     trainer = plain(tmp_path)
-    kind = kind_of(trainer)
+    kind = loss_unit_of(trainer)
     assert kind is not None
-    assert told(trainer, kind) == "the step's labels"
+    assert label_count_for(trainer, kind) == "the step's labels"
     trainer.compute_loss_func = functional.cross_entropy.__get__  # written in C: whatever it does is not known
-    assert told(trainer, kind) == "its own labels"
+    assert label_count_for(trainer, kind) == "its own labels"
     trainer.compute_loss_func = None
     trainer.compute_loss = functools.partial(mean_of, trainer)
-    assert told(trainer, kind) == "its own labels"
+    assert label_count_for(trainer, kind) == "its own labels"
     trainer.loss_is_scaled_for_ga = False
-    assert told(trainer, kind) == "nothing"
+    assert label_count_for(trainer, kind) == "nothing"

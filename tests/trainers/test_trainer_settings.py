@@ -43,7 +43,7 @@ import fastpack
 from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.patching.options import TokenBudget
-from fastpack.trainers.kinds import kind_of
+from fastpack.trainers.kinds import loss_unit_of
 from fastpack.trainers.loader import count_epochs, make_sampler
 
 BOUND = 1e-5
@@ -321,4 +321,4 @@ def test_trainers_of_trl_that_are_not_known(tmp_path: Path) -> None:
 
     known = sft(tmp_path)
     known.__class__ = Mine
-    assert kind_of(known) is kind_of(sft(tmp_path)), "a user's own class is what it inherits from"
+    assert loss_unit_of(known) is loss_unit_of(sft(tmp_path)), "a user's own class is what it inherits from"
