@@ -154,9 +154,8 @@ def _reasons(trainer: TrainerLike, loss_unit: LossUnit, budget: TokenBudget) -> 
     if splitting and getattr(trainer, "is_deepspeed_enabled", False):
         yield "DeepSpeed counts every backward as a micro-batch, so a micro-batch can't be split"
     balances = loss_unit.counts_labels and getattr(trainer, "aux_loss_enabled", False)
-    if (
-        balances and label_count_for(trainer, loss_unit) == "its own labels"
-    ):  # TRL divides it by the micro-batches of the step, or not
+    if balances and label_count_for(trainer, loss_unit) == "its own labels":
+        # whether TRL divides the auxiliary loss by the micro-batches of the step depends on the same setting
         yield (
             "its loss is its user's own, and includes the auxiliary loss of experts: set loss_is_scaled_for_ga on the "
             "trainer, to True if the loss is divided by num_items_in_batch, or to False if it is a mean over a "

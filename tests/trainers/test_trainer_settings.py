@@ -225,7 +225,7 @@ def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_pa
 def test_refused(tmp_path: Path) -> None:
     for order in ("sequential", "group_by_length"):
         ordered = sft(tmp_path, train_sampling_strategy=order)
-        with pytest.raises(PatchError, match=f"train_sampling_strategy='{order}' is an order of its own"):
+        with pytest.raises(PatchError, match=f"train_sampling_strategy='{order}' asks for an order of the data"):
             fastpack.patch(ordered, max_tokens=60)
         assert fastpack.patch(ordered, max_tokens=TokenBudget(60, same_steps=True)) is ordered
     with pytest.raises(PatchError, match="same_steps leaves the trainer its own batches"):
