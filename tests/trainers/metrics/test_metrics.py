@@ -97,7 +97,7 @@ class Reporter(TrainerCallback):
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("patch", [False, True])
 @pytest.mark.parametrize("feed", FEEDS)
-def test_figures_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
+def test_metrics_against_counts_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
     trainer = sft(tmp_path, **FEEDS[feed])
     batches = record(trainer)
     callback = attach(trainer, peak_flops=1e10)
@@ -364,7 +364,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_without_a_formula_warns(tmp_path: Path) -> None:
     trainer = sft(tmp_path, tiny_model("diffllama", attn_implementation="eager"), max_steps=1)
-    with pytest.warns(FastpackWarning, match="mfu is left out: there is no formula for all that a DiffLlamaModel"):
+    with pytest.warns(
+        FastpackWarning, match="mfu is left out: there is no formula for everything that a DiffLlamaModel"
+    ):
         attach(trainer, peak_flops=1e10)
     found = logged(trainer)
     assert "mfu" not in found[0]
