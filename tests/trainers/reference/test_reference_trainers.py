@@ -166,7 +166,7 @@ def test_evaluate_on_data_of_its_own_with_the_reference_inside(tmp_path: Path) -
 def test_evaluate_on_data_of_its_own_without_a_reference(tmp_path: Path) -> None:
     """TRL would take the policy for it before training (and refuses the data set after)."""
     stock, trainer = pair_trainer(tmp_path), precompute(pair_trainer(tmp_path), folder=tmp_path / "cache")
-    with pytest.raises(MissingReferenceError, match=r"the 5 examples \(eval\) .* let go"):
+    with pytest.raises(MissingReferenceError, match=r"the 5 examples \(eval\) .* freed"):
         trainer.evaluate(pairs(5, seed=2))
     stock.train()
     trainer.train()
