@@ -55,7 +55,8 @@ def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
 def test_negative_control(tmp_path: Path) -> None:
     """The pieces' means as they come: another gradient."""
     trainers = [fastpack.patch(grpo(tmp_path, loss_type="grpo"), max_tokens=BUDGET) for _ in range(2)]
-    trainers[1].compute_loss.spec.kind = trainers[1].compute_loss.spec.kind.__class__("nothing", lambda _: 1)
+    weights = trainers[1].compute_loss.spec
+    weights.loss_unit = weights.loss_unit.__class__("nothing", lambda _: 1)
     found = [Gradients(trainer) for trainer in trainers]
     for trainer in trainers:
         trainer.train()
@@ -65,7 +66,7 @@ def test_negative_control(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="threshold from the whole batch"):
         fastpack.patch(grpo(tmp_path, top_entropy_quantile=0.5), max_tokens=BUDGET)
-    with pytest.raises(PatchError, match="it always keeps its steps"):
+    with pytest.raises(PatchError, match="it always keeps its own steps"):
         fastpack.patch(rloo(tmp_path), max_tokens=TokenBudget(BUDGET, same_steps=True))
 
 

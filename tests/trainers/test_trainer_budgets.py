@@ -124,8 +124,8 @@ def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path
     for mine, its in zip(trainer.state.log_history[:2], stock.state.log_history[:2], strict=True):
         assert abs(mine["loss"] - its["loss"]) <= BOUND * max(1.0, abs(its["loss"]))
     pieces = trainer.compute_loss.spec
-    assert pieces.wholes == 2 * accumulation
-    assert pieces.pieces > pieces.wholes
+    assert pieces.batches == 2 * accumulation
+    assert pieces.pieces > pieces.batches
     assert "pieces" in str(fastpack.report(trainer))
 
 

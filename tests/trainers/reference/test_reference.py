@@ -219,7 +219,7 @@ def test_what_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     model = policy()
     with torch.no_grad():
         model.lm_head.weight[5] = float("inf")
-    with pytest.raises(ReferenceCacheError, match=r"not finite, as of example \d+ of the data set \(ref_"):
+    with pytest.raises(ReferenceCacheError, match=r"not finite, for instance in example \d+ of the data set \(ref_"):
         with_reference_log_probs(tokenised(), model, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -216,7 +216,7 @@ def test_a_run_again_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_trainers_that_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    with pytest.raises(PatchError, match="no references"):
+    with pytest.raises(PatchError, match="has no reference model"):
         precompute(object(), folder=folder)
     synced = pair_trainer(tmp_path, sync_ref_model=True)
     with pytest.raises(PatchError, match="sync_ref_model"):
