@@ -1,4 +1,4 @@
-"""TRL's SFT trainer on a small language, in every way of feeding it."""
+"""TRL's SFT trainer on a small language, with every form of batches."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def config(folder: Path, **further: Any) -> SFTConfig:
 
 
 def plain_config(folder: Path, **further: Any) -> TrainingArguments:
-    """Of transformers' own Trainer."""
+    """Return the arguments of transformers' own Trainer."""
     return cast(TrainingArguments, alone(TrainingArguments(**given(folder, **further))))
 
 
@@ -68,7 +68,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def train(model: nn.Module, folder: Path, *, patch: str | None, **settings: Any) -> tuple[list[float], Any]:
-    """Losses of each step; ``patch`` says what is patched: None, ``model`` or ``trainer``."""
+    """Return the loss of each step and the trainer; ``patch`` is ``model``, ``trainer`` or None for stock."""
     if patch == "model":
         fastpack.patch(model)
     trainer = SFTTrainer(model, args=config(folder, **settings), train_dataset=rows(), processing_class=tokenizer())

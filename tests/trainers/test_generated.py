@@ -1,4 +1,4 @@
-"""GRPO and RLOO: a batch over the budget is split inside the step, and the step is what it was."""
+"""GRPO and RLOO: a batch over the budget is split inside the step, and the step stays the same."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
 
 
 def test_negative_control(tmp_path: Path) -> None:
-    """The pieces' means as they come: another gradient."""
+    """Without weights on the pieces' means, the gradient differs."""
     trainers = [fastpack.patch(grpo(tmp_path, loss_type="grpo"), max_tokens=BUDGET) for _ in range(2)]
     weights = trainers[1].compute_loss.spec
     weights.loss_unit = weights.loss_unit.__class__("nothing", lambda _: 1)

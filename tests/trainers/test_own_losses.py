@@ -1,4 +1,4 @@
-"""Token budgets where the loss is not a share of ``num_items_in_batch``: means of the user's own, and of some heads."""
+"""Token budgets with losses that don't divide by ``num_items_in_batch``: users' own means, and those of some heads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_full_batches_are_one_big_batch(what: str, tmp_path: Path, monkeypatch: 
 
 
 def test_labels_that_the_trainer_counts_otherwise(tmp_path: Path) -> None:
-    """Of a share of the step's labels each counts as the trainer has counted it, whatever the losses' weights."""
+    """A share of the step's labels counts labels as the trainer does, whatever the losses' weights are."""
 
     def train(max_tokens: Any) -> Any:
         trainer = with_own_loss(plain, "compute_loss, a share", tmp_path, per_device_train_batch_size=6, max_steps=1)
@@ -86,7 +86,7 @@ def test_labels_that_the_trainer_counts_otherwise(tmp_path: Path) -> None:
 
 
 def test_experts_in_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL scales their balance by what it is told of the step, so that one has to say it."""
+    """TRL scales the auxiliary loss by the label count that it gets, so the user has to say what the loss divides by."""
     experts = tiny_model("mixtral", attn_implementation="sdpa", output_router_logits=True)
     monkeypatch.setattr("trainer_cases.policy", lambda **_: experts)
     trainer = with_own_loss(sft, "compute_loss, handed on", tmp_path)
@@ -99,7 +99,7 @@ def test_experts_in_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["bart", "xlnet", "marian"])
 def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a ``num_items_in_batch`` and read none: added up, three pieces were three times the step."""
+    """They ignore ``num_items_in_batch``: the sum of three pieces would be three times the step's loss."""
 
     def train(max_tokens: Any) -> tuple[Any, Any]:
         model = build_tiny(model_type).train()
