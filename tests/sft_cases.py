@@ -47,19 +47,19 @@ def tokenizer() -> Any:
     )
 
 
-def given(folder: Path, **further: Any) -> dict[str, Any]:
+def arguments(folder: Path, **further: Any) -> dict[str, Any]:
     return base_settings(
         folder, **{"per_device_train_batch_size": ROWS, "max_steps": STEPS, "learning_rate": 1e-2, **further}
     )
 
 
 def config(folder: Path, **further: Any) -> SFTConfig:
-    return cast(SFTConfig, alone(SFTConfig(**given(folder, **further))))
+    return cast(SFTConfig, alone(SFTConfig(**arguments(folder, **further))))
 
 
 def plain_config(folder: Path, **further: Any) -> TrainingArguments:
     """Return the arguments of transformers' own Trainer."""
-    return cast(TrainingArguments, alone(TrainingArguments(**given(folder, **further))))
+    return cast(TrainingArguments, alone(TrainingArguments(**arguments(folder, **further))))
 
 
 def losses(trainer: Any) -> list[float]:

@@ -56,7 +56,7 @@ class LossUnit:
 
     @property
     def counts_labels(self) -> bool:
-        """Whether the loss is a mean over ``labels``, so that trainers pass ``num_items_in_batch``."""
+        """True if the loss is a mean over ``labels``, so that trainers pass ``num_items_in_batch``."""
         return self.name in ("trained tokens", "labels")
 
 

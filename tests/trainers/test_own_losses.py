@@ -67,7 +67,7 @@ def test_full_batches_are_one_big_batch(what: str, tmp_path: Path, monkeypatch: 
     whole.train()
     assert furthest(ours, theirs.steps[0]) <= BOUND
     if OWN[what][1]:
-        monkeypatch.setattr(budget, "label_count_for", lambda trainer, kind: "the step's labels")
+        monkeypatch.setattr(budget, "label_count_for", lambda trainer, loss_unit: "the step's labels")
         assert furthest(train(accumulating, 75, 3)[0], theirs.steps[0]) > 0.1, "the check can fail"
 
 
@@ -86,7 +86,7 @@ def test_labels_that_the_trainer_counts_otherwise(tmp_path: Path) -> None:
 
 
 def test_experts_in_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL scales the auxiliary loss by the label count that it gets, so the user has to say what the loss divides by."""
+    """TRL scales the auxiliary loss by the label count that it gets, so users have to say what they divide by."""
     experts = tiny_model("mixtral", attn_implementation="sdpa", output_router_logits=True)
     monkeypatch.setattr("trainer_cases.policy", lambda **_: experts)
     trainer = with_own_loss(sft, "compute_loss, handed on", tmp_path)
@@ -122,7 +122,7 @@ def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeyp
     assert split.compute_loss.spec.pieces > 1
     assert furthest(ours, theirs) <= 3 * BOUND
     assert split.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], rel=BOUND)
-    monkeypatch.setattr(budget, "label_count_for", lambda trainer, kind: "the step's labels")
+    monkeypatch.setattr(budget, "label_count_for", lambda trainer, loss_unit: "the step's labels")
     assert furthest(train(SAME_STEPS)[1], theirs) > 0.1, "the check can fail"
 
 
@@ -138,13 +138,13 @@ def test_what_a_trainer_divides_by(tmp_path: Path) -> None:
 
 def test_whose_loss_it_is(tmp_path: Path) -> None:
     trainer = plain(tmp_path)
-    kind = loss_unit_of(trainer)
-    assert kind is not None
-    assert label_count_for(trainer, kind) == "the step's labels"
+    loss_unit = loss_unit_of(trainer)
+    assert loss_unit is not None
+    assert label_count_for(trainer, loss_unit) == "the step's labels"
     trainer.compute_loss_func = functional.cross_entropy.__get__  # written in C: whatever it does is not known
-    assert label_count_for(trainer, kind) == "its own labels"
+    assert label_count_for(trainer, loss_unit) == "its own labels"
     trainer.compute_loss_func = None
     trainer.compute_loss = functools.partial(mean_of, trainer)
-    assert label_count_for(trainer, kind) == "its own labels"
+    assert label_count_for(trainer, loss_unit) == "its own labels"
     trainer.loss_is_scaled_for_ga = False
-    assert label_count_for(trainer, kind) == "nothing"
+    assert label_count_for(trainer, loss_unit) == "nothing"

@@ -88,10 +88,10 @@ class Reporter(TrainerCallback):
     """A callback that records logs, in place of TensorBoard and others."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
+        self.received: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.told.append(dict(logs))
+        self.received.append(dict(logs))
 
 
 @pytest.mark.sample(4)
@@ -142,9 +142,9 @@ def test_reaches_reporters_history_and_the_file(tmp_path: Path) -> None:
     callback = attach(trainer)
     output = trainer.train()
     names = {f"{PREFIX}{name}" for name in ("real_tokens", "padding_share", "step_seconds", "total_real_tokens")}
-    assert all(names <= told.keys() for told in reporter.told[:STEPS])
-    assert f"{PREFIX}mfu" not in reporter.told[0], "a CPU has no peak"
-    assert reporter.told[-1][f"{PREFIX}total_real_tokens"] == callback.totals["real"]
+    assert all(names <= entry.keys() for entry in reporter.received[:STEPS])
+    assert f"{PREFIX}mfu" not in reporter.received[0], "a CPU has no peak"
+    assert reporter.received[-1][f"{PREFIX}total_real_tokens"] == callback.totals["real"]
     assert output.metrics[f"{PREFIX}total_real_tokens"] == callback.totals["real"]
     saved = json.loads((tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     assert all(names <= entry.keys() for entry in saved["log_history"][:STEPS])
@@ -154,7 +154,7 @@ def test_reaches_reporters_history_and_the_file(tmp_path: Path) -> None:
     trainer = sft(tmp_path, callbacks=[late])
     trainer.callback_handler.callbacks.append(MetricsCallback(trainer, None))
     trainer.train()
-    assert not any(names & told.keys() for told in late.told), "a callback at the end is too late"
+    assert not any(names & entry.keys() for entry in late.received), "a callback at the end is too late"
 
 
 def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
@@ -179,8 +179,8 @@ def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
     evaluated.add_callback(reporter)
     both = attach(evaluated)
     evaluated.train()
-    assert any("eval_loss" in told for told in reporter.told)
-    assert not any(name.startswith(PREFIX) for told in reporter.told if "eval_loss" in told for name in told)
+    assert any("eval_loss" in entry for entry in reporter.received)
+    assert not any(name.startswith(PREFIX) for entry in reporter.received if "eval_loss" in entry for name in entry)
     for name in ("steps", "real", "trained", "slots"):
         assert both.totals[name] == alone.totals[name], name
     # the control: the same model called with a backward is counted

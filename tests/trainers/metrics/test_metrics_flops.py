@@ -58,7 +58,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("model_type", [*FAST, "gpt2", "gpt_neox", "jetmoe", "opt", "olmoe"])
 def test_forward_of_each_family(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch counts the same in the stock forward, and a patched one passes these heads, sizes and windows to a kernel."""
+    """Torch counts the same in the stock forward; the patched one passes such heads, sizes and windows on."""
     model = tiny_model(model_type).requires_grad_(False)
     flops = read_flops(model)
     assert count(model, backward=False) == expected(flops)
