@@ -122,18 +122,18 @@ class BudgetCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[type(self).__name__] = self.state()
         if state.global_step == 0 or args.ignore_data_skip:
             return
-        checkpoint = f"the checkpoint at step {state.global_step} was made"
+        saved_by = f"the checkpoint at step {state.global_step} was made"
         if bool(saved) != bool(self.settings):
             batching = f"max_tokens={saved['max_tokens']}" if saved else "the trainer's own batches"
             raise PackingError(
-                f"{checkpoint} with {batching}: its place in the epoch is counted in other batches. Go on with these, or "
+                f"{saved_by} with {batching}: its place in the epoch is counted in other batches. Go on with these, or "
                 "pass ignore_data_skip=True to begin an epoch."
             )
         for name, ours in self.settings.items():
             theirs = saved.get(name)
             if theirs != ours:
                 raise PackingError(
-                    f"{checkpoint} with {name} {theirs!r}, and this run has {ours!r}: its batches differ, so examples "
+                    f"{saved_by} with {name} {theirs!r}, and this run has {ours!r}: its batches differ, so examples "
                     "would be lost or seen twice. Go on with the same data, settings and number of processes, or pass "
                     "ignore_data_skip=True to begin an epoch."
                 )
