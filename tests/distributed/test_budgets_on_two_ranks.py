@@ -90,7 +90,7 @@ def test_batches_that_ranks_have_alone_are_refused(ranks: Ranks) -> None:
     """One rank would wait for the other for ever; full batches are the same number on each rank."""
     uneven: dict[str, Any] = {"accelerator_config": {"even_batches": False}}
     for message in ranks.run(_refused, "sft", TokenBudget(60, same_steps=True), **uneven):
-        assert "even_batches=False of accelerator_config gives ranks other numbers of batches" in message
+        assert "even_batches=False of accelerator_config gives ranks different numbers of batches" in message
     assert set(ranks.run(_refused, "sft", 60, **uneven)) == {"nothing was raised"}
 
 
