@@ -1,4 +1,4 @@
-"""Shared by every test: the oracle and the tiny models on the path, and GPU tests skipped, loudly, without a GPU."""
+"""Fixtures of every test: helper modules are on the path, and GPU tests are skipped, loudly, without a GPU."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def _sampled(items: list[pytest.Item]) -> set[pytest.Item]:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tensors are small here, and there are many calls: a second thread only waits for the first."""
+    """Use one thread: tensors are small and calls are many, so a second thread would only wait for the first."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture
 def unwritten_memory_is_not_finite() -> Iterator[None]:
-    """Nor zero by chance: what is not written is seen."""
+    """Fill new memory with NaN, so that unwritten values are seen and aren't zero by chance."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -71,14 +71,14 @@ def unwritten_memory_is_not_finite() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _compile_anew_on_a_gpu(request: pytest.FixtureRequest) -> None:
-    """Dozens of models in one process may pass any limit of compilations, which is an error."""
+    """Reset dynamo on a GPU: dozens of models in one process may exceed its limit of compilations, an error."""
     if request.node.get_closest_marker("gpu") is not None and torch.cuda.is_available():
         torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
 def _leave_memory_to_others(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Several processes test on one GPU: what a large test took must not stay in its process's cache."""
+    """Free cached GPU memory after a large test, since several processes test on one GPU."""
     yield
     on_gpu = request.node.get_closest_marker("gpu") is not None and torch.cuda.is_initialized()
     if on_gpu and torch.cuda.memory_reserved() > 2**32:
@@ -88,7 +88,7 @@ def _leave_memory_to_others(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def compile_anew() -> Iterator[None]:
-    """No test finds what another one compiled."""
+    """Reset the compiler, so that a test doesn't reuse another test's compilations."""
     torch.compiler.reset()
     yield
     torch.compiler.reset()
@@ -96,7 +96,7 @@ def compile_anew() -> Iterator[None]:
 
 @pytest.fixture
 def accelerate_afresh() -> Iterator[None]:
-    """accelerate keeps the precision of the first trainer, or accelerator, of a process."""
+    """Reset accelerate, which keeps the precision of the first trainer or accelerator of a process."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -106,7 +106,7 @@ def accelerate_afresh() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How often each fused Function of the layers ran."""
+    """Count the calls of each fused Function of the layers."""
     from fastpack.layers import mlp, projections
 
     found: dict[str, int] = {}
@@ -128,7 +128,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.fixture
 def varlen(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An attention kernel that can be recorded without a GPU."""
+    """Register an attention kernel that can be recorded without a GPU."""
     from recording import Varlen
 
     from fastpack.attention_dispatch import BACKENDS
@@ -140,7 +140,7 @@ def varlen(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def no_collection() -> Iterator[None]:
-    """Whatever is given back meanwhile is given back by counting references alone."""
+    """Disable the garbage collector, so that memory is freed by reference counts alone."""
     gc.collect()
     gc.disable()
     yield

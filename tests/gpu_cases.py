@@ -1,4 +1,4 @@
-"""Models at real widths on a GPU, in bf16, and how far they are from float32."""
+"""Models at real widths on a GPU in bf16, and their errors against float32."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REAL_LATENTS = {"head_dim": 64, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, 
 
 
 FLOOR = 2e-3
-"""Below this relative error, bf16's own rounding of one value decides: no ratio is taken."""
+"""Below this relative error, bf16's rounding of one value decides, so ratios of errors mean nothing."""
 
 
 def build(model_type: str, dtype: torch.dtype, **more: Any) -> nn.Module:
@@ -36,7 +36,7 @@ def build(model_type: str, dtype: torch.dtype, **more: Any) -> nn.Module:
 
 
 def oracle_and_plain(model_type: str) -> tuple[Result, Error]:
-    """float32 alone, and the error of plain bf16 alone against it."""
+    """Return the result of float32 on each sequence alone, and the error of plain bf16 against it."""
     sequences = make_sequences(VOCAB, LENGTHS)
     wide = run_alone(build(model_type, torch.float32), sequences)
     plain = run_alone(build(model_type, torch.bfloat16), sequences)
@@ -44,7 +44,7 @@ def oracle_and_plain(model_type: str) -> tuple[Result, Error]:
 
 
 def check(ours: Error, plain: Error) -> None:
-    """Compare two errors by norms: the largest difference of one draw is luck, in half precision."""
+    """Compare two errors by norms; in half precision, the largest difference of one draw is luck."""
     for what in ("logits", "loss", "grads"):
         bound = FACTOR * max(getattr(plain, what), FLOOR)
         assert getattr(ours, what) <= bound, f"{what}: {getattr(ours, what):.2e}, plain {getattr(plain, what):.2e}"

@@ -16,24 +16,24 @@ COMPARED = ("loss", "grad_norm", "margin", "mean_reward", "entropy", "reward")
 
 
 DIFFERENCES = ("kl", "rewards/chosen", "rewards/rejected")
-"""Of log-probabilities, sums of up to 100: float32's rounding of those is what they are off by."""
+"""Differences of log-probabilities, which are sums of up to 100; they are off by float32's rounding of those sums."""
 
 
 BOUND, OF_DIFFERENCES = 1e-5, 3e-5
 
 
 OF_MARGINS = 1e-6
-"""A margin is a difference of two rewards of about 1: of a small one, float32's rounding of these is a larger share."""
+"""The bound for margins: differences of two rewards of about 1, whose rounding is a larger share of a small margin."""
 
 
 ABOUT_ONE = 0.5, 2.0
 
 
 def check_step(mine: dict[str, float], theirs: dict[str, float]) -> int:
-    """Of what two trainers logged of a step, :data:`COMPARED` and :data:`DIFFERENCES` are equal but for rounding.
+    """Check that :data:`COMPARED` and :data:`DIFFERENCES` in two trainers' logs of a step are equal but for rounding.
 
     Returns:
-        How many of :data:`COMPARED` stock logged; the others are passed over.
+        The number of :data:`COMPARED` metrics that stock logged; the others are skipped.
     """
     compared = [what for what in COMPARED if what in theirs]
     if "margin" in compared:

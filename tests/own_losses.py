@@ -1,4 +1,4 @@
-"""Losses of a user's own for trainers: means over a micro-batch, shares of the step's labels, and what hands on."""
+"""Users' own losses for trainers: means over a micro-batch, shares of the step's labels, calls of stock's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OWN: dict[str, tuple[dict[str, Any], bool]] = {
     "compute_loss_func": ({"compute_loss_func": a_mean}, True),
     "compute_loss_func, a share": ({"compute_loss_func": a_share}, False),
 }
-"""What is set on a subclass, and whether it is a mean over a micro-batch."""
+"""The attributes that are set on a subclass, and whether its loss is a mean over a micro-batch."""
 
 
 def with_own_loss(build: Any, what: str, folder: Path, **further: Any) -> Any:

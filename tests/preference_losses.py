@@ -1,4 +1,4 @@
-"""The preference losses that are tested, in TRL's words and in ours."""
+"""The preference losses that are tested, by TRL's settings and by ours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BETA = 0.3
 
 @dataclass(frozen=True)
 class Case:
-    """One loss, in TRL's words."""
+    """One loss, by TRL's settings."""
 
     loss_type: str = "sigmoid"
     label_smoothing: float = 0.0

@@ -1,4 +1,4 @@
-"""Preference data of a small language of words, and TRL's trainers on it."""
+"""Preference data of a small language of words, and settings of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS, STEPS = 4, 3
 
 
 def word_tokenizer() -> Any:
-    """``w3`` to ``w96``, one token each."""
+    """Return a tokenizer of the words ``w3`` to ``w96``, one token each."""
     words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -27,7 +27,7 @@ def word_tokenizer() -> Any:
 
 
 def pairs(count: int = PAIRS * STEPS, seed: int = 0) -> Dataset:
-    """Prompts, and a chosen and a rejected completion of each, all of lengths of their own."""
+    """Return prompts, each with a chosen and a rejected completion, all of random lengths."""
     generator = torch.Generator().manual_seed(seed)
 
     def text(shortest: int, longest: int) -> str:
@@ -40,7 +40,7 @@ def pairs(count: int = PAIRS * STEPS, seed: int = 0) -> Dataset:
 
 
 def settings(folder: Path, **further: Any) -> dict[str, Any]:
-    """What every trainer's config is given here."""
+    """Return the settings of every trainer's config in these tests."""
     return {
         "output_dir": str(folder),
         "per_device_train_batch_size": PAIRS,
@@ -58,19 +58,19 @@ def settings(folder: Path, **further: Any) -> dict[str, Any]:
 
 
 def alone(args: Any) -> Any:
-    """The same for one device: with several GPUs a single process would take all of them, with nn.DataParallel."""
+    """Return the arguments for one device; otherwise one process would use all GPUs by nn.DataParallel."""
     if args.n_gpu > 1:
         args._n_gpu = 1
     return args
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """Train, and give what it logged at each step."""
+    """Train, and return the log of each step."""
     trainer.train()
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def judged(count: int = PAIRS * STEPS, seed: int = 0) -> Dataset:
-    """Prompts with one completion each, half of them good."""
+    """Return prompts with one completion each; half of the completions are good."""
     rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs(count, seed)]
     return Dataset.from_list([{**row, "label": i % 2 == 0} for i, row in enumerate(rows)])

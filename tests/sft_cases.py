@@ -1,4 +1,4 @@
-"""TRL's SFT trainer on a small language, in every way of feeding it."""
+"""TRL's SFT trainer on a small language, with every form of batches."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def tokenizer() -> Any:
     )
 
 
-def given(folder: Path, **further: Any) -> dict[str, Any]:
+def arguments(folder: Path, **further: Any) -> dict[str, Any]:
     return base_settings(
         folder, **{"per_device_train_batch_size": ROWS, "max_steps": STEPS, "learning_rate": 1e-2, **further}
     )
 
 
 def config(folder: Path, **further: Any) -> SFTConfig:
-    return cast(SFTConfig, alone(SFTConfig(**given(folder, **further))))
+    return cast(SFTConfig, alone(SFTConfig(**arguments(folder, **further))))
 
 
 def plain_config(folder: Path, **further: Any) -> TrainingArguments:
-    """Of transformers' own Trainer."""
-    return cast(TrainingArguments, alone(TrainingArguments(**given(folder, **further))))
+    """Return the arguments of transformers' own Trainer."""
+    return cast(TrainingArguments, alone(TrainingArguments(**arguments(folder, **further))))
 
 
 def losses(trainer: Any) -> list[float]:
@@ -68,7 +68,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def train(model: nn.Module, folder: Path, *, patch: str | None, **settings: Any) -> tuple[list[float], Any]:
-    """Losses of each step; ``patch`` says what is patched: None, ``model`` or ``trainer``."""
+    """Return the loss of each step and the trainer; ``patch`` is ``model``, ``trainer`` or None for stock."""
     if patch == "model":
         fastpack.patch(model)
     trainer = SFTTrainer(model, args=config(folder, **settings), train_dataset=rows(), processing_class=tokenizer())

@@ -1,4 +1,4 @@
-"""Trainers of every kind on the same small language, and what an optimiser step of one holds and leaves behind."""
+"""Trainers of every kind on the same small language, and helpers that record their batches and gradients."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reward(folder: Path, data: Dataset | None = None, **further: Any) -> Any:
 
 
 def plain(folder: Path, data: Dataset | None = None, **further: Any) -> Any:
-    """transformers' own Trainer, on ids."""
+    """Build transformers' own Trainer on token ids."""
     tokenizer = word_tokenizer()
     tokenizer.padding_side = "right"  # left, stock predicts each first token from padding
     rows = texts() if data is None else data
@@ -127,7 +127,7 @@ DATA: dict[str, Callable[[], Dataset]] = {
 
 
 class Gradients(TrainerCallback):
-    """The gradients of each optimiser step, before anything clips or uses them."""
+    """A callback that records the gradients of each optimiser step, before anything clips or uses them."""
 
     def __init__(self, trainer: Any) -> None:
         self.steps: list[dict[str, Tensor]] = []
@@ -140,13 +140,13 @@ class Gradients(TrainerCallback):
 
 
 def _whole(gradient: Any) -> Tensor:
-    """A copy, put together where it is sharded."""
+    """Return a copy on the CPU, whole if the gradient is sharded."""
     found: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
     return found.detach().to("cpu", copy=True)
 
 
 def watch_batches(trainer: Any) -> list[list[tuple[int, ...]]]:
-    """What the collator was given: of each batch, of each example, all its ids."""
+    """Record each batch that the collator gets: all ids of each example."""
     seen: list[list[tuple[int, ...]]] = []
     collate = trainer.data_collator
 
@@ -163,7 +163,7 @@ def ids_of(example: dict[str, Any]) -> tuple[int, ...]:
 
 
 def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference over the largest value, with a floor of 1e-3 of the largest gradient there is."""
+    """Return the largest difference over the largest value, at least 1e-3 of the largest gradient of all."""
     assert ours.keys() == theirs.keys()
     floor = 1e-3 * max(float(g.abs().max()) for g in theirs.values())
     return max(
@@ -173,5 +173,5 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def total(batch: Any) -> int:
-    """Real tokens of a collated batch."""
+    """Return the number of real tokens of a collated batch."""
     return int(torch.as_tensor(batch["attention_mask"]).sum())

@@ -23,21 +23,62 @@ OFFLOADS: tuple[str, ...] = get_args(OffloadKind)
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """The most tokens that a micro-batch may have, for ``fastpack.patch(trainer, max_tokens=...)``.
+    """A limit on the tokens of a trainer's micro-batches.
 
-    Example:
-        >>> budget = fastpack.TokenBudget(8192, same_steps=True)
-        >>> fastpack.patch(trainer, max_tokens=budget)  # doctest: +SKIP
+    Pass it, or just its ``max_tokens``, to :func:`fastpack.patch` with a trainer that is already built: transformers'
+    ``Trainer``, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO.
+
+    **Full batches** (the default). Micro-batches are filled with whole examples up to ``max_tokens``, in random order,
+    whatever ``per_device_train_batch_size`` is. An optimiser step has ``gradient_accumulation_steps`` of them. Each
+    example comes once an epoch, and ``dataloader_drop_last`` drops none.
+
+    **Same steps** (``same_steps=True``). The trainer keeps its own batches, so each optimiser step has the same
+    examples as without a budget. A batch over the budget runs in pieces, each with its own forward and backward. GRPO
+    and RLOO generate their batches and always work this way; leave ``same_steps`` out for them. A stream
+    (``IterableDataset``) needs ``same_steps=True``: its lengths are unknown beforehand, so an example over the budget
+    is no error and runs alone.
+
+    **Losses.** The loss of an optimiser step is the mean over all its trained tokens, pairs or sequences, over
+    accumulation and ranks, so its gradient is that of one big batch, however uneven the micro-batches are. That also
+    holds for your own ``compute_loss`` or ``compute_loss_func``, whether it returns the mean over its micro-batch or
+    divides by ``num_items_in_batch``: it gets the label count of its own micro-batch, so both are the same mean. (Set
+    ``loss_is_scaled_for_ga`` on the trainer to say which of the two it is; it then gets the step's count, or none.) For
+    a classifier, transformers' ``Trainer`` adds up the means of accumulated micro-batches, so stock gradients are
+    ``gradient_accumulation_steps`` times these. A value that a loss computes from a whole micro-batch (KTO's KL, the
+    auxiliary loss of experts) and the means that a trainer logs stay those of each micro-batch.
+
+    **Several ranks.** The budget holds on each rank. All ranks run the same number of micro-batches, balanced by their
+    cost, and of pieces.
+
+    **Resuming.** Schedules, checkpoints and resuming in the middle of an epoch work as in the stock trainer. A
+    checkpoint of another budget, of data with other lengths, or of another number of processes raises; other data with
+    the same lengths pass, as in the stock trainer. A run that resumes
+    without ``max_tokens`` has no such check.
+
+    Setting up a budget raises :class:`~fastpack.PackingError` if the data set's lengths can't be known or an example is
+    over the budget (the message names it). It raises :class:`~fastpack.PatchError`, and says why, if the trainer can't
+    follow a budget exactly:
+
+    - always: an unknown trainer; DPO's ``aot`` losses; GRPO's ``top_entropy_quantile`` and entropy bonus; ranks that
+      share a batch (tensor, context or sequence parallelism); ``split_batches`` and ``dispatch_batches``;
+      for losses over tokens, ``average_tokens_across_devices=False`` on several ranks; a ``model_init`` that doesn't
+      patch its models with the same options;
+    - with full batches: another order of the data (``train_sampling_strategy`` of ``sequential`` or
+      ``group_by_length``, or the trainer's own ``_get_train_sampler``);
+    - with same steps, GRPO and RLOO: the auxiliary loss of experts; KTO's losses with a KL; a collator that makes one
+      row of a batch; DeepSpeed; ``even_batches=False`` on several ranks without ``dataloader_drop_last``.
 
     Attributes:
-        max_tokens: The most tokens of a micro-batch on each rank. A preference pair counts with both of its sides.
-        same_steps: False fills micro-batches from the whole data set, whatever ``per_device_train_batch_size`` is, and
-            makes an optimiser step of ``gradient_accumulation_steps`` of them. True keeps the trainer's own batches, so
-            that each optimiser step holds the examples that it would hold without a budget, and splits the batches that
-            are over it. That works with a streamed data set, too; there an example over the budget is not known
-            beforehand, and runs alone.
-        too_long: The treatment of an example longer than ``max_tokens``. ``error`` raises. ``truncate`` keeps its first
-            tokens, for data sets of ``input_ids``; pairs are cut by ``max_length`` of the trainer's config.
+        max_tokens: the largest number of real tokens in a micro-batch on each rank; a pair counts with both sides.
+        same_steps: whether the trainer keeps its own batches, which are then split.
+        too_long: what to do with an example longer than ``max_tokens``: ``error`` raises; ``truncate`` keeps its first
+            tokens, with full batches of ``input_ids`` only (set ``max_length`` in the trainer's config for pairs).
+
+    Example:
+        >>> trainer = SFTTrainer(model, args=SFTConfig(gradient_accumulation_steps=4), train_dataset=data)
+        >>> fastpack.patch(trainer, max_tokens=8192)  # full batches
+        >>> fastpack.patch(trainer, max_tokens=fastpack.TokenBudget(8192, same_steps=True))  # the trainer's batches
+        >>> fastpack.patch(trainer)  # no budget
     """
 
     max_tokens: int

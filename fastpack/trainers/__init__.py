@@ -1,7 +1,9 @@
-"""Trainers that are already built: token budgets, and losses that mean the same whatever shares a micro-batch.
+"""Options for trainers that are already built: token budgets, step weights and the fused loss.
 
-``kinds`` says of each of TRL's trainers what its loss is a mean of, ``loader`` puts token-budget batches in the place
-of its own, ``steps`` weighs and splits micro-batches, ``budget`` plans all of it, sets it up and takes it off again.
+``kinds`` has the unit that each trainer's loss is a mean over. ``loader`` gives a trainer token-budget batches.
+``step_weights`` weights and splits micro-batches. ``budget`` checks all of it, sets it up and removes it.
+``fused_loss`` replaces the loss of TRL's ``SFTTrainer``. ``preference_losses`` has DPO's losses on packed pairs for
+your own loops, ``reference`` computes reference log-probabilities once, ``metrics`` logs tokens, speed and MFU.
 
-Only attributes of one trainer instance (and of its accelerator) change; no class does.
+Only attributes of one trainer instance and of its accelerator change, never a class.
 """

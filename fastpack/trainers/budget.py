@@ -1,4 +1,4 @@
-"""``fastpack.patch(trainer, max_tokens=...)``: plan, set up on one trainer instance, and take off again."""
+"""Token budgets, ``fastpack.patch(trainer, max_tokens=...)``: check, set up on one trainer instance, and remove."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fastpack.data.token_budget import TOO_LONG
 from fastpack.errors import PatchError
 from fastpack.patching.options import TokenBudget
 from fastpack.patching.state import BUDGET, kept_on
-from fastpack.trainers import loader, steps
-from fastpack.trainers.kinds import Kind, kind_of, told
+from fastpack.trainers import loader, step_weights
+from fastpack.trainers.kinds import LossUnit, label_count_for, loss_unit_of
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import ArgumentsLike, TrainerLike
 from fastpack.utils.replacement import Replacement
@@ -25,22 +25,32 @@ from fastpack.utils.replacement import Replacement
 
 @dataclass
 class BudgetState:
-    """A token budget that was set up on a trainer, and the changes that undo it."""
+    """A token budget that was set up on a trainer.
+
+    Attributes:
+        budget: the budget.
+        weights: the weights of the current optimiser step's losses.
+        sampler: the sampler of full micro-batches; None if the trainer keeps its own batches.
+        dataset: the trainer's data set when ``sampler`` was made.
+        drop_last: whether the trainer was built with ``dataloader_drop_last=True``, for the report.
+        changes: the replacements on the trainer and its accelerator, in the order in which they were installed.
+    """
 
     budget: TokenBudget
-    weighing: steps.Weighing
+    weights: step_weights.StepWeights
     sampler: TokenBudgetSampler | None
     dataset: Any
     drop_last: bool
     changes: list[Replacement[Any, None]] = field(default_factory=list)
 
     def start(self, trainer: TrainerLike) -> TokenBudgetSampler:
-        """Return the sampler of a run that begins now, with equally many micro-batches in each epoch."""
+        """Return the sampler of a run that begins now, with the same number of micro-batches in each epoch."""
         assert self.sampler is not None
         lengths = self.sampler.lengths
-        if trainer.train_dataset is not self.dataset:  # by the lengths of the one before, examples would be lost
+        if trainer.train_dataset is not self.dataset:  # with the old data set's lengths, examples would be lost
             lengths, self.dataset = _lengths(trainer), trainer.train_dataset
-        # a new one: a run before this has evened out its own number of epochs, and a checkpoint fits every run like it
+        # A new sampler, since an earlier run evened out another number of epochs. Each run with the same settings gets
+        # the same batches, so a checkpoint fits any of them.
         self.sampler = sampler = loader.make_sampler(lengths, self.budget, trainer.args)
         sampler.even_out(loader.count_epochs(trainer.args, len(sampler)))
         return sampler
@@ -50,36 +60,37 @@ class BudgetState:
         most = f"max_tokens={self.budget.max_tokens:,}"
         if self.sampler is not None:
             plan = self.sampler.plan
-            kept = "; dataloader_drop_last drops none: each example comes once an epoch" if self.drop_last else ""
+            unused = "; dataloader_drop_last drops none: each example comes once an epoch" if self.drop_last else ""
             where = f"on each of {self.sampler.ranks} ranks, " if self.sampler.ranks > 1 else ""
-            made = counted(plan.micro_batches, "micro-batch", "es")
-            return f"{most}: {made} an epoch {where}{plan.fill:.1%} full{kept}"
-        wholes, pieces = self.weighing.wholes, self.weighing.pieces
-        ran = f"; {counted(wholes, 'batch', 'es')} ran in {counted(pieces, 'piece')}" if wholes else ""
+            micro_batches = counted(plan.micro_batches, "micro-batch", "es")
+            return f"{most}: {micro_batches} an epoch {where}{plan.fill:.1%} full{unused}"
+        batches, pieces = self.weights.batches, self.weights.pieces
+        ran = f"; {counted(batches, 'batch', 'es')} ran in {counted(pieces, 'piece')}" if batches else ""
         return f"{most}: batches over it are split inside the step{ran}"
 
 
 def budget_of(target: object) -> BudgetState | None:
-    """Return a trainer's budget in force, or None."""
+    """Return the token budget in force on a trainer, or None."""
     return kept_on(target, BUDGET)
 
 
-def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
-    """Check all that a budget needs, and return a function that sets it up, or removes one, and can't fail.
+def plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:
+    """Check everything that a budget needs, and return a function that sets it up or removes it, and can't fail.
 
     Args:
         target: the trainer.
-        given: the budget, or None to remove one.
-        anew: whether to set it up even if the same budget is in force, since what lies beneath it will have changed.
+        max_tokens: the budget, or None to remove the one in force.
+        anew: whether to set the budget up even if the same one is in force. The caller does so after replacing the loss
+            that the budget wraps.
 
     Raises:
-        PatchError: the target is not a trainer, or one whose batches can't follow a budget; the message says why.
+        PatchError: the target is not a trainer, or its batches can't follow a budget; the message says why.
         PackingError: the data set's lengths can't be known, or an example is over the budget.
     """
     state = budget_of(target)
-    if given is None:
+    if max_tokens is None:
         return functools.partial(remove_budget, target)
-    budget = given if isinstance(given, TokenBudget) else TokenBudget(given)
+    budget = max_tokens if isinstance(max_tokens, TokenBudget) else TokenBudget(max_tokens)
     if type(budget.max_tokens) is not int or budget.max_tokens < 1:
         raise PatchError(f"max_tokens={budget.max_tokens!r}; pass an int from 1 on, the tokens of a micro-batch.")
     if type(budget.same_steps) is not bool:
@@ -88,67 +99,70 @@ def plan_budget(target: Any, given: int | TokenBudget | None, *, anew: bool = Fa
         raise PatchError(f"too_long={budget.too_long!r}; pass {' or '.join(map(repr, TOO_LONG))}.")
     if state is not None and state.budget == budget and not anew:
         return lambda: None
-    kind = _checked_kind(target, budget)
+    loss_unit = _checked_loss_unit(target, budget)
     dataset = getattr(target, "train_dataset", None)
-    unknown = not kind.planned or (budget.same_steps and isinstance(dataset, torch.utils.data.IterableDataset))
-    # also where it is not used: it says what is wrong with the lengths, if anything is
+    unknown = not loss_unit.planned or (budget.same_steps and isinstance(dataset, torch.utils.data.IterableDataset))
+    # made even if it is not used below: it raises if an example is over the budget
     sampler = None if unknown else loader.make_sampler(_lengths(target), budget, target.args)
-    splitting = budget.same_steps or not kind.planned
-    weighing = steps.Weighing(kind, budget.max_tokens if splitting else None, fits=not unknown)
+    splitting = budget.same_steps or not loss_unit.planned
+    weights = step_weights.StepWeights(
+        loss_unit, budget.max_tokens if splitting else None, examples_checked=not unknown
+    )
     sampler = None if budget.same_steps else sampler
     drop_last = bool(target.args.dataloader_drop_last)
-    return functools.partial(_set_up, target, BudgetState(budget, weighing, sampler, dataset, drop_last))
+    return functools.partial(_set_up, target, BudgetState(budget, weights, sampler, dataset, drop_last))
 
 
 def _lengths(trainer: TrainerLike) -> list[int]:
-    """Tokens of each example of a trainer's data set, as its collator cuts them."""
+    """Return the number of tokens of each example of a trainer's data set, after its collator's truncation."""
     collator = stock_collator(trainer.data_collator)
-    # TRL's collators cut at max_length; in those of transformers it is what they pad to, and they cut nothing.
+    # TRL's collators truncate to max_length. transformers' collators pad to it, and truncate nothing.
     cuts = any(base.__module__.split(".")[0] == "trl" for base in type(collator).__mro__)
     return lengths_of(
         getattr(trainer, "train_dataset", None), max_length=getattr(collator, "max_length", None) if cuts else None
     )
 
 
-def _checked_kind(trainer: TrainerLike, budget: TokenBudget) -> Kind:
-    """Return the trainer's kind, if its batches can follow a budget."""
-    kind = kind_of(trainer)
-    if kind is None:
+def _checked_loss_unit(trainer: TrainerLike, budget: TokenBudget) -> LossUnit:
+    """Return the trainer's loss unit; raise if its batches can't follow a budget."""
+    loss_unit = loss_unit_of(trainer)
+    if loss_unit is None:
         raise PatchError(
             f"max_tokens={budget.max_tokens} needs a trainer that is already built, not a {type(trainer).__name__}: "
             "transformers' own, or TRL's for SFT, DPO, KTO, rewards, GRPO or RLOO. For a loop of your own see "
             "fastpack.data.sampler.TokenBudgetSampler."
         )
-    why = next(_reasons(trainer, kind, budget), None)
+    why = next(_reasons(trainer, loss_unit, budget), None)
     if why is not None:
         raise PatchError(f"max_tokens={budget.max_tokens} can't be kept with this {type(trainer).__name__}: {why}.")
-    return kind
+    return loss_unit
 
 
-def _reasons(trainer: TrainerLike, kind: Kind, budget: TokenBudget) -> Iterator[str]:
+def _reasons(trainer: TrainerLike, loss_unit: LossUnit, budget: TokenBudget) -> Iterator[str]:
     """Yield the reasons why a trainer's batches can't follow a budget."""
     args, accelerator = trainer.args, trainer.accelerator
-    splitting = budget.same_steps or not kind.planned
-    own = kind.refuses(trainer) or (kind.whole(trainer) if splitting else None)
+    splitting = budget.same_steps or not loss_unit.planned
+    own = loss_unit.why_inexact(trainer) or (loss_unit.why_unsplittable(trainer) if splitting else None)
     if own is not None:
         yield own
     flattening = type(stock_collator(getattr(trainer, "data_collator", None)))
     if splitting and any(base.__name__ == "DataCollatorWithFlattening" for base in flattening.__mro__):
         yield (
-            f"{flattening.__name__} makes one row of a batch, and only rows can be split; pass a collator that pads, a "
-            "patched model runs without padding all the same, or leave same_steps out"
+            f"{flattening.__name__} makes one row of a batch, and only rows can be split; pass a collator that pads (a "
+            "patched model runs without padding all the same), or leave same_steps out"
         )
     if splitting and getattr(trainer, "is_deepspeed_enabled", False):
-        yield "DeepSpeed takes every backward for a micro-batch, so none can be split"
-    balances = kind.of_labels and getattr(trainer, "aux_loss_enabled", False)
-    if balances and told(trainer, kind) == "its own labels":  # TRL divides it by the micro-batches of the step, or not
+        yield "DeepSpeed counts every backward as a micro-batch, so a micro-batch can't be split"
+    balances = loss_unit.counts_labels and getattr(trainer, "aux_loss_enabled", False)
+    if balances and label_count_for(trainer, loss_unit) == "its own labels":
+        # whether TRL divides the auxiliary loss by the micro-batches of the step depends on the same setting
         yield (
-            "its loss is its user's own, and has the auxiliary loss of experts in it: set loss_is_scaled_for_ga on the "
-            "trainer, to True where the loss is divided by num_items_in_batch and to False where it is a mean over a "
+            "its loss is its user's own, and includes the auxiliary loss of experts: set loss_is_scaled_for_ga on the "
+            "trainer, to True if the loss is divided by num_items_in_batch, or to False if it is a mean over a "
             "micro-batch; or set router_aux_loss_coef=0.0"
         )
-    if not kind.planned and budget.same_steps:
-        yield "its batches are made by generation: it always keeps its steps; leave same_steps out"
+    if not loss_unit.planned and budget.same_steps:
+        yield "its batches are generated, so it always keeps its own steps; leave same_steps out"
     parallel = {axis: size for axis in ("tp", "cp", "sp") if (size := _parallel(trainer, axis)) > 1}
     if parallel:
         yield f"ranks share a batch here ({parallel}), and each would plan its own"
@@ -157,35 +171,38 @@ def _reasons(trainer: TrainerLike, kind: Kind, budget: TokenBudget) -> Iterator[
     uneven = not getattr(accelerator, "even_batches", True) and not args.dataloader_drop_last
     if splitting and uneven and accelerator.num_processes > 1:
         yield (
-            "even_batches=False of accelerator_config gives ranks other numbers of batches, and each would wait for "
-            "the others in one that they don't have; leave it out, or pass dataloader_drop_last=True"
+            "even_batches=False of accelerator_config gives ranks different numbers of batches, so a rank would wait "
+            "for ever for one that has no batch left; leave it out, or pass dataloader_drop_last=True"
         )
     if not splitting and (order := _order(args)) is not None:
         yield (
-            f"train_sampling_strategy={order!r} is an order of its own, and full batches are filled from a shuffled "
-            "one; leave it out, or pass same_steps=True"
+            f"train_sampling_strategy={order!r} asks for an order of the data, and full batches are filled from "
+            "shuffled data; leave it out, or pass same_steps=True"
         )
     sampled = type(trainer)._get_train_sampler.__module__.split(".")[0]
     if not splitting and sampled not in ("transformers", "trl"):
-        yield "its own _get_train_sampler says what comes when, and full batches are drawn in another way"
+        yield "its own _get_train_sampler decides the order of examples, and full batches would not follow it"
     average = getattr(args, "average_tokens_across_devices", True)
-    if accelerator.num_processes > 1 and not average and kind.unit == "trained tokens":
-        yield "average_tokens_across_devices=False takes the mean of the ranks' means, which are of uneven sizes"
+    if accelerator.num_processes > 1 and not average and loss_unit.name == "trained tokens":
+        yield "average_tokens_across_devices=False takes the mean of the ranks' means, which are over uneven sizes"
     if budget.too_long != "truncate":
         return
     if budget.same_steps:
         yield 'too_long="truncate" cuts examples as batches are made, and same_steps leaves the trainer its own batches'
     if getattr(args, "packing", False):
-        yield 'packing made rows of several examples, and too_long="truncate" would cut those; set a lower max_length'
-    if not kind.of_labels:
+        yield 'packing made rows of several examples, and too_long="truncate" would cut these; set a lower max_length'
+    if not loss_unit.counts_labels:
         yield 'too_long="truncate" cuts data sets of input_ids; set max_length in the config of this trainer'
 
 
 def _order(args: ArgumentsLike) -> str | None:
-    """Return the requested order of examples, or None for a random one (KTO's config sets its own order by default)."""
+    """Return the order of examples that the user asked for, or None for a random one or the config's default.
+
+    KTO's config has a default order of its own.
+    """
     name = "train_sampling_strategy"
-    asked: str = getattr(args, name, "random")
-    return None if asked in ("random", getattr(type(args), name, asked)) else asked
+    order: str = getattr(args, name, "random")
+    return None if order in ("random", getattr(type(args), name, order)) else order
 
 
 def _parallel(trainer: TrainerLike, axis: str) -> int:
@@ -195,29 +212,29 @@ def _parallel(trainer: TrainerLike, axis: str) -> int:
 
 def _set_up(trainer: TrainerLike, state: BudgetState) -> None:
     remove_budget(trainer)
-    state.weighing.told = told(trainer, state.weighing.kind)
+    state.weights.label_count = label_count_for(trainer, state.weights.loss_unit)
     state.changes += [
-        Replacement(trainer, "get_batch_samples", steps.get_batch_samples, state.weighing, None),
-        Replacement(trainer, "compute_loss", steps.compute_loss, state.weighing, None),
-        Replacement(trainer.accelerator, "gather", steps.gather, None, None),
+        Replacement(trainer, "get_batch_samples", step_weights.get_batch_samples, state.weights, None),
+        Replacement(trainer, "compute_loss", step_weights.compute_loss, state.weights, None),
+        Replacement(trainer.accelerator, "gather", step_weights.gather, None, None),
     ]
     if state.sampler is not None:
         change = Replacement(trainer, "get_train_dataloader", loader.get_train_dataloader, state, None)
         state.changes.append(change)
     for change in state.changes:
         change.install()
-    if state.weighing.kind.planned:
+    if state.weights.loss_unit.planned:
         trainer.add_callback(loader.BudgetCallback())
     trainer.__dict__[BUDGET] = state
 
 
 def remove_budget(trainer: TrainerLike) -> None:
-    """Take a budget off again; does nothing where there is none."""
+    """Remove a trainer's token budget, if it has one."""
     state = budget_of(trainer)
     if state is None:
         return
     for change in reversed(state.changes):
         change.undo()
-    if state.weighing.kind.planned:
-        trainer.remove_callback(loader.BudgetCallback)  # by class: resuming may have put another one in its place
+    if state.weights.loss_unit.planned:
+        trainer.remove_callback(loader.BudgetCallback)  # by class: resuming may have replaced the instance
     del trainer.__dict__[BUDGET]

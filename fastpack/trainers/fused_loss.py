@@ -1,9 +1,10 @@
-"""``fastpack.patch(trainer, loss="fused")`` of TRL's ``SFTTrainer``: its loss is the head's own, without logits.
+"""The fused loss of TRL's ``SFTTrainer``, ``fastpack.patch(trainer, loss="fused")``: the head's own, without logits.
 
-TRL's forward stays on the head: called without ``fused_lm_head=True`` it is the stock one, whose loss of ``labels=`` is
-what :mod:`fastpack.model.loss` computes. It is the same mean over the tokens of a step. TRL's own makes each logit
-twice, forward and backward, and waits for the device four times in each micro-batch, for its metrics; these are
-computed in passing here, and read when they are logged: what TRL keeps of them lags behind until then.
+TRL's forward stays on the head. Called without ``fused_lm_head=True`` it is the stock forward, whose loss for
+``labels=`` is the one that :mod:`fastpack.model.loss` computes: the same mean over the tokens of a step. TRL's own loss
+computes each logit twice, forward and backward, and waits for the device four times in each micro-batch to read its
+metrics. Here the metrics are computed along with the loss, and are read when the trainer logs. Until then TRL's own
+record of them lags behind.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
 from fastpack.patching.state import FUSED_LOSS, kept_on
-from fastpack.trainers import steps
+from fastpack.trainers import step_weights
 from fastpack.trainers.budget import remove_budget
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import TrainerLike
@@ -33,11 +34,12 @@ class FusedLossState:
 
     Attributes:
         rejected: why this trainer keeps its own loss, or None.
-        unserved: why the head computed its stock loss when the fused one was asked for; TRL's loss runs from then on.
-        fused, stock: the numbers of micro-batches with each loss.
-        why_stock: why the last micro-batch with the stock loss had it.
-        pending: the :attr:`TokenStatistics.sums` and the number of tokens of each micro-batch that was not read from
-            the device yet.
+        unserved: why the head did not fuse the loss when it was asked to, or None; TRL's loss runs from then on.
+        fused: the number of micro-batches with the fused loss.
+        stock: the number of micro-batches with TRL's loss.
+        why_stock: why the last micro-batch with TRL's loss had it.
+        pending: for each micro-batch that was not read from the device yet, its :attr:`TokenStatistics.sums` and its
+            number of tokens.
         changes: the replacements on the trainer.
     """
 
@@ -66,9 +68,9 @@ def fused_loss_of(target: object) -> FusedLossState | None:
 
 
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
-    """Return a function that gives a trainer the fused loss, or removes it, and can't fail; None for no change.
+    """Return a function that sets up or removes a trainer's fused loss and can't fail, or None for no change.
 
-    It removes a token budget, which lies over the loss: the caller has to set that up again.
+    The function also removes a token budget, since the budget wraps the loss; the caller has to set that up again.
     """
     state = fused_loss_of(target)
     if loss is None or not _brings_a_loss(target):
@@ -81,7 +83,7 @@ def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:
 
 
 def _brings_a_loss(target: object) -> bool:
-    """Return whether a trainer has its own loss, as TRL's do; transformers' trainer asks the model for its loss."""
+    """Return whether a trainer has its own loss, as TRL's have; transformers' trainer uses the model's."""
     return hasattr(target, "compute_loss") and any(
         base.__module__.split(".")[0] == "trl" for base in type(target).__mro__
     )
@@ -92,16 +94,17 @@ def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
 
     Args:
         trainer: the trainer.
-        in_force: whether it has our loss already; a loss that somebody put over ours since then calls it.
+        in_force: whether the trainer already has our loss. A wrapper that somebody has put around it since is fine, as
+            it calls ours.
     """
     name = type(trainer).__name__
-    known: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
-    if not known:
-        yield f"{name} brings a loss of its own, of other things than labels"
+    bases: list[Any] = [base for base in type(trainer).__mro__ if (base.__module__, base.__name__) == _SFT]
+    if not bases:
+        yield f"{name} has a loss of its own, over other things than labels"
         return
-    found = None if in_force else beneath(trainer.__dict__.get("compute_loss"))
-    own = found is not None and getattr(found, "__func__", None) is not known[0].compute_loss
-    if own or type(trainer).compute_loss is not known[0].compute_loss:
+    loss = None if in_force else beneath(trainer.__dict__.get("compute_loss"))
+    own = loss is not None and getattr(loss, "__func__", None) is not bases[0].compute_loss
+    if own or type(trainer).compute_loss is not bases[0].compute_loss:
         yield f"the loss of this {name} is one of its user's"
     yield from _settings(trainer)
     for axis in ("tp", "cp", "sp"):
@@ -109,7 +112,7 @@ def _reasons(trainer: TrainerLike, *, in_force: bool) -> Iterator[str]:
         if size is not None and int(size()) > 1:
             yield f"ranks share a batch here ({axis} of {int(size())})"
     if not (hasattr(trainer, "_metrics") and hasattr(trainer, "_total_train_tokens")):
-        yield "this TRL keeps its metrics elsewhere"
+        yield "this version of TRL keeps its metrics elsewhere"
 
 
 def _settings(trainer: TrainerLike) -> Iterator[str]:
@@ -121,7 +124,7 @@ def _settings(trainer: TrainerLike) -> Iterator[str]:
     if trainer.label_smoother is not None:
         yield "its labels are smoothed"
     if trainer.aux_loss_enabled:
-        yield "it adds the auxiliary loss of experts, by its own share (router_aux_loss_coef=0.0 leaves that out)"
+        yield "it adds the auxiliary loss of experts with its own factor (router_aux_loss_coef=0.0 leaves that out)"
     elif getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
         yield "the head would add the auxiliary loss of experts, and this trainer leaves it out"
 
@@ -130,8 +133,8 @@ _SFT = ("trl.trainer.sft_trainer", "SFTTrainer")
 
 
 def beneath(compute_loss: object) -> Any:
-    """Return the loss beneath a token budget and ours, or None if it is the class's."""
-    while replaces(compute_loss, steps.compute_loss) or replaces(compute_loss, _compute_loss):
+    """Return the ``compute_loss`` that a token budget and our fused loss wrap, or None if it is the class's."""
+    while replaces(compute_loss, step_weights.compute_loss) or replaces(compute_loss, _compute_loss):
         compute_loss = compute_loss.earlier
     return compute_loss
 
@@ -150,7 +153,7 @@ def _remove(trainer: TrainerLike) -> None:
     state = fused_loss_of(trainer)
     if state is None:
         return
-    _settle(trainer, state)
+    _read_pending(trainer, state)
     for change in reversed(state.changes):
         change.undo()
     del trainer.__dict__[FUSED_LOSS]
@@ -163,21 +166,21 @@ def _compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Any:
-    """``SFTTrainer.compute_loss``: in training the head's own, where it is fused; else TRL's."""
+    """Return the head's fused loss in training if the head can fuse it, else that of ``SFTTrainer.compute_loss``."""
     trainer, stock, state = patched.owner, patched.stock, patched.spec
     training = trainer.model.training and torch.is_grad_enabled() and not return_outputs
     if not training:
-        _settle(trainer, state)  # TRL's reads how many tokens there were
+        _read_pending(trainer, state)  # TRL's loss reads the number of tokens so far
         return stock(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
     reason = why_no_fused_loss(trainer)
     if reason is None and num_items_in_batch is None:
         reason = "the trainer doesn't say how many labels the step has"
     if reason is None and "attention_mask" not in inputs and "position_ids" not in inputs:
-        reason = "nothing tells how many tokens a batch has"  # which TRL refuses
+        reason = "the batch has neither an attention_mask nor position_ids to count tokens by"  # TRL's loss raises then
     loss = None if reason is not None else _fused(trainer, state, model, inputs, num_items_in_batch)
     if loss is not None:
         return loss
-    _settle(trainer, state)
+    _read_pending(trainer, state)
     state.stock, state.why_stock = state.stock + 1, reason or state.unserved or ""
     return stock(model, inputs, num_items_in_batch=num_items_in_batch)
 
@@ -185,12 +188,12 @@ def _compute_loss(
 def _fused(
     trainer: TrainerLike, state: FusedLossState, model: nn.Module, inputs: dict[str, Any], num_items: Any
 ) -> Tensor | None:
-    """Return the head's fused loss of a micro-batch, or None if the head did not fuse it, which is only known now."""
+    """Return the head's fused loss of a micro-batch, or None if the head turns out not to fuse it."""
     statistics = TokenStatistics()
-    # a step without a label has a loss of zero, as TRL's
+    # a step without labels has a loss of zero, as in TRL
     divisor = torch.as_tensor(num_items, device=inputs["labels"].device).clamp(min=1)
-    given = {**inputs, "use_cache": False, "num_items_in_batch": divisor, TOKEN_STATISTICS: statistics}
-    outputs = model(**given)
+    call = {**inputs, "use_cache": False, "num_items_in_batch": divisor, TOKEN_STATISTICS: statistics}
+    outputs = model(**call)
     loss: Tensor = outputs[0] if isinstance(outputs, tuple) else outputs.loss
     if statistics.sums is None:
         state.unserved = "the head ran its stock forward, as with a cache or for attention weights"
@@ -198,26 +201,26 @@ def _fused(
     if trainer.args.average_tokens_across_devices:
         loss = loss * trainer.accelerator.num_processes
     tokens = inputs["attention_mask"].sum() if "attention_mask" in inputs else inputs["position_ids"].shape[1]
-    counted = statistics.sums.new_zeros(1).add_(tokens)  # to assign a number would wait for the device
-    state.pending.append(torch.cat([statistics.sums, counted]))
+    num_tokens = statistics.sums.new_zeros(1).add_(tokens)  # assigning a number would wait for the device
+    state.pending.append(torch.cat([statistics.sums, num_tokens]))
     state.fused += 1
     return loss
 
 
 def _log(patched: Replacement[FusedLossState, None], *args: Any, **kwargs: Any) -> None:
-    """``SFTTrainer.log``, with the metrics of the micro-batches before it."""
-    _settle(patched.owner, patched.spec)
+    """Read the pending metrics, then run ``SFTTrainer.log``."""
+    _read_pending(patched.owner, patched.spec)
     patched.stock(*args, **kwargs)
 
 
-def _settle(trainer: TrainerLike, state: FusedLossState) -> None:
-    """Read what is pending, on all ranks, into TRL's metrics, as its own loss would have done."""
+def _read_pending(trainer: TrainerLike, state: FusedLossState) -> None:
+    """Read the pending sums of all ranks into TRL's metrics, as TRL's own loss does."""
     if not state.pending:
         return
-    summed = trainer.accelerator.reduce(torch.stack(state.pending), reduction="sum")
+    sums = trainer.accelerator.reduce(torch.stack(state.pending), reduction="sum")
     state.pending.clear()
     metrics = trainer._metrics["train"]
-    for entropy, likeliest, labels, tokens in summed.tolist():
+    for entropy, likeliest, labels, tokens in sums.tolist():
         metrics["entropy"].append(entropy / labels if labels else 0.0)
         metrics["mean_token_accuracy"].append(likeliest / labels if labels else 0.0)
         trainer._total_train_tokens += int(tokens)

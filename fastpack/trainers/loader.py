@@ -1,4 +1,4 @@
-"""Token-budget batches in the place of a trainer's own: the same data set, collator and workers, another sampler."""
+"""Token-budget batches for a trainer: its own data set, collator and workers, with a :class:`TokenBudgetSampler`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _COPIED = (
 
 
 class BatchesOfEpochs(TokenBudgetSampler):
-    """A :class:`TokenBudgetSampler` that accelerate's and the Trainer's ways of telling the epoch all reach."""
+    """A :class:`TokenBudgetSampler` whose epoch both accelerate and the Trainer can set."""
 
     @property
     def sampler(self) -> BatchesOfEpochs:
-        """Itself: who skips the first batches of an epoch looks for the epoch's sampler here."""
+        """The sampler itself, which accelerate looks up here when it skips the first batches of an epoch."""
         return self
 
     def settings(self, args: ArgumentsLike) -> dict[str, Any]:
@@ -52,28 +52,29 @@ def make_sampler(lengths: Sequence[int], budget: TokenBudget, args: ArgumentsLik
 
 
 def count_epochs(args: ArgumentsLike, micro_batches: int) -> int:
-    """Return the largest number of epochs of a run with so many micro-batches in each."""
+    """Return the largest number of epochs that a run can have, with this number of micro-batches an epoch."""
     if args.max_steps > 0:
         return math.ceil(args.max_steps / math.ceil(micro_batches / args.gradient_accumulation_steps))
     return math.ceil(args.num_train_epochs)
 
 
 def get_train_dataloader(patched: Replacement[Any, None]) -> Any:
-    """``Trainer.get_train_dataloader``, whose batches are those of a :class:`TokenBudgetSampler`.
+    """Return the loader of ``Trainer.get_train_dataloader`` with the batches of a :class:`TokenBudgetSampler`.
 
-    Accelerate divides the batches of a loader among ranks; these are each rank's own already, so it is told of one.
+    Accelerate divides a loader's batches among ranks. The sampler's batches are each rank's own already, so accelerate
+    gets ``num_processes=1``.
     """
     from accelerate.data_loader import prepare_data_loader
 
     trainer = patched.owner
-    made = patched.stock()
+    stock_loader = patched.stock()
     sampler = patched.spec.start(trainer)
-    kept = {name: getattr(made, name) for name in _COPIED if hasattr(made, name)}
+    settings = {name: getattr(stock_loader, name) for name in _COPIED if hasattr(stock_loader, name)}
     if sampler.too_long == "truncate":
-        kept["collate_fn"] = functools.partial(_cut, kept["collate_fn"], sampler.max_tokens)
+        settings["collate_fn"] = functools.partial(_truncated, settings["collate_fn"], sampler.max_tokens)
     accelerator = trainer.accelerator
     return prepare_data_loader(
-        DataLoader(made.dataset, batch_sampler=sampler, **kept),
+        DataLoader(stock_loader.dataset, batch_sampler=sampler, **settings),
         device=accelerator.device,
         num_processes=1,
         process_index=0,
@@ -82,19 +83,19 @@ def get_train_dataloader(patched: Replacement[Any, None]) -> Any:
     )
 
 
-def _cut(collate: Callable[[Any], Any], max_tokens: int, examples: Sequence[Mapping[str, Any]]) -> Any:
-    """Collate examples of at most so many tokens: the first ones, of every column that has one for each."""
+def _truncated(collate: Callable[[Any], Any], max_tokens: int, examples: Sequence[Mapping[str, Any]]) -> Any:
+    """Collate examples truncated to ``max_tokens``, in every column that has one entry for each token."""
 
-    def cut(example: Mapping[str, Any]) -> dict[str, Any]:
+    def truncate(example: Mapping[str, Any]) -> dict[str, Any]:
         tokens = len(example["input_ids"])
         columns = {name for name, value in example.items() if hasattr(value, "__len__") and len(value) == tokens}
         return {name: value[:max_tokens] if name in columns else value for name, value in example.items()}
 
-    return collate([cut(example) if len(example["input_ids"]) > max_tokens else example for example in examples])
+    return collate([truncate(example) if len(example["input_ids"]) > max_tokens else example for example in examples])
 
 
 class BudgetCallback(TrainerCallback, ExportableState):
-    """Saves with each checkpoint what its batches were planned from, and compares when a run goes on from there."""
+    """A callback that saves the batches' settings in each checkpoint, and compares them when a run resumes."""
 
     def __init__(self) -> None:
         """Set up without settings."""
@@ -105,12 +106,13 @@ class BudgetCallback(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"settings": self.settings}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare with the checkpoint that a run goes on from; what a trainer batches itself has no settings here.
+        """Compare the batches' settings with those of the checkpoint that a run resumes from.
 
-        Of the data their lengths are compared, in order: others of the same lengths pass.
+        A trainer that keeps its own batches has no settings. The data are compared by their lengths, in order, so other
+        data of the same lengths pass.
 
         Raises:
-            PackingError: its batches were others; going on would lose examples, or show some twice.
+            PackingError: the checkpoint's batches differ; resuming would lose examples, or show some twice.
         """
         sampler = kwargs["train_dataloader"].batch_sampler
         self.settings = sampler.settings(args) if isinstance(sampler, BatchesOfEpochs) else {}
@@ -120,18 +122,18 @@ class BudgetCallback(TrainerCallback, ExportableState):
         state.stateful_callbacks[type(self).__name__] = self.state()
         if state.global_step == 0 or args.ignore_data_skip:
             return
-        made = f"the checkpoint at step {state.global_step} was made"
+        saved_by = f"the checkpoint at step {state.global_step} was made"
         if bool(saved) != bool(self.settings):
-            how = f"max_tokens={saved['max_tokens']}" if saved else "the trainer's own batches"
+            batching = f"max_tokens={saved['max_tokens']}" if saved else "the trainer's own batches"
             raise PackingError(
-                f"{made} with {how}: its place in the epoch is counted in other batches. Go on with these, or pass "
-                "ignore_data_skip=True to begin an epoch."
+                f"{saved_by} with {batching}: its place in the epoch is counted in other batches. Go on with these, or "
+                "pass ignore_data_skip=True to begin an epoch."
             )
         for name, ours in self.settings.items():
             theirs = saved.get(name)
             if theirs != ours:
                 raise PackingError(
-                    f"{made} with {name} {theirs!r}, and this run has {ours!r}: its batches are others, and examples "
+                    f"{saved_by} with {name} {theirs!r}, and this run has {ours!r}: its batches differ, so examples "
                     "would be lost or seen twice. Go on with the same data, settings and number of processes, or pass "
                     "ignore_data_skip=True to begin an epoch."
                 )

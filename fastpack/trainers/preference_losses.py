@@ -1,4 +1,4 @@
-"""Preference losses on packed pairs, for loops of one's own.
+"""Preference losses on packed pairs, for your own training loops.
 
 ::
 
@@ -7,27 +7,29 @@
     hidden = model.base_model(**batch).last_hidden_state  # of a patched model
     policy = pair_log_probs(hidden, model.lm_head.weight, labels, batch["packed_seq_lens"])
     ...  # the same under torch.no_grad() with the reference model
-    found = preference_loss(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta=0.1)
-    found.loss.backward()
+    result = preference_loss(policy.chosen, policy.rejected, reference.chosen, reference.rejected, beta=0.1)
+    result.loss.backward()
 
-Definitions, of a prompt with completions w (chosen) and l (rejected), log p being the sum over a completion's tokens:
+Definitions, for a prompt with the completions w (chosen) and l (rejected), where log p is a sum over a completion's
+tokens:
 
     h = (log p(w) - log p_ref(w)) - (log p(l) - log p_ref(l))
 
 - ``sigmoid``: -log sigmoid(beta h). Rafailov et al., "Direct Preference Optimization", arXiv:2305.18290, eq. 7.
 - ``hinge``: max(0, 1 - beta h). Liu et al., "Statistical Rejection Sampling", arXiv:2309.06657, their hinge-norm.
 - ``ipo``: (h' - 1 / (2 beta))^2, where h' has each log-ratio divided by its completion's tokens. Azar et al., "A
-  General Theoretical Paradigm", arXiv:2310.12036, eq. 17, which has the sums; the averages are those of TRL.
-- ``robust``: ((1 - e) sigmoid loss of h - e sigmoid loss of -h) / (1 - 2 e) with e the ``label_smoothing``, the share
-  of pairs whose labels are swapped. Chowdhury et al., "Provably Robust DPO", arXiv:2403.00409, their rDPO.
-- length-desensitised (``ld_alpha``): tokens of the longer completion behind as many as the shorter one has count alpha
-  times in log p. Liu et al., "Length Desensitization in DPO", arXiv:2409.06411.
-- weighted (``wpo``): each pair's loss times v(w) v(l), v = exp of the mean over a completion of
-  log p(token) - log sum over the vocabulary of p^2, without gradient. Zhou et al., "WPO", arXiv:2406.11827, eq. 2.
+  General Theoretical Paradigm", arXiv:2310.12036, eq. 17, which has sums; TRL and this module take averages.
+- ``robust``: ((1 - e) sigmoid loss of h - e sigmoid loss of -h) / (1 - 2 e). e is ``label_smoothing``, the share of
+  pairs whose labels are swapped. Chowdhury et al., "Provably Robust DPO", arXiv:2403.00409, their rDPO.
+- length-desensitised (``ld_alpha``): in log p of the longer completion, the tokens beyond the shorter one's length are
+  multiplied by alpha. Liu et al., "Length Desensitization in DPO", arXiv:2409.06411.
+- weighted (``wpo``): each pair's loss is multiplied by v(w) v(l), without gradient. v is the exponential of the mean,
+  over a completion's tokens, of log p(token) - log sum over the vocabulary of p^2. Zhou et al., "WPO",
+  arXiv:2406.11827, eq. 2.
 
-Nothing here waits for the device. Sums over segments are made, kept and compared in float64: log p is near -6,000 for
-texts of 600 tokens, where float32 has steps of 5e-4, and a loss depends on small differences of such numbers. (On MPS,
-which has no float64, all of this is float32.)
+Nothing here waits for the device. Sums over segments are computed, stored and subtracted in float64: log p is near
+-6,000 for texts of 600 tokens, where float32 has steps of 5e-4, and a loss depends on small differences of such
+numbers. (On MPS, which has no float64, they are float32.)
 
 Shape suffixes: T tokens, H hidden, V vocabulary, R rank of LoRA, N sequences, P pairs.
 """
@@ -60,9 +62,9 @@ class PairLogProbs:
     Attributes:
         chosen: float64 ``[P]``, the sum over the completion's tokens.
         rejected: the same.
-        chosen_tokens: int64 ``[P]``, how many tokens were summed: those that something predicts.
+        chosen_tokens: int64 ``[P]``, the number of tokens in each sum: those that another token predicts.
         rejected_tokens: the same.
-        weights: float64 ``[P]``, WPO's, without gradient; None where they were not asked for.
+        weights: float64 ``[P]``, WPO's weights, without gradient; None without ``wpo=True``.
     """
 
     chosen: Tensor
@@ -90,12 +92,12 @@ class PreferenceLoss:
 
     @property
     def margins(self) -> Tensor:
-        """``[P]``: chosen less rejected rewards."""
+        """Chosen minus rejected rewards, ``[P]``."""
         return self.chosen_rewards - self.rejected_rewards
 
     @property
     def accuracies(self) -> Tensor:
-        """float32 ``[P]``: 1 where the chosen reward is the larger one."""
+        """1 where the chosen reward is larger, else 0; float32 ``[P]``."""
         return (self.chosen_rewards > self.rejected_rewards).float()
 
 
@@ -112,19 +114,20 @@ def preference_loss(
     rejected_tokens: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> PreferenceLoss:
-    """Return the loss of each pair, by the definitions of this module.
+    """Return the loss of each pair and their mean, by the definitions of this module.
 
     Args:
         policy_chosen: ``[P]``, log-probabilities of the chosen completions under the trained model.
-        policy_rejected: ``[P]``, those of the rejected ones.
-        reference_chosen: ``[P]``, those of the chosen ones under the reference model, with the same ``ld_alpha``.
-        reference_rejected: ``[P]``, those of the rejected ones.
+        policy_rejected: ``[P]``, the same for the rejected completions.
+        reference_chosen: ``[P]``, log-probabilities of the chosen completions under the reference model, with the same
+            ``ld_alpha``.
+        reference_rejected: ``[P]``, the same for the rejected completions.
         beta: the factor on log-ratios; for ``ipo`` the paper's tau.
-        loss_type: one of the losses above. WPO and LD-DPO go with any of them: pass ``weights``, or log-probabilities
-            made with ``ld_alpha``.
-        label_smoothing: for ``robust`` only, from 0 up to, not including, 0.5.
-        chosen_tokens: ``[P]``, the divisors of ``ipo``.
-        rejected_tokens: ``[P]``, likewise.
+        loss_type: one of the losses above. WPO and LD-DPO work with each of them: pass ``weights``, or
+            log-probabilities computed with ``ld_alpha``.
+        label_smoothing: the share of swapped labels for ``robust``, at least 0 and below 0.5; 0 for the other losses.
+        chosen_tokens: ``[P]``, the numbers of tokens by which ``ipo`` divides.
+        rejected_tokens: ``[P]``, the same for the rejected completions.
         weights: ``[P]``, factors on the losses.
 
     Raises:
@@ -172,9 +175,9 @@ def preference_loss(
     return PreferenceLoss(losses.mean(), losses, beta * chosen.detach(), beta * rejected.detach())
 
 
-def _check_per_pair(policy: Tensor, **given: Tensor) -> None:
-    """Broadcasting would mix pairs."""
-    for name, value in given.items():
+def _check_per_pair(policy: Tensor, **tensors: Tensor) -> None:
+    """Raise unless each tensor has one value for each pair; broadcasting would mix pairs."""
+    for name, value in tensors.items():
         if value.shape != policy.shape:
             raise ValueError(f"{name} has shape {tuple(value.shape)} for {len(policy)} pairs; pass [P].")
 
@@ -203,20 +206,26 @@ def pair_log_probs(
         weight: the head's weight ``[V, H]``, or a function that returns it.
         labels: the batch's labels, ``[1, T]``.
         packed_seq_lens: the batch's packing: P chosen sequences, P rejected ones, perhaps bucket padding.
-        ld_alpha: from 0 to 1, the factor of LD-DPO on tokens beyond the shorter completion's length.
+        ld_alpha: LD-DPO's factor, from 0 to 1, on tokens beyond the shorter completion's length; None for plain sums.
         wpo: whether to compute WPO's weights too, which takes a second matmul with the head, without gradient.
-        bias: the head's bias; this and the following as in
+        bias: the head's bias ``[V]``, or None. This and the following parameters are those of
             :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy`.
-        lora: the head's LoRA.
-        softcap: the softcap on logits.
+        lora: the head's LoRA: A ``[R, H]``, B ``[V, R]`` and the scale.
+        softcap: the softcap on logits, or None.
         logit_scale: the factor on logits.
-        num_kept: a bound on the number of labels that are not ignored.
+        num_kept: an upper bound on the number of labels that are not ignored.
         chunk: the number of rows that are computed at a time.
         implementation: ``auto``, ``triton`` or ``torch``.
 
     Raises:
         PackingError: hidden states or labels are not those of this batch.
         ValueError: ``ld_alpha`` is not from 0 to 1.
+
+    Example:
+        >>> labels, packed = batch.pop("labels"), batch["packed_seq_lens"]
+        >>> hidden = model.base_model(**batch).last_hidden_state
+        >>> policy = fastpack.pair_log_probs(hidden, model.lm_head.weight, labels, packed)
+        >>> policy.chosen.shape  # [P]
     """
     pairs = _read_pairs(hidden, labels, packed_seq_lens, ld_alpha)
     hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -238,7 +247,7 @@ def pair_log_probs(
         squares = _log_sum_squares(
             hidden, weight, pairs.targets, bias, lora, softcap, logit_scale, num_kept, chunk or CHUNK
         )
-    return _finished(pairs, losses, squares)
+    return _sum_pairs(pairs, losses, squares)
 
 
 def pair_log_probs_of_logits(
@@ -249,9 +258,23 @@ def pair_log_probs_of_logits(
     ld_alpha: float | None = None,
     wpo: bool = False,
 ) -> PairLogProbs:
-    """Return the log-probabilities of packed pairs from logits ``[1, T, V]``, for heads that can't be read.
+    """Return the log-probabilities of packed pairs from logits, for heads whose weight can't be read.
 
-    It makes a float32 copy of the logits and of their gradient.
+    This makes a float32 copy of the logits and of their gradient.
+
+    Args:
+        logits: ``[1, T, V]``.
+        labels: see :func:`pair_log_probs`.
+        packed_seq_lens: see there.
+        ld_alpha: see there.
+        wpo: see there.
+
+    Raises:
+        PackingError: logits or labels are not those of this batch.
+        ValueError: ``ld_alpha`` is not from 0 to 1.
+
+    Example:
+        >>> policy = pair_log_probs_of_logits(model(**batch).logits, labels, batch["packed_seq_lens"])
     """
     pairs = _read_pairs(logits, labels, packed_seq_lens, ld_alpha)
     logits = logits.reshape(-1, logits.shape[-1]).float()
@@ -260,19 +283,19 @@ def pair_log_probs_of_logits(
     if wpo:
         with torch.no_grad():
             squares = _squares(logits).masked_fill(pairs.targets == IGNORE_INDEX, 0)
-    return _finished(pairs, losses, squares)
+    return _sum_pairs(pairs, losses, squares)
 
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """The places of a batch's completions.
+    """The targets of a batch's completions, and the segments over which they are summed.
 
     Attributes:
         targets: int64 ``[T]``, the id that each token predicts in its own sequence.
-        offsets: int64, the begin of each segment and the end of the last: ``[2 P + 1]``, or ``[4 P + 1]`` if each
+        offsets: int64, the start of each segment and the end of the last: ``[2 P + 1]``, or ``[4 P + 1]`` if each
             sequence is cut after the tokens that count fully.
         tokens: int64 ``[2 P]``, the number of targets of each sequence.
-        ld_alpha: the factor on every second segment; None if a sequence is one segment.
+        ld_alpha: the factor on every second segment; None if each sequence is one segment.
     """
 
     targets: Tensor
@@ -287,27 +310,27 @@ def _read_pairs(x: Tensor, labels: Tensor, packed: PackedSeqLens, ld_alpha: floa
     if packed.padding.indices is not None or x.shape[:-1].numel() != packed.total_tokens:
         raise PackingError(
             f"hidden states or logits of shape {tuple(x.shape)} are not those of a packed batch [1, T] with "
-            f"{packed.total_tokens} tokens. Pass what a model made of a batch of PackedPreferenceCollator, and its "
-            "packed_seq_lens."
+            f"{packed.total_tokens} tokens. Pass a model's output for a batch of PackedPreferenceCollator, with that "
+            "batch's packed_seq_lens."
         )
-    # what a sequence's last token "predicts" is the next one's first label, which is ignored
+    # the last token of a sequence would predict the next sequence's first label, which is ignored
     targets = packed.mask_first_labels(labels).to(x.device).reshape(-1).roll(-1)
     count = (packed.num_sequences - len(packed.bucket_padding)) // 2
     offsets = packed.cu_seqlens[: 2 * count + 1].to(x.device, torch.int64)
-    counted = F.pad((targets != IGNORE_INDEX).cumsum(0), (1, 0))
-    before = counted[offsets]
+    target_counts = F.pad((targets != IGNORE_INDEX).cumsum(0), (1, 0))
+    before = target_counts[offsets]
     tokens = before.diff()
     if ld_alpha is not None:
         shared = torch.minimum(tokens[:count], tokens[count:]).repeat(2)
-        # the first token with more targets up to it, itself included, than count wholly; or the sequence's end
-        cuts = torch.searchsorted(counted[1:], before[:-1] + shared, right=True)
+        # cut before the first target beyond the shared number, or at the sequence's end
+        cuts = torch.searchsorted(target_counts[1:], before[:-1] + shared, right=True)
         cuts = torch.minimum(cuts, offsets[1:])
         offsets = torch.cat([torch.stack([offsets[:-1], cuts], 1).flatten(), offsets[-1:]])
     return _Pairs(targets, offsets, tokens, ld_alpha)
 
 
-def _finished(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogProbs:
-    """Sum cross-entropies ``[T]`` of tokens, and WPO's sums of squares ``[T]``, to pairs."""
+def _sum_pairs(pairs: _Pairs, losses: Tensor, squares: Tensor | None) -> PairLogProbs:
+    """Sum each token's cross-entropy ``[T]``, and WPO's sums of squares ``[T]``, to the pairs' log-probabilities."""
     sums = -segment_sums(losses, pairs.offsets)
     weights: Tensor | None = None
     if squares is not None:
@@ -341,7 +364,7 @@ def _log_sum_squares(
     num_kept: int | None,
     chunk: int,
 ) -> Tensor:
-    """Return log sum p^2 over the vocabulary, float32 ``[T]``, 0 for ignored targets; in chunks of ``chunk`` rows."""
+    """Return log sum p^2 over the vocabulary, float32 ``[T]``, 0 for ignored targets; ``chunk`` rows at a time."""
     device = hidden.device.type
     dense = weight if isinstance(weight, Tensor) else weight()
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dense.dtype
@@ -349,10 +372,10 @@ def _log_sum_squares(
     if num_kept is None and device == "cpu" and not torch.compiler.is_compiling():
         num_kept = int((~ignored).sum())
     rows = torch.argsort(ignored.to(torch.uint8), stable=True)[:num_kept]
-    found = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
+    squares = torch.zeros(len(targets), dtype=torch.float32, device=hidden.device)
     with torch.autocast(device, enabled=False):
-        for some in rows.split(chunk):
-            h = hidden.index_select(0, some).to(dtype)
+        for indices in rows.split(chunk):
+            h = hidden.index_select(0, indices).to(dtype)
             logits = F.linear(h, dense.to(dtype), None if bias is None else bias.to(dtype))
             if lora is not None:
                 a, b, scale = lora
@@ -360,5 +383,5 @@ def _log_sum_squares(
             logits = logits.float() * logit_scale
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
-            found.index_copy_(0, some, _squares(logits))
-    return found.masked_fill(ignored, 0)
+            squares.index_copy_(0, indices, _squares(logits))
+    return squares.masked_fill(ignored, 0)

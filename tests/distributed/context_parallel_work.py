@@ -1,4 +1,4 @@
-"""What each rank runs of sequences that are spread over two: the stock model's loss, and what a patched one says."""
+"""The work of each rank for sequences spread over two ranks: the stock model's loss, and a patched model's error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS: list[str] = []
 
 
 def whole_batch() -> dict[str, Tensor]:
-    """Two rows of S tokens each, and what each predicts."""
+    """Return two rows of S tokens each, and their targets."""
     ids = torch.randint(3, VOCAB, (2, S), generator=torch.Generator().manual_seed(0)).to(device())
     targets = nn.functional.pad(ids[:, 1:], (0, 1), value=-100)
     positions = torch.arange(S, device=device()).expand(2, S).contiguous()
@@ -35,13 +35,13 @@ def whole_batch() -> dict[str, Tensor]:
 
 
 def shard() -> dict[str, Tensor]:
-    """This rank's part of each row."""
+    """Return this rank's part of each row."""
     rank, world = dist.get_rank(), dist.get_world_size()
     return {name: x.chunk(world, 1)[rank].contiguous() for name, x in whole_batch().items()}
 
 
 def loss_of(model: Any, batch: dict[str, Tensor], **more: Any) -> float:
-    """The sum over a batch, and over both ranks where they have parts of it."""
+    """Return the sum over a batch, and over both ranks if each has a part of it."""
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **more).logits
     found = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum")
     if batch["input_ids"].shape[1] < S:
@@ -50,7 +50,7 @@ def loss_of(model: Any, batch: dict[str, Tensor], **more: Any) -> float:
 
 
 def all_to_all_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-    """Ulysses: all tokens of some heads on each rank, then all heads of its tokens."""
+    """Compute Ulysses attention: all tokens of some heads on each rank, then all heads of its tokens."""
     CALLS.append("all to all")
     world = dist.get_world_size()
 
@@ -64,13 +64,13 @@ def all_to_all_attention(module: Any, query: Tensor, key: Tensor, value: Tensor,
 
 
 def hidden_exchange(*args: Any, **kwargs: Any) -> Any:
-    """Names nothing itself."""
+    """Call :func:`all_to_all_attention`; this function itself names no collective."""
     return all_to_all_attention(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def in_the_table(how: str, name: str = "sdpa") -> Iterator[None]:
-    """The all-to-all attention in transformers' table."""
+    """Put the all-to-all attention in transformers' table for the block."""
     before = ALL_ATTENTION_FUNCTIONS[name]
     if how == "assigned":
         ALL_ATTENTION_FUNCTIONS[name] = hidden_exchange
@@ -90,7 +90,7 @@ def build(family: str = "llama") -> Any:
 
 
 def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
-    """The message of the PatchError that it raises; what it returned, where it raises none."""
+    """Return the message of the PatchError that a call raises, or its result if it raises none."""
     try:
         found = function(*args, **kwargs)
     except fastpack.errors.PatchError as error:
@@ -99,7 +99,7 @@ def said_by(function: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def ulysses(how: str, when: str, family: str, options: dict[str, Any]) -> dict[str, Any]:
-    """All-to-all attention in the table before a patch, or after it."""
+    """Return the errors and losses with all-to-all attention that is registered before a patch, or after it."""
     model = build(family)
     found: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
     if when == "after":
@@ -117,7 +117,7 @@ def ulysses(how: str, when: str, family: str, options: dict[str, Any]) -> dict[s
 
 
 def torchs(balanced: bool, mask: bool, labels: bool) -> dict[str, Any]:
-    """Torch's own context parallelism around a patched model."""
+    """Run torch's own context parallelism around a patched model."""
     model = build()
     found: dict[str, Any] = {"whole": loss_of(model, whole_batch())}
     fastpack.patch(model, attention="reference")

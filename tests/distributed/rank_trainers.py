@@ -25,7 +25,7 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 import fastpack
 
 EXAMPLES = 8
-"""Of a step, on all ranks."""
+"""The batch size of a step, on all ranks."""
 STEPS = 3
 FSDP2: dict[str, Any] = {
     "fsdp": True,
@@ -38,7 +38,7 @@ FSDP2: dict[str, Any] = {
 
 
 def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, loss: Any = None, **further: Any) -> Any:
-    """An SFT or DPO trainer, patched as a user would; the reference before the trainer is built, which shards it."""
+    """Build an SFT or DPO trainer, patched as a user would; the reference is patched before the trainer shards it."""
     model: Any = tiny_model("llama", attn_implementation="sdpa")
     if lora:
         model = with_lora(model)
@@ -66,13 +66,13 @@ def trainer_of(kind: str, lora: bool, ranks: int, patched: bool, loss: Any = Non
 
 
 def train(trainer: Any) -> list[tuple[float, float]]:
-    """Loss and norm of the gradient at each step."""
+    """Return the loss and the gradient's norm at each step."""
     trainer.train()
     return [(entry["loss"], float(entry["grad_norm"])) for entry in trainer.state.log_history if "loss" in entry]
 
 
 def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
-    """What was logged here, and what is said of the trainer then."""
+    """Return this rank's logs, and the trainer's report afterwards."""
     with _as_launched():
         trainer = trainer_of(kind, lora, dist.get_world_size(), True, **further)
         found: dict[str, Any] = {"logged": train(trainer), "wrapped": type(trainer.model_wrapped).__name__}
@@ -92,7 +92,7 @@ def train_on_ranks(kind: str, lora: bool, **further: Any) -> dict[str, Any]:
 def one_step_within(
     kind: str, max_tokens: int | fastpack.TokenBudget, own: str | None = None, **further: Any
 ) -> dict[str, Any]:
-    """An optimiser step of a trainer with a budget: which examples were in whose micro-batches, and its gradients.
+    """Run an optimiser step with a budget; return the examples of each rank's micro-batches, and the gradients.
 
     Args:
         own: which of :data:`own_losses.OWN` the trainer has.
@@ -114,7 +114,7 @@ def one_step_within(
 
 
 def generated_within(max_tokens: int | None) -> dict[str, Any]:
-    """GRPO's gradients on this rank's own prompts, and in how many pieces its batches ran."""
+    """Return GRPO's gradients on this rank's own prompts, and the number of pieces that its batches ran in."""
     with _as_launched():
         launched = {"ddp_find_unused_parameters": False, "dataloader_pin_memory": False, "max_steps": 1}
         trainer = fastpack.patch(grpo(Path(tempfile.mkdtemp()), loss_type="grpo", **launched), max_tokens=max_tokens)
@@ -126,7 +126,7 @@ def generated_within(max_tokens: int | None) -> dict[str, Any]:
 
 @contextmanager
 def _as_launched() -> Iterator[None]:
-    """accelerate as in a process of its own, and taking FSDP on a CPU as it does on GPUs."""
+    """Reset accelerate as in a new process, and let it accept FSDP on a CPU as on GPUs."""
     stock = state.AcceleratorState.__init__
 
     def begin(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:

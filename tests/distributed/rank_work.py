@@ -1,4 +1,4 @@
-"""What the tests of this folder run on each rank: training steps of tiny models, wrapped, against one process."""
+"""The work of each rank in this folder's tests: training steps of tiny wrapped models, against one process."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ import fastpack
 from fastpack.layers import attention, mlp, projections
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
-"""Dealt to the ranks in turn, so that they have 59 and 25 tokens: their losses are not means over as many."""
+"""Sequences dealt to the ranks in turn, which get 59 and 25 tokens: their losses are means over uneven numbers."""
 LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Case:
-    """How a step is done.
+    """The settings of a step.
 
     Attributes:
         wrap: ``ddp``, ``fsdp2``, ``hybrid`` (FSDP2 on a mesh of two dimensions), ``accelerate`` (FSDP2 in the units
@@ -78,7 +78,7 @@ def build(case: Case) -> Any:
 
 
 def plain(model: Any) -> Any:
-    """Inside of PEFT."""
+    """Return the model inside PEFT's wrapper."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -93,7 +93,7 @@ def checkpoint(model: Any, kind: str | None) -> None:
 
 
 def units(model: Any, kind: str) -> list[nn.Module]:
-    """What FSDP2 shards beside the whole model."""
+    """Return the modules that FSDP2 shards besides the whole model."""
     if kind == "layers":
         lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
         return list(max(lists, key=lambda layers: len(list(layers.modules()))))
@@ -101,7 +101,7 @@ def units(model: Any, kind: str) -> list[nn.Module]:
 
 
 def wrap(model: Any, case: Case) -> Any:
-    """The module to call; the one inside keeps its parameters' names."""
+    """Return the wrapped module to call; the module inside keeps its parameters' names."""
     if case.wrap == "none":
         return model
     if case.wrap == "ddp":
@@ -125,7 +125,7 @@ def wrap(model: Any, case: Case) -> Any:
 
 
 def batch_of(sequences: list[Tensor], feed: str) -> dict[str, Any]:
-    """First labels are ignored, as they are in the count of a whole step; ``naive`` knows no first ones."""
+    """Return the labels with first ones ignored, as in the count of a whole step; ``naive`` doesn't ignore them."""
     if feed == "naive":
         ids = torch.cat(sequences)[None]
         return {"input_ids": ids, "labels": ids.clone()}
@@ -139,7 +139,7 @@ def batch_of(sequences: list[Tensor], feed: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def exchanging(outer: Any, last: bool) -> Iterator[None]:
-    """Gradients stay with their rank but for the last micro-batch."""
+    """Keep gradients on their rank, except for the last micro-batch."""
     if isinstance(outer, DistributedDataParallel) and not last:
         with outer.no_sync():
             yield
@@ -150,7 +150,7 @@ def exchanging(outer: Any, last: bool) -> Iterator[None]:
 
 
 def step(outer: Any, case: Case, sequences: list[Tensor]) -> Tensor:
-    """A forward and backward over this rank's share, and the loss of all ranks."""
+    """Run forward and backward over this rank's share, and return the loss of all ranks."""
     mine = sequences[dist.get_rank() :: dist.get_world_size()]
     count = trained_tokens(sequences)
     micro = [mine[i :: case.micro_batches] for i in range(case.micro_batches)]
@@ -170,7 +170,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def weights_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By the names that they have in the stock model."""
+    """Return gradients by their names in the stock model."""
     return {re.sub(r"_(checkpoint|fsdp)_wrapped_module\.", "", name): p for name, p in model.named_parameters()}
 
 
@@ -184,7 +184,7 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each fused Function of the layers, and the dispatch of attention, ran."""
+    """Count the calls of each fused Function of the layers, and of the dispatch of attention."""
     found: Counter[str] = Counter()
 
     def count(name: str, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def prepare(case: Case) -> tuple[Any, Any]:
-    """The model, patched, and what it is wrapped in."""
+    """Return the patched model and its wrapper."""
     model = build(case)
     if case.patched:
         fastpack.patch(model, loss=case.loss, share_prefixes=case.share_prefixes)
@@ -208,13 +208,13 @@ def prepare(case: Case) -> tuple[Any, Any]:
 
 
 def one_process(case: Case, sequences: list[Tensor]) -> Result:
-    """The stock model in this process alone, on one big batch."""
+    """Run the stock model in this process alone, on one big batch."""
     found = run_batch(build(case), sequences, "padded right", num_items=trained_tokens(sequences))
     return Result([], found.loss, found.grads)
 
 
 def one_step(case: Case) -> dict[str, Any]:
-    """How far loss and gradients are from :func:`one_process`, and which fused Functions ran."""
+    """Return the errors of loss and gradients against :func:`one_process`, and the fused Functions that ran."""
     sequences = make_sequences(VOCAB, case.lengths)
     expected = one_process(case, sequences)
     model, outer = prepare(case)
@@ -240,7 +240,7 @@ def flat_step(case: Case) -> dict[str, Any]:
 
 
 def step_with_prefixes(case: Case) -> dict[str, Any]:
-    """The same for chosen and rejected sequences, and how many tokens were shared; each rank has both of its pairs."""
+    """Run the same with chosen and rejected sequences, and count shared tokens; each rank has both of its pairs."""
     expected = one_process(case, pairs())
     model, outer = prepare(replace(case, share_prefixes="auto"))
     loss = step(outer, case, pairs())
@@ -254,7 +254,7 @@ def off(found: Result, expected: Result) -> float:
 
 
 def several_steps(case: Case, count: int) -> dict[str, Any]:
-    """Losses of ``count`` steps of AdamW here and in one process, and how far the weights are from each other then."""
+    """Return losses of ``count`` steps of AdamW here and in one process, and the final difference of the weights."""
 
     def optimizer_of(model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-4)
@@ -280,7 +280,7 @@ def several_steps(case: Case, count: int) -> dict[str, Any]:
 
 
 def exchanges(case: Case) -> dict[str, int]:
-    """How often the ranks exchanged what, in a step after the first."""
+    """Count the ranks' exchanges by kind, in a step after the first."""
     _, outer = prepare(case)
     sequences = make_sequences(VOCAB, LENGTHS)
     step(outer, case, sequences)
@@ -290,7 +290,7 @@ def exchanges(case: Case) -> dict[str, int]:
 
 
 def told(case: Case) -> dict[str, Any]:
-    """What is said of a wrapped model, what is refused, and what is left after ``unpatch``."""
+    """Return the report of a wrapped model, its errors, and what is left after ``unpatch``."""
     sequences = make_sequences(VOCAB, LENGTHS)
     model, outer = prepare(case)
     before = fastpack.report(model).to_dict() if case.wrap == "ddp" else fastpack.report(prepare(case)[0]).to_dict()
@@ -319,12 +319,12 @@ def told(case: Case) -> dict[str, Any]:
 
 
 def whole_weights(model: Any) -> dict[str, Tensor]:
-    """The state dict of the whole model, as it is saved."""
+    """Return the state dict of the whole model, as it is saved."""
     return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 
 
 def half_precision(case: Case) -> dict[str, float]:
-    """How far patched and stock are from float32 in one process, both with weights in bfloat16."""
+    """Return the errors of patched and stock against float32 in one process, both with bfloat16 weights."""
     sequences = make_sequences(VOCAB, LENGTHS)
     expected = one_process(case, sequences)
     found = {}
@@ -336,7 +336,7 @@ def half_precision(case: Case) -> dict[str, float]:
 
 
 def nothing_on_one_rank(case: Case) -> float:
-    """The second rank's rows are padding alone; how far the step is from that of the first rank's share."""
+    """Give the second rank only padding; return the step's error against that of the first rank's share."""
     sequences = make_sequences(VOCAB, LENGTHS)[::2]
     count = trained_tokens(sequences)
     model, outer = prepare(case)
@@ -352,7 +352,7 @@ def nothing_on_one_rank(case: Case) -> float:
 
 
 def fail_on_the_second(message: str) -> None:
-    """The first rank waits for it."""
+    """Raise on the second rank while the first waits for it."""
     if dist.get_rank() == 1:
         raise ValueError(message)
     dist.barrier()

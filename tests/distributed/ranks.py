@@ -1,4 +1,4 @@
-"""Functions run in several processes that talk to each other, one a rank, from one test after the other.
+"""Run functions in several processes that form a process group, one for each rank, for one test after another.
 
 The processes are started once, since importing takes longer than any test here. A rank that fails, or is late, ends
 them all, and the test sees the trace of each.
@@ -19,18 +19,18 @@ from time import monotonic
 from typing import Any
 
 START_S = 120.0
-"""Seconds that starting may take, imports and all."""
+"""The seconds that starting may take, including imports."""
 OTHERS_S = 3.0
-"""Seconds that the other ranks are given once one has failed: mostly they wait for it in vain."""
+"""The seconds that other ranks get after one has failed; mostly they wait for it in vain."""
 
 
 class RankFailedError(AssertionError):
-    """A function raised on some rank, or was not done in time."""
+    """An error for a function that raised on a rank, or didn't finish in time."""
 
 
 @dataclass(eq=False)
 class Ranks:
-    """Processes with a process group among them.
+    """Processes that form a process group.
 
     Attributes:
         backend: ``gloo`` for ranks on the CPU, ``nccl`` for a GPU each.
@@ -108,7 +108,7 @@ class Ranks:
         raise RankFailedError(f"{what} on {self.world} ranks ({self.backend}):\n" + "\n".join(said))
 
     def stop(self) -> None:
-        """End the processes. The next :meth:`run` starts others."""
+        """End the processes. The next :meth:`run` starts new ones."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -117,7 +117,7 @@ class Ranks:
 
 
 def _serve(rank: int, world: int, backend: str, meeting: str, tasks: Any, answers: Any) -> None:
-    """A rank's whole life: join the group, then run what comes."""
+    """Run a rank: join the group, then run each function that comes."""
     try:
         import torch
         import torch.distributed as dist

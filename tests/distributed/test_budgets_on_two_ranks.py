@@ -1,4 +1,4 @@
-"""Token budgets on two ranks: uneven micro-batches, and the gradient of one big batch in one process."""
+"""Token budgets on two ranks: uneven micro-batches give the gradient of one big batch in one process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_gradient_of_one_batch(name: str, ranks: Ranks, tmp_path: Path) -> N
 
 
 def test_generated_batches_are_split_alike(ranks: Ranks) -> None:
-    """Ranks have completions of other lengths, and run as many pieces."""
+    """Ranks have completions of different lengths, and run the same number of pieces."""
     whole, split = ranks.run(generated_within, None), ranks.run(generated_within, 40)
     for ours, stock in zip(split, whole, strict=True):
         assert furthest(ours["gradients"], stock["gradients"]) <= (2e-5 if ranks.backend == "gloo" else 1e-3)
@@ -71,7 +71,7 @@ def test_generated_batches_are_split_alike(ranks: Ranks) -> None:
 
 
 def test_negative_control(ranks: Ranks, tmp_path: Path) -> None:
-    """One example less, and the gradients differ by far more."""
+    """With one example less, the gradients differ far more."""
     found = ranks.run(one_step_within, "dpo", 150, gradient_accumulation_steps=2)
     chosen = [i for rank in found for batch in rank["chosen"] for i in batch][1:]
     stock = BUILD["dpo"](tmp_path, DATA["dpo"]().select(chosen), max_steps=1, per_device_train_batch_size=24)
@@ -81,16 +81,16 @@ def test_negative_control(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def test_means_of_ranks_are_refused(ranks: Ranks) -> None:
-    """SFT's loss is a mean over each rank's own tokens then, and the mean of those is not the step's."""
+    """SFT's loss would be the mean of the ranks' own means, which is not the mean over the step."""
     for message in ranks.run(_refused, "sft", 60, average_tokens_across_devices=False):
         assert "average_tokens_across_devices=False takes the mean of the ranks' means" in message
 
 
 def test_batches_that_ranks_have_alone_are_refused(ranks: Ranks) -> None:
-    """One would wait for the other for ever; full batches are as many on each."""
+    """One rank would wait for the other for ever; full batches are the same number on each rank."""
     uneven: dict[str, Any] = {"accelerator_config": {"even_batches": False}}
     for message in ranks.run(_refused, "sft", TokenBudget(60, same_steps=True), **uneven):
-        assert "even_batches=False of accelerator_config gives ranks other numbers of batches" in message
+        assert "even_batches=False of accelerator_config gives ranks different numbers of batches" in message
     assert set(ranks.run(_refused, "sft", 60, **uneven)) == {"nothing was raised"}
 
 

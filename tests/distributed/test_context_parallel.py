@@ -1,4 +1,4 @@
-"""Sequences spread over two ranks: a patched model says that it attends to one rank's part alone, and runs no step."""
+"""Sequences spread over two ranks: a patched model raises, since it would attend to one rank's part alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_an_all_to_all_attention_in_the_table(how: str, when: str, ranks: Ranks)
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_on_rows_too(when: str, ranks: Ranks) -> None:
-    """Where the stock function runs on one row a sequence: of which each rank would have a part."""
+    """The same holds if the stock function runs on one row a sequence, since each rank would have a part of the row."""
     check(ranks.run(ulysses, "assigned", when, "gptj", {}), when)
 
 
@@ -37,7 +37,7 @@ def check(on_each_rank: list[dict[str, Any]], when: str) -> None:
 @pytest.mark.parametrize("labels", [False, True])
 @pytest.mark.parametrize(("balanced", "mask"), [(False, False), (True, False), (True, True)])
 def test_torchs_own(balanced: bool, mask: bool, labels: bool, ranks: Ranks) -> None:
-    """Before positions are read, which load balancing puts in an order that is none of a sequence's."""
+    """It raises before it reads positions, which load balancing puts in an order that no sequence has."""
     for found in ranks.run(torchs, balanced, mask, labels):
         for said in (found["said"], found["patching"]):
             assert NAMED in said

@@ -21,7 +21,7 @@ from fastpack.layers.read_projection import read_projection
 
 
 class Partition:
-    """What DeepSpeed does to a model in a forward."""
+    """A stand-in for DeepSpeed's changes to a model in a forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.weights: dict[nn.Parameter, Tensor] = {}
@@ -61,7 +61,7 @@ def test_modules_are_called(family: str, lora: bool, calls: dict[str, int]) -> N
 
 
 def test_a_partitioned_weight_is_not_read_even_without_hooks() -> None:
-    """Where a parent brings the weights of what is inside it (DeepSpeed's leaf modules)."""
+    """A parent module may gather the weights of the modules inside it (DeepSpeed's leaf modules)."""
     model: Any = fastpack.patch(tiny_model("llama"))
     layer = model.model.layers[0]
     assert not isinstance(read_projection(layer.mlp.up_proj), str)

@@ -1,4 +1,4 @@
-"""TRL's trainers on two ranks, DDP and accelerate's FSDP2: the losses and gradients of one process, step by step."""
+"""TRL's trainers on two ranks with DDP and accelerate's FSDP2: each step's loss and gradients equal one process's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, bool], list[tuple[float, float]]]:
-    """What the stock trainer logs in one process."""
+    """The logs of the stock trainer in one process."""
     return {(kind, lora): train(trainer_of(kind, lora, 1, False)) for kind in ("sft", "dpo") for lora in (False, True)}
 
 
@@ -48,7 +48,7 @@ def test_as_in_one_process(kind: str, lora: bool, wrap: str, alone: Any, ranks: 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_fused_loss(lora: bool, wrap: str, alone: Any, ranks: Ranks) -> None:
-    """Its metrics are those of all ranks. Where accelerate makes the head a unit of its own, TRL's loss runs."""
+    """Its metrics cover all ranks. If accelerate makes the head an FSDP unit of its own, TRL's loss runs."""
     further, _ = WRAPS[wrap]
     stock = ranks.run(train_on_ranks, "sft", lora, **further)
     for found, trls in zip(ranks.run(train_on_ranks, "sft", lora, loss="fused", **further), stock, strict=True):

@@ -46,7 +46,7 @@ def name(case: Case) -> str:
 
 
 def fused_calls(case: Case) -> dict[str, int]:
-    """Of a step, where every layer is fast: those of the recomputation too."""
+    """The calls in a step if every layer is fast, including those of the recomputation."""
     forwards = case.micro_batches * LAYERS * (1 if case.checkpointing is None else 2)
     return {"project": 2 * forwards, "gated_mlp": forwards, "attend": forwards}
 
@@ -60,13 +60,13 @@ def test_a_step_is_that_of_one_process(case: Case, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("case", [Case("none"), Case("ddp", feed="naive"), Case("fsdp2", feed="naive")], ids=name)
 def test_the_check_sees_what_is_wrong(case: Case, ranks: Ranks) -> None:
-    """Negative controls: gradients that stay with their rank, and sequences that see each other."""
+    """Negative controls: gradients that stay on their rank, and sequences that see each other."""
     assert all(found["error"] > 1e-2 for found in ranks.run(one_step, case))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "mixtral", "gemma2", "deepseek_v3"])
 def test_other_families(family: str, ranks: Ranks) -> None:
-    """Norms of heads, sinks, experts, tied weights, latents."""
+    """The families have norms of heads, sinks, experts, tied weights, latents."""
     for wrap in ("ddp", "fsdp2"):
         for found in ranks.run(one_step, Case(wrap, family=family)):
             assert found["error"] <= bound(ranks)
@@ -86,7 +86,7 @@ def test_other_families(family: str, ranks: Ranks) -> None:
     ],
 )
 def test_ranks_run_as_many_groups_of_rows(wrap: str, family: str, units: str, feed: str, ranks: Ranks) -> None:
-    """The first has three different lengths, the second two, and each call exchanges weights."""
+    """The first rank has three different lengths, the second two, and each call exchanges weights."""
     case = Case(wrap, feed=feed, family=family, units=units, lengths=(7, 1, 19, 1, 33, 5))
     for found in ranks.run(one_step, case):
         assert found["error"] <= bound(ranks)
@@ -95,7 +95,7 @@ def test_ranks_run_as_many_groups_of_rows(wrap: str, family: str, units: str, fe
 @pytest.mark.parametrize("checkpointing", [None, "non-reentrant"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_first_version_of_fsdp(lora: bool, checkpointing: str | None, ranks: Ranks) -> None:
-    """While a layer runs its modules have views of its weights, which are no parameters."""
+    """While a layer runs, its modules have views of its weights, which aren't parameters."""
     for found in ranks.run(one_step, Case("fsdp1", lora, checkpointing)):
         assert found["error"] <= bound(ranks)
         assert found["calls"] == fused_calls(Case("fsdp1", lora, checkpointing))
@@ -103,7 +103,7 @@ def test_the_first_version_of_fsdp(lora: bool, checkpointing: str | None, ranks:
 
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_modules_without_weights(loss: str | None, ranks: Ranks) -> None:
-    """The first version of FSDP holds them all itself, but while a layer runs."""
+    """The first version of FSDP holds all weights itself, except while a layer runs."""
     for found in ranks.run(flat_step, Case("flat", loss=loss)):
         assert found["error"] <= bound(ranks)
         assert [said["tier"] for said in found["reports"]] == ["fast", "fast"]
@@ -114,7 +114,7 @@ def test_modules_without_weights(loss: str | None, ranks: Ranks) -> None:
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_shared_prefixes(wrap: str, checkpointing: str | None, ranks: Ranks) -> None:
-    """Ranks share as many tokens as their own sequences have in common."""
+    """Each rank shares as many tokens as its own sequences have in common."""
     case = Case(wrap, lora=checkpointing == "reentrant", checkpointing=checkpointing)
     found = ranks.run(step_with_prefixes, case)
     assert [rank["saved"] for rank in found] == [sum(PROMPTS[::2]), sum(PROMPTS[1::2])]
@@ -191,7 +191,7 @@ def test_what_is_said_of_a_wrapped_model(wrap: str, lora: bool, ranks: Ranks) ->
 
 @pytest.mark.slow
 def test_a_rank_that_fails_is_named(ranks: Ranks) -> None:
-    """The harness itself: the trace of one, and the other, which waits in vain; the next test has new processes."""
+    """The harness shows the failed rank's trace while the other waits in vain; the next test has new processes."""
     with pytest.raises(RankFailedError, match="rank 1") as caught:
         ranks.run(fail_on_the_second, "on purpose")
     assert "ValueError: on purpose" in str(caught.value)

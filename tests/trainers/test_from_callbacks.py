@@ -1,4 +1,4 @@
-"""Patching from a callback, as frameworks that build the trainer themselves have to: when it works, and when it can't.
+"""Patch from a callback, as in frameworks that build the trainer themselves: when it works, and when it can't.
 
 ms-swift hands its callbacks the trainer in their ``__init__``, before the trainer has a model.
 """
@@ -19,7 +19,7 @@ from fastpack import PatchError
 
 
 class Patches(TrainerCallback):
-    """Patches the model that a trainer passes to one of its events."""
+    """A callback that patches the model that a trainer passes to one of its events."""
 
     def __init__(self, event: str) -> None:
         setattr(self, event, self._patch)
@@ -29,7 +29,7 @@ class Patches(TrainerCallback):
 
 
 class PatchesAtOnce(TrainerCallback):
-    """As a plugin of ms-swift would be written."""
+    """A callback written as a plugin of ms-swift."""
 
     def __init__(self, args: Any, trainer: Any) -> None:
         fastpack.patch(trainer)
@@ -50,7 +50,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def test_before_there_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error says when, and that works: control with the same trainer."""
+    """The error says when to patch, and patching then works (control with the same trainer)."""
     monkeypatch.setattr("trainer_cases.Trainer", Swift)
     with pytest.raises(PatchError, match=r"this Swift holds no model yet.*on_init_end.*before trainer\.train\(\)"):
         plain(tmp_path)
@@ -64,7 +64,7 @@ def test_before_there_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert losses(trainer) == pytest.approx(losses(plain(tmp_path)), rel=BOUND)
 
 
-def test_what_is_no_trainer_is_told_apart() -> None:
+def test_other_objects_raise() -> None:
     for target in (Trainer, "a name", object()):
         with pytest.raises(TypeError, match=r"takes a model \(torch.nn.Module\) or a trainer"):
             fastpack.patch(target)
@@ -76,7 +76,7 @@ def test_what_is_no_trainer_is_told_apart() -> None:
     [(sft, "on_init_end", False), (plain, "on_train_begin", False), (plain, "on_train_begin", True)],
 )
 def test_events_that_have_the_model(build: Any, event: str, bf16: bool, tmp_path: Path) -> None:
-    """Before ``accelerate`` prepares it, and behind that, where autocast stands over the head's forward."""
+    """The event comes before ``accelerate`` prepares the model, or after, when autocast wraps the head's forward."""
     stock = losses(build(tmp_path, bf16=bf16))
     trainer = build(tmp_path, bf16=bf16)
     trainer.add_callback(Patches(event))

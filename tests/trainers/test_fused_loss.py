@@ -27,7 +27,7 @@ LOGGED = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
 class Losses:
-    """Which losses ran: how many rows ours saw, and how often TRL's own did."""
+    """The losses that ran: the number of rows that ours got, and the number of calls of TRL's own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -60,7 +60,7 @@ def trainer_of(folder: Path, model: nn.Module | None = None, *, cls: Any = SFTTr
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """What it logs in training, step by step."""
+    """Return the trainer's logs of each step."""
     trainer.train()
     history = trainer.state.log_history
     return [{name: entry[name] for name in LOGGED} for entry in history if "loss" in entry]
@@ -115,7 +115,7 @@ def test_settings(what: str, tmp_path: Path, ran: Losses) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["num_items_in_batch", "labels"])
 def test_negative_control(what: str, tmp_path: Path) -> None:
-    """Without the number of the step's labels, or with one label less, the comparison fails."""
+    """The comparison fails without the number of the step's labels, or with one label less."""
     wanted = logged(trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=4))
     trainer = fastpack.patch(trainer_of(tmp_path, gradient_accumulation_steps=2, max_steps=4), loss="fused")
 
@@ -143,7 +143,7 @@ def test_with_lora(tmp_path: Path, ran: Losses) -> None:
 
 
 def test_evaluation_is_trls(tmp_path: Path, ran: Losses) -> None:
-    """Which counts the tokens of training, too."""
+    """TRL's loss runs in evaluation, and counts the tokens of training too."""
     results = []
     for fused in (None, "fused"):
         trainer = trainer_of(tmp_path, eval_strategy="steps", eval_steps=3, logging_steps=4)
@@ -202,9 +202,9 @@ def test_what_keeps_its_own_loss(what: str, tmp_path: Path, ran: Losses) -> None
 
 @pytest.mark.slow
 def test_other_trainers(tmp_path: Path, ran: Losses) -> None:
-    """A preference trainer's loss is another; transformers' asks the model, which has the fused one."""
+    """A preference trainer has another loss; transformers' trainer uses the model's, which is the fused one."""
     trainer = fastpack.patch(dpo(tmp_path), loss="fused")
-    assert "DPOTrainer brings a loss of its own" in dict(fastpack.report(trainer).skipped)["loss"]
+    assert "DPOTrainer has a loss of its own" in dict(fastpack.report(trainer).skipped)["loss"]
     trainer.train()
     assert not ran.rows
     trainer = fastpack.patch(plain(tmp_path), loss="fused")
@@ -227,7 +227,7 @@ def test_a_head_that_changed_since_has_trls(tmp_path: Path, ran: Losses) -> None
 
 
 def test_a_step_without_labels(tmp_path: Path, ran: Losses) -> None:
-    """Its loss is zero, as TRL's: nothing else divides by the number of labels."""
+    """Its loss is zero, as TRL's, although the loss divides by the number of labels."""
     trainer = fastpack.patch(trainer_of(tmp_path), loss="fused")
     ids = torch.tensor([[5, 6, 7]])
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.full_like(ids, -100)}
@@ -268,7 +268,7 @@ def test_a_second_patch_and_another_one(tmp_path: Path, ran: Losses) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("same_steps", [True, False])
 def test_under_a_token_budget(same_steps: bool, tmp_path: Path, ran: Losses) -> None:
-    """Set up in any order; pieces of a micro-batch are fused, too."""
+    """The two are set up in either order, and pieces of a micro-batch are fused too."""
     budget = fastpack.TokenBudget(60, same_steps=same_steps)
     wanted = logged(fastpack.patch(trainer_of(tmp_path), max_tokens=budget))
     for first in ({"loss": "fused"}, {"max_tokens": budget}, {"loss": "fused", "max_tokens": budget}):
@@ -291,7 +291,7 @@ def test_under_a_token_budget(same_steps: bool, tmp_path: Path, ran: Losses) -> 
 
 @pytest.mark.gpu
 def test_nothing_waits_for_the_device(tmp_path: Path, ran: Losses) -> None:
-    """With lengths read in the collator, a step's loss is launched without looking at the device."""
+    """With lengths read in the collator, a step's loss is launched without reading from the device."""
     arguments = alone(SFTConfig(output_dir=str(tmp_path), max_steps=3, padding_free=True, max_length=None,
                                 report_to="none", use_cpu=False, bf16=False, logging_nan_inf_filter=False,
                                 accelerator_config={"non_blocking": True}))  # fmt: skip
@@ -379,7 +379,7 @@ def with_weights(model: Any) -> Any:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("change", [with_prefixes, with_weights])
 def test_a_head_that_runs_its_stock_forward_has_trls_loss(change: Any, tmp_path: Path, ran: Losses) -> None:
-    """Which nothing tells before it has run; metrics are those of TRL then, not none."""
+    """Nothing says so before the forward has run; the metrics are TRL's then, rather than none."""
     results = []
     for fused in (None, "fused"):
         torch.manual_seed(0)
@@ -403,7 +403,7 @@ def test_a_model_out_of_a_pickle(tmp_path: Path, ran: Losses) -> None:
 
 @pytest.mark.slow
 def test_sums_reach_the_trainer_whatever_casts_arguments(tmp_path: Path, ran: Losses) -> None:
-    """As FSDP's mixed precision does with every tensor that it finds, in whatever."""
+    """FSDP's mixed precision casts every tensor that it finds in any argument."""
     from torch.distributed.utils import _apply_to_tensors
 
     wanted = logged(trainer_of(tmp_path))
@@ -452,7 +452,7 @@ def test_a_model_that_was_patched_anew_without_it(tmp_path: Path, ran: Losses) -
 
 @pytest.mark.slow
 def test_after_a_run_in_half_precision(tmp_path: Path, ran: Losses) -> None:
-    """accelerate leaves its wrapper on the model's forward, which the fused loss would go around."""
+    """accelerate leaves its wrapper on the model's forward, and the fused loss would bypass it."""
     trainer = fastpack.patch(trainer_of(tmp_path, bf16=True, learning_rate=1e-4, max_steps=2))
     trainer.train()
     fastpack.patch(trainer, loss="fused")

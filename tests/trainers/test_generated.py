@@ -1,4 +1,4 @@
-"""GRPO and RLOO: a batch over the budget is split inside the step, and the step is what it was."""
+"""GRPO and RLOO: a batch over the budget is split inside the step, and the step stays the same."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ def test_split_inside_the_step(name: str, tmp_path: Path) -> None:
     assert len(ours.steps) == len(theirs.steps) == 2
     for mine, its in zip(ours.steps, theirs.steps, strict=True):
         assert furthest(mine, its) <= BOUND
-    weighing = trainer.compute_loss.spec
-    assert weighing.pieces > weighing.wholes == 4
+    weights = trainer.compute_loss.spec
+    assert weights.pieces > weights.batches == 4
     assert max(sizes) <= BUDGET
-    assert len(sizes) == weighing.pieces
+    assert len(sizes) == weights.pieces
     for mine, its in zip(trainer.state.log_history, stock.state.log_history, strict=True):
         assert abs(mine.get("loss", 0.0) - its.get("loss", 0.0)) <= 1e-6
 
 
 def test_negative_control(tmp_path: Path) -> None:
-    """The pieces' means as they come: another gradient."""
+    """Without weights on the pieces' means, the gradient differs."""
     trainers = [fastpack.patch(grpo(tmp_path, loss_type="grpo"), max_tokens=BUDGET) for _ in range(2)]
-    trainers[1].compute_loss.spec.kind = trainers[1].compute_loss.spec.kind.__class__("nothing", lambda _: 1)
+    weights = trainers[1].compute_loss.spec
+    weights.loss_unit = weights.loss_unit.__class__("nothing", lambda _: 1)
     found = [Gradients(trainer) for trainer in trainers]
     for trainer in trainers:
         trainer.train()
@@ -65,7 +66,7 @@ def test_negative_control(tmp_path: Path) -> None:
 def test_refused(tmp_path: Path) -> None:
     with pytest.raises(PatchError, match="threshold from the whole batch"):
         fastpack.patch(grpo(tmp_path, top_entropy_quantile=0.5), max_tokens=BUDGET)
-    with pytest.raises(PatchError, match="it always keeps its steps"):
+    with pytest.raises(PatchError, match="it always keeps its own steps"):
         fastpack.patch(rloo(tmp_path), max_tokens=TokenBudget(BUDGET, same_steps=True))
 
 

@@ -1,4 +1,4 @@
-"""Token budgets where the loss is not a share of ``num_items_in_batch``: means of the user's own, and of some heads."""
+"""Token budgets with losses that don't divide by ``num_items_in_batch``: users' own means, and those of some heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastpack.errors import PatchError
 from fastpack.exactness.tiny import build_tiny
 from fastpack.patching.options import TokenBudget
 from fastpack.trainers import budget
-from fastpack.trainers.kinds import divides, kind_of, told
+from fastpack.trainers.kinds import divides, label_count_for, loss_unit_of
 
 BOUND = 1e-5
 SAME_STEPS = TokenBudget(60, same_steps=True)
@@ -67,12 +67,12 @@ def test_full_batches_are_one_big_batch(what: str, tmp_path: Path, monkeypatch: 
     whole.train()
     assert furthest(ours, theirs.steps[0]) <= BOUND
     if OWN[what][1]:
-        monkeypatch.setattr(budget, "told", lambda trainer, kind: "the step's labels")
+        monkeypatch.setattr(budget, "label_count_for", lambda trainer, loss_unit: "the step's labels")
         assert furthest(train(accumulating, 75, 3)[0], theirs.steps[0]) > 0.1, "the check can fail"
 
 
 def test_labels_that_the_trainer_counts_otherwise(tmp_path: Path) -> None:
-    """Of a share of the step's labels each counts as the trainer has counted it, whatever the losses' weights."""
+    """A share of the step's labels counts labels as the trainer does, whatever the losses' weights are."""
 
     def train(max_tokens: Any) -> Any:
         trainer = with_own_loss(plain, "compute_loss, a share", tmp_path, per_device_train_batch_size=6, max_steps=1)
@@ -86,7 +86,7 @@ def test_labels_that_the_trainer_counts_otherwise(tmp_path: Path) -> None:
 
 
 def test_experts_in_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """TRL scales their balance by what it is told of the step, so that one has to say it."""
+    """TRL scales the auxiliary loss by the label count that it gets, so users have to say what they divide by."""
     experts = tiny_model("mixtral", attn_implementation="sdpa", output_router_logits=True)
     monkeypatch.setattr("trainer_cases.policy", lambda **_: experts)
     trainer = with_own_loss(sft, "compute_loss, handed on", tmp_path)
@@ -99,7 +99,7 @@ def test_experts_in_a_loss_of_ones_own(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["bart", "xlnet", "marian"])
 def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take a ``num_items_in_batch`` and read none: added up, three pieces were three times the step."""
+    """They ignore ``num_items_in_batch``: the sum of three pieces would be three times the step's loss."""
 
     def train(max_tokens: Any) -> tuple[Any, Any]:
         model = build_tiny(model_type).train()
@@ -122,7 +122,7 @@ def test_heads_whose_own_loss_is_a_mean(model_type: str, tmp_path: Path, monkeyp
     assert split.compute_loss.spec.pieces > 1
     assert furthest(ours, theirs) <= 3 * BOUND
     assert split.state.log_history[0]["loss"] == pytest.approx(whole.state.log_history[0]["loss"], rel=BOUND)
-    monkeypatch.setattr(budget, "told", lambda trainer, kind: "the step's labels")
+    monkeypatch.setattr(budget, "label_count_for", lambda trainer, loss_unit: "the step's labels")
     assert furthest(train(SAME_STEPS)[1], theirs) > 0.1, "the check can fail"
 
 
@@ -138,13 +138,13 @@ def test_what_a_trainer_divides_by(tmp_path: Path) -> None:
 
 def test_whose_loss_it_is(tmp_path: Path) -> None:
     trainer = plain(tmp_path)
-    kind = kind_of(trainer)
-    assert kind is not None
-    assert told(trainer, kind) == "the step's labels"
+    loss_unit = loss_unit_of(trainer)
+    assert loss_unit is not None
+    assert label_count_for(trainer, loss_unit) == "the step's labels"
     trainer.compute_loss_func = functional.cross_entropy.__get__  # written in C: whatever it does is not known
-    assert told(trainer, kind) == "its own labels"
+    assert label_count_for(trainer, loss_unit) == "its own labels"
     trainer.compute_loss_func = None
     trainer.compute_loss = functools.partial(mean_of, trainer)
-    assert told(trainer, kind) == "its own labels"
+    assert label_count_for(trainer, loss_unit) == "its own labels"
     trainer.loss_is_scaled_for_ga = False
-    assert told(trainer, kind) == "nothing"
+    assert label_count_for(trainer, loss_unit) == "nothing"

@@ -1,4 +1,4 @@
-"""Metrics that average logits over padding (CPO's, SimPO's, ORPO's): said in the report, and all else is stock."""
+"""Metrics that average logits over padding (CPO, SimPO, ORPO) are named in the report; everything else equals stock."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_said_in_one_line_and_all_else_is_equal(name: str, tmp_path: Path) -> No
 
 
 def test_of_others_nothing_is_said(tmp_path: Path) -> None:
-    """Which select completions by a mask, or log no logits at all."""
+    """Other trainers select completions by a mask, or log no logits at all."""
     for trainer in (dpo(tmp_path, patch="trainer"), fastpack.patch(sft(tmp_path)), fastpack.patch(kto(tmp_path))):
         assert not notes(trainer)
     assert note_on_padding(TPOTrainer.__new__(TPOTrainer)) is None

@@ -1,4 +1,4 @@
-"""Batches that carry ``packed_seq_lens`` reach ``generate`` too: it gives what stock gives, tokens and metrics."""
+"""Batches with ``packed_seq_lens`` reach ``generate`` too, with the same tokens and metrics as stock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEW = {"max_new_tokens": 5, "do_sample": False}
 
 
 def examples() -> list[dict[str, list[int]]]:
-    """Prompts; nothing predicts the first token of one, and stock would do so from padding."""
+    """Return prompts whose first labels are ignored; stock would predict each first token from padding."""
     rows = [word_tokenizer()(row["prompt"])["input_ids"] for row in pairs(8)]
     return [{"input_ids": row, "attention_mask": [1] * len(row), "labels": [-100, *row[1:]]} for row in rows]
 
@@ -85,7 +85,7 @@ def test_within_training(tmp_path: Path) -> None:
 
 
 def batch_of(lengths: tuple[int, ...] = (4, 9, 6)) -> dict[str, Any]:
-    """Padded on the left, with its packing."""
+    """Return a batch that is padded on the left, with its packing."""
     rows = [torch.arange(3, 3 + n) for n in lengths]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
     batch = {"input_ids": ids, "attention_mask": (ids != 0).long()}
@@ -123,7 +123,7 @@ def test_generate_takes_the_batch() -> None:
 
 
 def test_a_packed_batch_is_refused() -> None:
-    """Also where packed_seq_lens alone says so, and where another row is empty."""
+    """It is refused too if only packed_seq_lens says that it is packed, or if another row is empty."""
     model: Any = fastpack.patch(tiny_model("llama").eval())
     ids = torch.arange(3, 13)[None]
     for lengths in ([4, 6], PackedSeqLens.from_lengths([4, 6])):

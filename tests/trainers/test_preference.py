@@ -29,11 +29,11 @@ from fastpack.trainers.preference_losses import PairLogProbs, pair_log_probs, pa
 
 LOG_PROB_BOUND = 1e-6
 TEXTS = [(1, 1, 1), (4, 9, 2), (12, 3, 25), (2, 7, 7), (9, 30, 1)]
-"""Words of prompt, chosen and rejected; TRL adds an end to each completion."""
+"""The numbers of words of prompt, chosen and rejected; TRL adds an end token to each completion."""
 
 
 def model_of(shift: float = 0.0) -> Any:
-    """The same weights each time; ``shift`` makes others of them."""
+    """Build a model with the same weights each time; ``shift`` changes them."""
     model = tiny_model("llama", attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def model_of(shift: float = 0.0) -> Any:
 
 
 def trainer_of(case: Case, *, shift: float = 0.05) -> Any:
-    """TRL's, whose reference model is another one."""
+    """Build TRL's trainer, with another model as the reference."""
     generator = torch.Generator().manual_seed(0)
     words = [
         [" ".join(f"w{i}" for i in torch.randint(3, VOCAB, (n,), generator=generator).tolist()) for n in lengths]
@@ -88,7 +88,7 @@ def grads_of(model: Any) -> dict[str, Tensor]:
 
 
 def padded(trainer: Any) -> Step:
-    """TRL's loss."""
+    """Run TRL's loss."""
     examples = list(trainer.train_dataset)
     batch = trainer.data_collator(examples)
     assert not batch["attention_mask"].all(), "there is padding"
@@ -103,7 +103,7 @@ def padded(trainer: Any) -> Step:
 
 
 def log_probs(model: Any, batch: dict[str, Any], case: Case, *, head: str, **changes: Any) -> PairLogProbs:
-    """Ours, of a patched model; ``changes`` are of what the helper is told, not of what the model is."""
+    """Run our loss on a patched model; ``changes`` change the arguments of the loss, not the model."""
     rest = {key: value for key, value in batch.items() if key != "labels"}
     labels, packed = (changes.get(key, batch[key]) for key in ("labels", "packed_seq_lens"))
     options: dict[str, Any] = {"ld_alpha": case.ld_alpha, "wpo": case.use_weighting}
@@ -116,7 +116,7 @@ def log_probs(model: Any, batch: dict[str, Any], case: Case, *, head: str, **cha
 def packed(
     trainer: Any, case: Case, *, head: str = "hidden", beta: float = BETA, size: int | None = None, **changes: Any
 ) -> Step:
-    """Our loss on the columns that TRL made."""
+    """Run our loss on the columns that TRL computed."""
     batch = PackedPreferenceCollator()(list(trainer.train_dataset))
     batch = filled_up(batch, size) if size else batch
     model, other = fastpack.patch(model_of()), fastpack.patch(model_of(0.05))
@@ -134,7 +134,7 @@ def packed(
 
 
 def errors(found: Step, want: Step) -> dict[str, float]:
-    """Relative to its bound each: 1 is just allowed."""
+    """Return each difference relative to its bound; 1 is just allowed."""
     grads = compare(Result([want.loss], want.loss, found.grads), Result([want.loss], want.loss, want.grads)).grads
     scale = 1e-6 * BETA * float(want.log_probs.abs().max())
     margins = (found.rewards[0] - found.rewards[1]) - (want.rewards[0] - want.rewards[1])
@@ -159,7 +159,7 @@ def test_as_trl_on_the_padded_batch(name: str) -> None:
 
 
 def test_the_cases_are_different_losses() -> None:
-    """The control of the names above: no setting of TRL's is without effect here, and a wrong beta is seen."""
+    """A control of the cases: each of TRL's settings has an effect, and a wrong beta is detected."""
     trainer = trainer_of(Case())
     steps = {name: packed(trainer, case) for name, case in CASES.items()}
     steps["a wrong beta"] = packed(trainer, Case(), beta=1.001 * BETA)
@@ -173,7 +173,7 @@ def test_the_cases_are_different_losses() -> None:
 
 @pytest.mark.parametrize("name", ["sigmoid", "ipo", "wpo, ld, robust"])
 def test_wrong_segments_are_seen(name: str) -> None:
-    """The control: lengths in another order, boundaries off by one, chosen and rejected swapped."""
+    """A control: lengths in another order, boundaries off by one, chosen and rejected swapped."""
     case = CASES[name]
     trainer = trainer_of(case)
     batch = PackedPreferenceCollator()(list(trainer.train_dataset))
@@ -193,7 +193,7 @@ def test_wrong_segments_are_seen(name: str) -> None:
 
 
 def test_the_first_loss_is_ln_2() -> None:
-    """With the reference's log-probabilities from the same packed batch, and with TRL's padded ones as columns."""
+    """The reference's log-probabilities come from the same packed batch, or from TRL's padded batches as columns."""
     trainer = trainer_of(Case(), shift=0.0)
     examples = list(trainer.train_dataset)
     theirs = trainer.compute_ref_log_probs(trainer.ref_model, trainer.data_collator(examples))
@@ -215,7 +215,7 @@ def test_the_first_loss_is_ln_2() -> None:
 
 
 def test_training_step_by_step() -> None:
-    """Ten steps of AdamW on TRL's loss and on ours."""
+    """Ten steps of AdamW agree on TRL's loss and on ours."""
     trainer, case = trainer_of(Case()), Case()
     ours, other = fastpack.patch(model_of()), fastpack.patch(model_of(0.05))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (trainer.model, ours)]

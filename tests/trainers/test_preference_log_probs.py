@@ -1,4 +1,4 @@
-"""Log-probabilities of packed pairs: what is summed, what a head may do, what waits for nothing, what is refused."""
+"""Log-probabilities of packed pairs: their sums, the forms of heads, no waiting for the device, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fastpack.trainers.preference_losses import PairLogProbs, pair_log_probs, pa
 
 
 def drawn(*lengths: tuple[int, int, int]) -> tuple[dict[str, Any], Tensor, Tensor]:
-    """A batch of pairs of these lengths with hidden states and a head."""
+    """Return a batch of pairs of these lengths with hidden states and a head."""
     generator = torch.Generator().manual_seed(3)
     examples = [
         {f"{k}_ids": [5 + i] * n for i, (k, n) in enumerate(zip(("prompt", "chosen", "rejected"), triple, strict=True))}
@@ -34,7 +34,7 @@ def drawn(*lengths: tuple[int, int, int]) -> tuple[dict[str, Any], Tensor, Tenso
 
 
 def test_tokens_are_those_that_something_predicts() -> None:
-    """Without a prompt the first token of a completion is given; labels in the middle may be ignored."""
+    """Without a prompt, no token predicts a completion's first token; labels in the middle may be ignored."""
     batch, hidden, weight = drawn((3, 4, 6), (0, 5, 2))
     batch["labels"][0, 4] = IGNORE_INDEX  # the second token of the first chosen completion
     found = pair_log_probs(hidden, weight, batch["labels"], batch["packed_seq_lens"])
@@ -51,7 +51,7 @@ def test_tokens_are_those_that_something_predicts() -> None:
 
 
 def test_long_texts() -> None:
-    """Where log-probabilities are in the thousands float32 can't hold their small differences, which is the control."""
+    """float32 can't represent small differences of log-probabilities in the thousands, which is the control."""
     generator = torch.Generator().manual_seed(5)
     packed_seq_lens = PackedSeqLens.from_lengths([700, 900, 650, 800])
     labels = torch.randint(3, VOCAB, (1, packed_seq_lens.total_tokens), generator=generator)
@@ -74,7 +74,7 @@ def test_long_texts() -> None:
 
 @pytest.mark.parametrize("form", ["softcap", "scale", "bias", "LoRA", "callable", "autocast"])
 def test_what_a_head_may_do(form: str) -> None:
-    """Hidden states and logits give the same, WPO's weights too."""
+    """Hidden states and logits give the same log-probabilities and WPO weights."""
     batch, hidden, weight = drawn((3, 4, 6), (2, 5, 2))
     generator = torch.Generator().manual_seed(4)
     options: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def test_what_a_head_may_do(form: str) -> None:
 
 
 class ValuesStayThere(TorchDispatchMode):
-    """Raises where the host would wait for a device: a value is read, or a size depends on one."""
+    """A mode that raises if the host would wait for a device: a value is read, or a size depends on one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -121,7 +121,7 @@ class ValuesStayThere(TorchDispatchMode):
 @pytest.mark.parametrize("head", ["hidden", "logits"])
 @pytest.mark.parametrize("case", ["sigmoid", "wpo, ipo", "wpo, ld, robust"])
 def test_no_value_is_read(case: str, head: str) -> None:
-    """With ``num_kept``: on a CPU, and there alone, the kept labels are counted otherwise, which is the control."""
+    """``num_kept`` is passed; without it, a CPU alone counts the kept labels, which is the control."""
     batch, hidden, weight = drawn((3, 4, 6), (2, 5, 2))
     hidden.requires_grad_()
     rest = (batch["labels"], batch["packed_seq_lens"])

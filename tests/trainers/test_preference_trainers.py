@@ -58,7 +58,7 @@ def test_dpo_otherwise(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("patch", [None, "trainer"])
 def test_the_first_loss_is_ln_2(patch: str | None, tmp_path: Path) -> None:
-    """Policy and reference are one and the same then."""
+    """Policy and reference are the same model at the first step."""
     first = logged(dpo(tmp_path, patch=patch, reference_seed=0))[0]["loss"]
     assert abs(first - math.log(2)) <= 1e-6
 
@@ -83,14 +83,14 @@ def test_only_real_tokens_reach_the_backbone(tmp_path: Path, calls: Calls) -> No
 
 
 def test_negative_control(tmp_path: Path) -> None:
-    """Another order of the data, and the comparison fails."""
+    """With another order of the data, the comparison fails."""
     stock = logged(dpo(tmp_path, patch=None))
     with pytest.raises(AssertionError):
         check_equal(logged(dpo(tmp_path, patch="trainer", seed=7)), stock)
 
 
 def test_patched_twice_and_undone(tmp_path: Path) -> None:
-    """Policy and reference, also behind ``train``, which wraps the model."""
+    """Policy and reference are patched and restored, also after ``train``, which wraps the model."""
     trainer = dpo(tmp_path, patch="trainer")
     forwards = [m.model.__dict__["forward"] for m in (trainer.model, trainer.ref_model)]
     fastpack.patch(trainer)

@@ -1,4 +1,4 @@
-"""TRL's trainers, unmodified, on a model that shares prefixes: stock's losses and norms of gradients, step by step."""
+"""TRL's unmodified trainers on a model that shares prefixes: losses and gradient norms equal stock's, step by step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_reference_shares_too(tmp_path: Path) -> None:
 
 
 def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token too many, of one pair, and the comparison fails."""
+    """With one shared token too many in one pair, the comparison fails."""
     from fastpack.packing import reading
     from fastpack.packing.prefixes import Prefixes, SharedTokens
 
@@ -86,7 +86,7 @@ def test_a_wrong_prefix_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dropout_is_not_shared(tmp_path: Path) -> None:
-    """LoRA's own, in training; the reference, without the adapter, is no matter: it is in training mode as well."""
+    """LoRA's own dropout rules out sharing, also in the reference: without the adapter, it is in training mode too."""
     trainer = DPOTrainer(
         with_lora(tiny_model("llama", attn_implementation="sdpa"), lora_dropout=0.1),
         args=DPOConfig(**settings(tmp_path, beta=BETA, max_length=None, disable_dropout=False)),
@@ -102,7 +102,7 @@ def test_dropout_is_not_shared(tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["reward", "grpo", "rloo"])
 def test_others(name: str, tmp_path: Path) -> None:
-    """Pairs of rows that share a prompt, and groups of completions of one."""
+    """Pairs of rows share a prompt, and so do groups of completions."""
     build, further = CASES[name]
     stock = logged(build(tmp_path, **further))
     trainer = fastpack.patch(build(tmp_path, **further), share_prefixes="auto")

@@ -90,7 +90,7 @@ def test_uneven_micro_batches_give_the_gradient_of_one_batch(name: str, tmp_path
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["dpo", "reward", "kto"])
 def test_negative_control_means_of_means(kind: str, tmp_path: Path) -> None:
-    """Without the weights the same comparison fails."""
+    """Without the step weights, the same comparison fails."""
     trainer = BUILD[kind](tmp_path, max_steps=1, gradient_accumulation_steps=3)
     fastpack.patch(trainer, max_tokens=BUDGETS[kind])
     ours = Gradients(trainer)
@@ -109,7 +109,7 @@ def test_negative_control_means_of_means(kind: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("collated", [False, True])
 def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path) -> None:
-    """Each step holds what it holds without a budget, and does the same, wherever lengths are read."""
+    """Each step has the same examples and the same gradients as without a budget, wherever lengths are read."""
     further = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": accumulation, "max_steps": 2}
     stock = BUILD[kind](tmp_path, **further)
     theirs = Gradients(stock)
@@ -124,15 +124,15 @@ def test_same_steps(kind: str, accumulation: int, collated: bool, tmp_path: Path
     for mine, its in zip(trainer.state.log_history[:2], stock.state.log_history[:2], strict=True):
         assert abs(mine["loss"] - its["loss"]) <= BOUND * max(1.0, abs(its["loss"]))
     pieces = trainer.compute_loss.spec
-    assert pieces.wholes == 2 * accumulation
-    assert pieces.pieces > pieces.wholes
+    assert pieces.batches == 2 * accumulation
+    assert pieces.pieces > pieces.batches
     assert "pieces" in str(fastpack.report(trainer))
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_same_steps_of_a_stream(kind: str, tmp_path: Path) -> None:
-    """Nothing is planned from lengths, so none need be known; an example over the budget runs alone."""
+    """Lengths needn't be known, since nothing is planned from them; an example over the budget runs alone."""
     further = {"per_device_train_batch_size": 6, "max_steps": 2}
     stock = BUILD[kind](tmp_path, DATA[kind]().to_iterable_dataset(), **further)
     trainer = BUILD[kind](tmp_path, DATA[kind]().to_iterable_dataset(), **further)
@@ -166,7 +166,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_killed_and_resumed(kind: str, workers: int, tmp_path: Path) -> None:
-    """In the middle of the second epoch: the remaining batches are those that remained, and so is the result."""
+    """A run killed in the second epoch resumes with the batches that were left, and ends with the same result."""
     further = {
         "max_steps": -1,
         "num_train_epochs": 2,
@@ -196,7 +196,7 @@ def test_killed_and_resumed(kind: str, workers: int, tmp_path: Path) -> None:
 
 
 def watch_steps(trainer: Any, stop: int | None = None) -> list[list[int]]:
-    """Of each micro-batch that was trained on, tokens of each row; raise when so many steps are saved."""
+    """Record the tokens of each row of each trained micro-batch; raise after ``stop`` steps."""
     seen: list[list[int]] = []
     step = trainer.compute_loss
 
@@ -321,7 +321,7 @@ def test_count_epochs(max_steps: int, epochs: float, want: int, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_an_epoch_begun_anew(tmp_path: Path) -> None:
-    """Asked for, a run goes on from any checkpoint, and saves its own."""
+    """With ``ignore_data_skip``, a run resumes from any checkpoint, and saves its own settings."""
     further: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1}
     BUILD["sft"](tmp_path, **{**further, "max_steps": 1}).train()
     trainer = BUILD["sft"](tmp_path, **{**further, "max_steps": 2}, ignore_data_skip=True)

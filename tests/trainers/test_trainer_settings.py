@@ -1,4 +1,4 @@
-"""What a trainer's own settings, heads and changes mean for a token budget."""
+"""Token budgets with a trainer's own settings, other heads, and later changes of the trainer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ import fastpack
 from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.patching.options import TokenBudget
-from fastpack.trainers.kinds import kind_of
+from fastpack.trainers.kinds import loss_unit_of
 from fastpack.trainers.loader import count_epochs, make_sampler
 
 BOUND = 1e-5
@@ -81,7 +81,7 @@ def classifier(folder: Path, head: str, chosen: list[int] | None = None, **furth
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("head", HEADS)
 def test_classifiers_take_the_mean_of_the_step(head: str, tmp_path: Path) -> None:
-    """Their losses are means, whatever ``num_items_in_batch`` says; added up, three are three times too large."""
+    """Their losses are means whatever ``num_items_in_batch`` is; the sum of three would be three times too large."""
     trainer = classifier(tmp_path, head, gradient_accumulation_steps=3)
     batches = watch_batches(trainer)
     examples = [ids_of(example) for example in trainer.train_dataset]
@@ -110,7 +110,7 @@ def test_what_a_collator_pads_to_is_not_where_it_cuts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [sft, dpo])
 def test_a_collator_may_be_wrapped_before_or_after(make: Any, tmp_path: Path) -> None:
-    """It cuts at max_length either way, and the budget counts what it leaves."""
+    """It truncates to max_length either way, and the budget counts the remaining tokens."""
 
     def wrap(trainer: Any) -> None:
         trainer.data_collator = fastpack.with_packed_seq_lens(fastpack.with_packed_seq_lens(trainer.data_collator))
@@ -127,7 +127,7 @@ def test_a_collator_may_be_wrapped_before_or_after(make: Any, tmp_path: Path) ->
 
 
 def test_a_wrapped_collator_and_two_packings(tmp_path: Path) -> None:
-    """KTO's KL runs mismatched completions with every keyword of the batch, a packing of others among them."""
+    """KTO's KL runs mismatched completions with all keywords of the batch, including the packing of other sequences."""
     found = []
     for wrap in (lambda collator: collator, fastpack.with_packed_seq_lens):
         trainer = fastpack.patch(kto(tmp_path, loss_type="kto", per_device_train_batch_size=4, max_steps=3))
@@ -141,7 +141,7 @@ def test_a_wrapped_collator_and_two_packings(tmp_path: Path) -> None:
 def test_the_report_says_that_nothing_is_dropped(tmp_path: Path) -> None:
     trainer = fastpack.patch(sft(tmp_path, dataloader_drop_last=True), max_tokens=60)
     assert sum(total(batch) for batch in trainer.get_train_dataloader()) == sum(lengths_of(trainer.train_dataset))
-    assert "dataloader_drop_last drops none" in str(fastpack.report(trainer))
+    assert "dataloader_drop_last drops none" in repr(fastpack.report(trainer))
     assert "dataloader_drop_last" not in str(fastpack.report(fastpack.patch(sft(tmp_path), max_tokens=60)))
 
 
@@ -154,7 +154,7 @@ def test_another_data_set_is_planned_anew(tmp_path: Path) -> None:
 
 
 def test_a_second_run_has_the_batches_of_the_first(tmp_path: Path) -> None:
-    """Also where later epochs need a micro-batch more: from there on, the same steps are fewer epochs."""
+    """That holds too if later epochs need one more micro-batch, so that the same steps are fewer epochs."""
     lengths = [21, 30, 28, 27, 5, 11, 6, 18, 27, 17, 18, 23, 15, 28, 9, 6]
     trainer = sft(tmp_path, texts(len(lengths)), seed=1, max_steps=32)
     trainer.train_dataset = Dataset.from_dict({"input_ids": [[5] * n for n in lengths]})
@@ -198,7 +198,7 @@ def test_a_loss_of_the_users_own_is_put_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", ["compute_loss", "get_batch_samples", "get_train_dataloader", "gather"])
 def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_path: Path) -> None:
-    """It is not thrown away, and what it calls is the trainer's own again."""
+    """The wrapper stays, and calls the trainer's own method again."""
 
     def losses(trainer: Any) -> list[float]:
         trainer.train()
@@ -226,7 +226,7 @@ def test_what_somebody_put_over_a_budgets_stays(name: str, partial: bool, tmp_pa
 def test_refused(tmp_path: Path) -> None:
     for order in ("sequential", "group_by_length"):
         ordered = sft(tmp_path, train_sampling_strategy=order)
-        with pytest.raises(PatchError, match=f"train_sampling_strategy='{order}' is an order of its own"):
+        with pytest.raises(PatchError, match=f"train_sampling_strategy='{order}' asks for an order of the data"):
             fastpack.patch(ordered, max_tokens=60)
         assert fastpack.patch(ordered, max_tokens=TokenBudget(60, same_steps=True)) is ordered
     with pytest.raises(PatchError, match="same_steps leaves the trainer its own batches"):
@@ -246,7 +246,7 @@ def test_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_same_steps_need_rows(known: bool, tmp_path: Path) -> None:
-    """One row of a whole batch can't be split: said beforehand, or at the first one of a collator of one's own."""
+    """One row of a whole batch can't be split; a user's own collator is only noticed at its first such row."""
     flattening = DataCollatorWithFlattening()
     like = plain(tmp_path, per_device_train_batch_size=6, max_steps=1)
     given = {"args": like.args, "train_dataset": like.train_dataset}
@@ -292,7 +292,7 @@ def test_experts_are_balanced_once_a_micro_batch(make: Any, tmp_path: Path, monk
 
 
 def test_model_init(tmp_path: Path) -> None:
-    """``train()`` throws the patched model away: refused, unless every new one comes patched."""
+    """``train()`` replaces the patched model, so this is refused unless ``model_init`` patches each new one."""
     like = plain(tmp_path, max_steps=1)
     given = {"args": like.args, "train_dataset": like.train_dataset, "data_collator": like.data_collator}
     with pytest.raises(PatchError, match="calls its model_init for a new model"):
@@ -306,7 +306,7 @@ def test_model_init(tmp_path: Path) -> None:
 
 
 def test_trainers_of_trl_that_are_not_known(tmp_path: Path) -> None:
-    """Neither ORPO's batches nor its loss are those of the ``Trainer`` that it inherits from."""
+    """ORPO has other batches and another loss than the ``Trainer`` that it inherits from."""
     orpo = pytest.importorskip("trl.experimental.orpo")
     trainer = orpo.ORPOTrainer(
         policy(),
@@ -322,4 +322,4 @@ def test_trainers_of_trl_that_are_not_known(tmp_path: Path) -> None:
 
     known = sft(tmp_path)
     known.__class__ = Mine
-    assert kind_of(known) is kind_of(sft(tmp_path)), "a user's own class is what it inherits from"
+    assert loss_unit_of(known) is loss_unit_of(sft(tmp_path)), "a user's own class is what it inherits from"

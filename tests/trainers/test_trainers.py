@@ -1,4 +1,4 @@
-"""TRL's unmodified ``SFTTrainer``: patched equals unpatched, step by step, in every way of feeding it."""
+"""TRL's unmodified ``SFTTrainer``: patched equals unpatched, step by step, with every form of batches."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_neftune_noise_is_the_same(tmp_path: Path) -> None:
 
 
 class GenerateMidway(TrainerCallback):
-    """Generates after each evaluation, as sample-logging callbacks do."""
+    """A callback that generates after each evaluation, as sample-logging callbacks do."""
 
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
@@ -115,7 +115,7 @@ def test_evaluation_prediction_and_generation_midway(feed: str, tmp_path: Path) 
 
 
 def test_plain_trainer_keeps_its_columns(tmp_path: Path) -> None:
-    """transformers' own Trainer drops columns that ``forward`` does not name, and sends labels to the head."""
+    """transformers' own Trainer drops columns that ``forward`` does not name, and passes labels to the head."""
 
     def collate(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         width = max(len(e["input_ids"]) for e in examples)
@@ -152,7 +152,7 @@ def test_mixed_precision_on_a_gpu(precision: str, tmp_path: Path, calls: Calls) 
 
 
 def test_a_users_own_collator_need_not_mask_first_labels() -> None:
-    """Packed ``labels=input_ids``: each last token would be trained on the next sequence's first."""
+    """With packed ``labels=input_ids``, each last token would otherwise be trained on the next sequence's first."""
     model = fastpack.patch(tiny_model("llama"))
     ids = torch.arange(3, 23)[None]
     labels = ids.clone()

@@ -1,4 +1,4 @@
-"""Versions of other packages: what is too old is refused, what is newer than was tried is told, and how to mend it."""
+"""Versions of other packages: too old ones raise, ones newer than tried warn, and both messages say how to fix it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _ranges_anew() -> Iterator[None]:
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
-    """``pretend(transformers="5.6.0")``: that is its version, and the others' are what they are."""
+    """``pretend(transformers="5.6.0")`` sets that package's version; the others keep theirs."""
 
     def pretend(**versions: str) -> None:
         monkeypatch.setattr(installation, "version_of", lambda name: versions.get(name) or version_of(name))
@@ -59,7 +59,7 @@ def test_below_the_floor_nothing_is_patched(package: str, pretend: Pretend) -> N
 
 
 def pip_takes(command: str) -> bool:
-    """Whether what is installed already is what a command asks for: it is run, and allowed no index."""
+    """Return whether the installed packages satisfy an install command, which runs without an index."""
     _, *arguments = shlex.split(command)
     asked = [sys.executable, "-m", "pip", *arguments, "--no-index", "--dry-run"]
     return subprocess.run(asked, capture_output=True, check=False).returncode == 0
@@ -72,7 +72,7 @@ def floor_of(package: str) -> str:
 @pytest.mark.parametrize("suffix", ["", ".0rc1", ".0.dev0", ".0+cu130", ".9"])
 @pytest.mark.parametrize("package", ["transformers", "torch"])
 def test_the_floor_itself_is_served(package: str, suffix: str, pretend: Pretend) -> None:
-    """Its pre-releases too, and local builds; nobody warns (a warning is an error here)."""
+    """Pre-releases and local builds of the floor are accepted too, without a warning (which would be an error here)."""
     pretend(**{package: floor_of(package) + suffix})
     assert fastpack.is_patched(fastpack.patch(tiny_model("llama")))
 
@@ -142,7 +142,7 @@ def test_the_suite_runs_with_what_was_tried() -> None:
 
 
 def test_what_was_imported_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not what an installation afterwards has put in its place; of what isn't imported that counts."""
+    """An imported package's version counts, not one installed afterwards; else the installed version counts."""
     assert version_of("torch") == torch.__version__
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__="5.6.0"))
     assert version_of("transformers") == "5.6.0"
@@ -161,7 +161,7 @@ def requirements_of_pyproject() -> dict[str, Any]:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of installed packages that the package is in, instead of a checkout, and nothing beside it."""
+    """A folder of installed packages with the package in it, instead of a checkout, and nothing else."""
     folder = tmp_path / "site"
     (folder / "fastpack" / "utils").mkdir(parents=True)
     monkeypatch.setattr(installation, "__file__", str(folder / "fastpack" / "utils" / "versions.py"))
@@ -179,7 +179,7 @@ Requires-Dist: trl>=8.1; extra == "trl"
 
 
 def test_a_checkout_tells_its_own_ranges() -> None:
-    """Also one that is only on PYTHONPATH, and over whatever metadata an earlier installation has left."""
+    """So does one that is only on PYTHONPATH, and it wins over metadata that an earlier installation left."""
     assert version_ranges() == requirements_of_pyproject()
     assert install_command("trl", "datasets") == "pip install 'trl>=1.15' 'datasets>=4.0'"
     assert pip_takes(install_command("trl", "datasets", "transformers"))

@@ -1,7 +1,7 @@
-"""Counting what a model is given, on the device that it is on: nothing here waits for it.
+"""Count the tokens of a model's batches on their device, without waiting for it.
 
-Shape suffixes: B rows, S columns of a batch; a *slot* is an entry of ``input_ids`` as the collator made them; it holds
-a real token or padding.
+Shape suffixes: B rows, S columns of a batch. A *slot* is an entry of the collator's ``input_ids``; it holds a real
+token or padding.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.tensors import send
 
 Count = Tensor | int
-"""A whole number: a 0-dimensional int64 tensor on the batch's device, or one that the host knows."""
+"""A whole number: a 0-d int64 tensor on the batch's device, or an int."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class BatchCounts:
         slots: the real tokens and padding.
         trained: the labels that a token predicts in the loss, including one after each text if padding has labels; None
             if the batch has no label for each token.
-        pairs: for each window, the pairs of a token and one that it sees.
+        pairs: for each window, the number of pairs of a token and a token that it sees.
     """
 
     real: Count
@@ -43,42 +43,43 @@ class BatchCounts:
 
 @torch.no_grad()
 def count_batch(batch: Mapping[str, Any], windows: Sequence[int | None] = ()) -> BatchCounts:
-    """Count a batch as it comes to the model.
+    """Count a batch as the model gets it.
 
-    Where sequences begin is read from where ``position_ids``, ``seq_idx``, ``packed_seq_lens`` or ``cu_seq_lens_q``
-    start anew, or from the (segment) mask; else each row is one. Whether all these agree is not asked: a patched model
-    does that.
+    Sequence starts are read from ``position_ids``, ``seq_idx``, ``packed_seq_lens`` or ``cu_seq_lens_q``, or from the
+    (segment) mask; without any of them, each row is one sequence. This function doesn't check that they agree; a
+    patched model does.
 
     Args:
-        batch: the model's keywords; ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, H]`` among them.
-        windows: how many tokens a token sees at most, itself included; None for all before it in its sequence.
+        batch: the model's keyword arguments, with ``input_ids`` ``[B, S]`` or ``inputs_embeds`` ``[B, S, H]``.
+        windows: for each window, the most tokens that a token sees, itself included; None for all tokens of its
+            sequence up to it.
     """
     batch = _with_numbers(batch)
     rows, columns = _shape(batch)
     real_BS, starts_BS = _real(batch), _starts(batch)
-    # of each real token, how many there are of its sequence up to it; of padding 0
+    # for each real token, the number of tokens that it sees without a window; 0 for padding
     at_S = torch.arange(columns, device=starts_BS.device)
-    seen_BS = at_S + 1 - torch.where(starts_BS, at_S, 0).cummax(-1).values
+    visible_BS = at_S + 1 - torch.where(starts_BS, at_S, 0).cummax(-1).values
     if real_BS is not None:
-        seen_BS = seen_BS * real_BS
+        visible_BS = visible_BS * real_BS
     return BatchCounts(
         real=rows * columns if real_BS is None else real_BS.sum(),
         slots=rows * columns,
         trained=_trained(batch, starts_BS),
-        pairs=tuple((seen_BS if window is None else seen_BS.clamp(max=window)).sum() for window in windows),
+        pairs=tuple((visible_BS if window is None else visible_BS.clamp(max=window)).sum() for window in windows),
     )
 
 
 def peak_memory(device: torch.device) -> tuple[int | None, str]:
-    """Return the largest memory so far, and its kind: torch's on a GPU, else the process's (None if it is unknown)."""
+    """Return the peak memory so far in bytes, and how it was measured: torch's on a GPU, else the process's or None."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"allocated on {torch.cuda.get_device_name(device)}"
-    held = resident_bytes()
-    return held, "not measured on Windows" if held is None else "resident, whole process"
+    resident = resident_bytes()
+    return resident, "not measured on Windows" if resident is None else "resident, whole process"
 
 
 def resident_bytes() -> int | None:
-    """Return the largest memory of this process, or None on Windows, where it is unknown."""
+    """Return the peak memory of this process in bytes, or None on Windows, where it is unknown."""
     if sys.platform == "win32":
         return None
     import resource
@@ -88,7 +89,7 @@ def resident_bytes() -> int | None:
 
 
 def _source(batch: Mapping[str, Any]) -> Tensor:
-    """Return the tokens of a batch, or their embeddings."""
+    """Return a batch's token ids, or their embeddings if it has no ids."""
     ids: Tensor | None = batch.get("input_ids")
     return batch["inputs_embeds"] if ids is None else ids
 
@@ -100,11 +101,11 @@ def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _with_numbers(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch with a mask of segment numbers in the place of one of blocks, or of lengths that were read."""
+    """Return the batch with a 2-D mask of segment numbers instead of a block mask or a :class:`PackedSeqLens`."""
     mask, packed, shape = batch.get("attention_mask"), batch.get("packed_seq_lens"), _shape(batch)
     if may_be_blocks(mask, shape):
         numbers = read_blocks(batch["attention_mask"], shape)
-        # of another 4-D mask nothing is known: each row is one sequence then
+        # any other 4-D mask can't be read: then each row is one sequence
         return {**batch, "attention_mask": torch.where((numbers < 0).any(), 1, numbers)}
     if not isinstance(packed, PackedSeqLens):
         return batch
@@ -112,13 +113,13 @@ def _with_numbers(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     packed = packed.to(_source(batch).device, non_blocking=True)
     real = packed.padding.mask()
     if real is None and _positions(batch) is not None:
-        return batch  # which say the same, and more of the tokens with which TRL rounds up
+        return batch  # positions say the same, and also which tokens TRL rounded the batch up with
     numbers = packed.repad(packed.seq_idx + 1).reshape(shape)
     return {**batch, "attention_mask": numbers if real is None else numbers * real}
 
 
 def _real(batch: Mapping[str, Any]) -> Tensor | None:
-    """Bool ``[B, S]``: which slots hold real tokens; None where all do."""
+    """Return bool ``[B, S]``, True at real tokens; None if all slots hold real tokens."""
     mask = _mask(batch)
     if mask is not None:
         return mask.ne(0)
@@ -131,13 +132,13 @@ def _real(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _mask(batch: Mapping[str, Any]) -> Tensor | None:
-    """``[B, S]``; masks of other shapes do not say where sequences end."""
+    """Return the 2-D mask ``[B, S]``, or None; masks of other shapes don't say where sequences end."""
     mask = batch.get("attention_mask")
     return mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
 
 def _positions(batch: Mapping[str, Any]) -> Tensor | None:
-    """``[1, S]`` or ``[B, S]``; of positions along several axes the first."""
+    """Return the positions ``[1, S]`` or ``[B, S]``, or None; of positions along several axes, the first axis."""
     positions = batch.get("position_ids")
     if positions is None:
         return None
@@ -147,7 +148,7 @@ def _positions(batch: Mapping[str, Any]) -> Tensor | None:
 
 
 def _starts(batch: Mapping[str, Any]) -> Tensor:
-    """Bool ``[B, S]``: where a sequence begins; under padding anything."""
+    """Return bool ``[B, S]``, True at the start of each sequence; at padding the value has no meaning."""
     (rows, columns), device = _shape(batch), _source(batch).device
     starts = torch.zeros(rows, columns, dtype=torch.bool, device=device)
     starts[:, :1] = True
@@ -157,19 +158,19 @@ def _starts(batch: Mapping[str, Any]) -> Tensor:
     numbers, offsets = batch.get("seq_idx"), _offsets(batch, device)
     if positions is not None:
         step = positions.diff()
-        # with padding, positions may be skipped inside a sequence
+        # in a padded batch, positions may skip numbers inside a sequence
         starts[:, 1:] |= step != 1 if mask is None else step <= 0
     elif isinstance(numbers, Tensor) and numbers.numel() == starts.numel():
         starts[:, 1:] |= numbers.reshape(rows, columns).diff() != 0
     elif offsets is not None and mask is None:
-        # the last offset is the end, and so are those of sequences without a token at the end: they are dropped
+        # drop the last offset, which is the batch's end, and those of empty sequences at the end, which equal it
         flat = torch.cat([starts.reshape(-1), starts.new_zeros(1)])
         starts = flat.index_fill(0, offsets.long(), True)[:-1].reshape(rows, columns)
     return starts
 
 
 def _offsets(batch: Mapping[str, Any], device: torch.device) -> Tensor | None:
-    """Return offsets of the sequences in the flattened batch, where it brings some."""
+    """Return the offsets of the sequences in the flattened batch, or None if the batch has none."""
     lengths, offsets = batch.get("packed_seq_lens"), batch.get("cu_seq_lens_q")
     if lengths is None:
         return offsets.to(device, non_blocking=True) if isinstance(offsets, Tensor) else None
@@ -185,7 +186,7 @@ def _trained(batch: Mapping[str, Any], starts_BS: Tensor) -> Tensor | None:
     mask = _mask(batch)
     if mask is None:
         return (labels.ne(IGNORE_INDEX) & ~starts_BS).sum()
-    # as the loss of a patched model: what a real token predicts is the next slot's label, also where that is padding
+    # as in a patched model's loss, a real token predicts the next slot's label, even if that slot is padding
     real_BS = mask.ne(0)
     predicted_BS = labels.ne(IGNORE_INDEX) & ~(starts_BS & real_BS)
     return (predicted_BS[:, 1:] & real_BS[:, :-1]).sum()

@@ -29,39 +29,42 @@ from fastpack.utils.modules import TOWERS, decoder_layers
 from fastpack.utils.protocols import AdapterLike, ConfigLike
 
 _KNOWN_TIERS = ("fast", "varlen")
-"""Of the families in which nothing but attention mixes tokens."""
+"""The tiers of families in which only attention mixes tokens."""
 _ROUTED = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Operations of forward and backward.
+    """A model's floating-point operations, forward and backward.
 
     Attributes:
-        per_token: of all linear layers.
-        per_pair: of attention, for each pair of a token and one that it sees, summed over the layers of each window:
-            how many tokens a query sees at most, itself included, or None for all before it.
+        per_token: the operations of all linear layers for one token.
+        per_pair: the operations of attention for one pair of a token and a token that it sees, summed over the layers
+            of each window. A key is the window, the most tokens that a query sees, itself included; None for all
+            tokens up to it.
     """
 
     per_token: int
     per_pair: Mapping[int | None, int]
 
     def of(self, tokens: int, pairs: Sequence[int]) -> int:
-        """Return the operations of so many tokens, and of so many pairs for each of the windows, in their order."""
+        """Return the operations of ``tokens`` tokens, with ``pairs[i]`` pairs in the i-th window of ``per_pair``."""
         return self.per_token * tokens + sum(a * b for a, b in zip(self.per_pair.values(), pairs, strict=True))
 
 
 def read_flops(model: nn.Module) -> ModelFlops:
-    """Read a model of transformers, plain or wrapped by PEFT, with what of it trains now and the adapters in force.
+    """Return the operations of a transformers model, plain or wrapped by PEFT.
+
+    They depend on the parameters that train now and on the active adapters.
 
     Raises:
-        UnsupportedModelError: it is not one of transformers, or something in it has no formula here.
+        UnsupportedModelError: the model is not one of transformers, or a part of it has no formula here.
     """
     parts = find_parts(model)
     backbone = parts.backbone
     family = family_of(backbone)
     if family is None or family.tier not in _KNOWN_TIERS or family.uncounted:
-        raise UnsupportedModelError(f"there is no formula for all that a {type(backbone).__name__} computes.")
+        raise UnsupportedModelError(f"there is no formula for everything that a {type(backbone).__name__} computes.")
     config, layers = backbone.config.get_text_config(), decoder_layers(backbone)
     trains = _trains(backbone.get_input_embeddings())
     per_token = _linear(backbone, config, input_grad=trains, leave=layers)
@@ -82,23 +85,23 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _linear(block: nn.Module, config: ConfigLike, *, input_grad: bool, leave: Sequence[nn.Module] = ()) -> int:
-    """Return the operations of a block's linear layers a token, but for those inside the modules to leave."""
+    """Return the operations a token of a block's linear layers, without those inside the modules of ``leave``."""
     return sum(2 * size * (1 + input_grad + trains) for size, trains in _weights(block, config, {*map(id, leave)}))
 
 
 def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> Iterator[tuple[int, bool]]:
-    """Yield inputs x outputs of each weight that a token is multiplied with, and whether it trains."""
+    """Yield inputs x outputs of each weight that multiplies a token, and whether the weight trains."""
     name = type(module).__name__
     if id(module) in leave or isinstance(module, nn.Embedding) or "Norm" in name:
         return
-    if hasattr(module, "original_module"):  # PEFT's, beside copies of it that train
+    if hasattr(module, "original_module"):  # PEFT's wrapper, which also has copies that train
         copies = getattr(module, "modules_to_save", {})
         active = next((copies[adapter] for adapter in module.active_adapters if adapter in copies), None)
         yield from _weights(module.original_module if active is None else active, config, leave)
     elif hasattr(module, "base_layer"):
         yield from _weights(module.base_layer, config)
-        yield from _updates(module, config)
-    elif hasattr(module, "in_features"):  # the sizes that it is meant to have, where it is quantised or sharded
+        yield from _lora_weights(module, config)
+    elif hasattr(module, "in_features"):  # the logical sizes, also if the weight is quantised or sharded
         weight = getattr(module, "weight", None)
         yield module.in_features * module.out_features, getattr(weight, "requires_grad", False)
     else:
@@ -116,11 +119,11 @@ def _weights(module: Any, config: ConfigLike, leave: Set[int] = frozenset()) -> 
                 yield from _weights(child, config, leave)
 
 
-def _updates(module: AdapterLike, config: ConfigLike) -> Iterator[tuple[int, bool]]:
-    """Yield the same of LoRA's A and B, of the adapters in force.
+def _lora_weights(module: AdapterLike, config: ConfigLike) -> Iterator[tuple[int, bool]]:
+    """Yield the same as :func:`_weights` for LoRA's A and B of the active adapters.
 
     Raises:
-        UnsupportedModelError: it is another adapter than plain LoRA on a linear layer.
+        UnsupportedModelError: the adapter is not plain LoRA on a linear layer.
     """
     name, dora = type(module).__name__, getattr(module, "use_dora", {})
     if not hasattr(module, "lora_A") or name == "ParamWrapper" or module.lora_embedding_A or any(dora.values()):
@@ -139,7 +142,7 @@ def _scores(module: nn.Module, config: ConfigLike) -> int:
 
 
 def _window(module: nn.Module, config: ConfigLike, index: int) -> int | None:
-    """Return how many tokens a query of this layer sees at most, or None."""
+    """Return the most tokens that a query of this layer sees, or None for no limit."""
     kinds = getattr(config, "layer_types", None)
     if (kinds and kinds[index] == "full_attention") or getattr(config, "use_sliding_window", True) is False:
         return None
@@ -148,5 +151,5 @@ def _window(module: nn.Module, config: ConfigLike, index: int) -> int | None:
 
 def _first(source: object, *names: str) -> int | None:
     """Return the first of these attributes that is a positive int, or None."""
-    found = (getattr(source, name, None) for name in names)
-    return next((value for value in found if type(value) is int and value > 0), None)
+    values = (getattr(source, name, None) for name in names)
+    return next((value for value in values if type(value) is int and value > 0), None)

@@ -1,13 +1,13 @@
-"""The peak rates of chips: dense bfloat16 matmuls with sums in float32, in operations a second.
+"""Peak rates of chips for dense bfloat16 matmuls with float32 sums, in operations a second.
 
-The figures are the makers', halved if they are "with sparsity": "NVIDIA H100 Tensor Core GPU Datasheet" (SXM, PCIe,
+The numbers are the makers', halved if they are "with sparsity": "NVIDIA H100 Tensor Core GPU Datasheet" (SXM, PCIe,
 NVL), "NVIDIA GH200 Grace Hopper Superchip" and "NVIDIA H200 Tensor Core GPU Datasheet", "NVIDIA A100 Tensor Core GPU
 Datasheet", "NVIDIA A30" and "NVIDIA A10" product briefs, "NVIDIA L4", "NVIDIA L40", "NVIDIA L40S" datasheets, "NVIDIA
 Blackwell Architecture Technical Brief" (HGX B200), "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU
 Architecture" white papers (GeForce, appendix A), "AMD Instinct MI300X" data sheet.
 
-Chips without bfloat16 matmuls (T4, V100) are left out, and so is a name that stands for two chips: AMD's MI250X and
-MI250 both report ``MI250X / MI250``.
+Chips without bfloat16 matmuls (T4, V100) are left out, and so are AMD's MI250X and MI250, which report the same name,
+``MI250X / MI250``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PEAKS: tuple[tuple[str, float], ...] = (
     ("RTX 3090", 71e12),
     ("MI300X", 1307.4e12),
 )
-"""What a device's name holds as words of its own, and its peak; the first that fits is taken."""
+"""Whole words in a device's name, and the device's peak; the first row that matches counts."""
 
 _OTHER_CHIPS = frozenset({"D", "Laptop", "SUPER", "Ti"})
-"""Words in names of other chips: the RTX 4090 D is slower than the RTX 4090."""
+"""Words that mark another chip: the RTX 4090 D is slower than the RTX 4090."""
 _PARTS = re.compile(r"\b(MIG|GRID|vGPU)\b|-\d+[ABCQ]\b")
-"""In names of parts of a chip: ``NVIDIA A10-4Q`` is a sixth of one."""
+"""The pattern of names that stand for a part of a chip: ``NVIDIA A10-4Q`` is a sixth of one."""
 
 
 def peak_of(name: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Spans of time as the device reaches them, read without waiting for it."""
+"""Measure spans of time on the device without waiting for it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ import torch
 
 
 class Stopwatch:
-    """Adds up spans.
+    """A stopwatch that adds up spans of time.
 
-    On a GPU their ends are events in the stream: what hides behind the device's work takes no time, and what the host
-    prepares long before takes what it takes there. Elsewhere they are moments of the host.
+    On a GPU, a span starts and ends with an event in the current stream. Host work that is hidden behind the device's
+    work takes no time. Work that the host enqueues far ahead takes the time that it takes on the device. On a CPU, a
+    span is measured by the host's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Set up for a device, not running."""
+        """Set up a stopwatch for a device; it isn't running yet."""
         self._device = device
         self._begin: Any = None
         self._spans: list[tuple[Any, Any]] = []
 
     def start(self) -> None:
-        """Begin a span; one that had begun is forgotten."""
+        """Start a span; a span that is running is dropped."""
         self._begin = self._now()
 
     def stop(self) -> None:
-        """End the span. Nothing happens where none had begun."""
+        """End the running span, if there is one."""
         if self._begin is not None:
             self._spans.append((self._begin, self._now()))
         self._begin = None
 
     def take(self) -> float:
-        """Return the seconds of all spans that have ended since the last call, once the device has reached them."""
+        """Return the seconds of all spans since the last call, once the device has reached the end of the last one."""
         spans, self._spans = self._spans, []
         if self._device.type != "cuda":
             return sum(end - begin for begin, end in spans)

@@ -1,4 +1,4 @@
-"""Data sets with the reference's log-probabilities beside each example, and trainers of TRL that read them."""
+"""Add columns of reference log-probabilities to data sets, also to those of TRL's trainers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fastpack.trainers.reference.compute import Collator, Examples, Score, scori
 from fastpack.utils.protocols import TrainerLike
 
 T = TypeVar("T")
-SAVE_EVERY = 16  # batches of each rank between two times that the cache is written
+SAVE_EVERY = 16
+"""The number of batches that each rank computes between two writes of the cache."""
 
 
 def with_reference_log_probs(
@@ -35,44 +36,50 @@ def with_reference_log_probs(
     max_tokens: int = 16384,
     progress: bool = True,
 ) -> Any:
-    """Return a tokenised data set with log-probabilities under a reference, from a cache or computed padding-free.
+    """Return a tokenised data set with columns of log-probabilities under a reference model.
 
-    The log-probability of a completion is the sum of those of its tokens behind the prompt, in nats, a float64 made
-    from float32 ones.
+    They are read from a cache on disk, or computed without padding. The log-probability of a completion is the sum over
+    its tokens, in nats: a float64 sum of float32 values.
 
-    Each sequence is known by a digest of its ids and of how much each counts, so order, filtering, batching and splits
-    don't matter, and whatever changes the ids (template, tokenizer, truncation) makes another sequence. The folder
-    holds one reference (:mod:`~.cache` says what tells them apart); what is missing in it is computed
-    and added, every few batches, so that little is lost when a run is killed. Under ``torch.distributed`` each rank
-    computes a share, the first one reads and writes the folder, and all get everything.
+    Each sequence is identified by a digest of its ids and its tokens' weights. So order, filters, batches and splits
+    don't matter, and whatever changes the ids (template, tokenizer, truncation) makes another sequence. The folder has
+    one reference (:mod:`~.cache` explains what identifies it). Missing values are computed and added every few batches,
+    so little is lost if a run is killed. Under ``torch.distributed``, each rank computes a share, the first rank reads
+    and writes the folder, and all ranks get all values.
 
-    While it computes, the model is patched, in evaluation mode and without gradients; then it is as it was. LLM.int8
-    picks outliers over a whole batch, so that its values depend on their batch, as elsewhere.
+    While it computes, the model is patched, in evaluation mode and without gradients; afterwards it is as it was.
+    LLM.int8 picks outliers over a whole batch, so its values depend on the batch, as they always do.
 
     Args:
         dataset: a ``datasets.Dataset`` with TRL's columns: ``prompt_ids``, ``chosen_ids``, ``rejected_ids`` (or
             ``prompt_input_ids`` and so on), or KTO's ``prompt_ids``, ``completion_ids`` and perhaps
             ``KL_completion_ids``.
-        model: the reference: a causal LM that :func:`fastpack.patch` covers, plain, 4-bit, or PEFT's, of which the
-            base is meant. Autocast, where it is on, is what it computes in.
-        folder: where the cache is, or will be.
-        collator: of padded batches with ``input_ids``, ``attention_mask`` and ``completion_mask``, as TRL's: what it
-            sends of each example is scored, truncated as it truncates. None for examples as they are.
-        adapter: the name of PEFT's adapter that is on in the reference; None for the base alone.
-        ld_alpha: LD-DPO's: of pairs, the factor on tokens of the longer completion behind as many as the shorter one
-            has.
-        max_tokens: of a batch, at most; a longer sequence is a batch of its own.
-        progress: show a bar, on a terminal.
+        model: the reference, a causal LM that :func:`fastpack.patch` covers: plain, 4-bit, or a PEFT model, whose base
+            is then the reference. It computes under autocast if autocast is on.
+        folder: the folder of the cache; it is created if it doesn't exist.
+        collator: a collator of padded batches with ``input_ids``, ``attention_mask`` and ``completion_mask``, as TRL's.
+            Its sequences are scored, with its truncation. None to score the examples as they are.
+        adapter: the name of the PEFT adapter that is on in the reference; None for the base alone.
+        ld_alpha: LD-DPO's factor on tokens of a pair's longer completion beyond the shorter one's length; None for 1.
+        max_tokens: the largest number of tokens in a batch; a longer sequence is a batch of its own.
+        progress: whether to show a progress bar on a terminal.
 
     Returns:
         The data set with float64 columns ``ref_chosen_logps`` and ``ref_rejected_logps``, or ``ref_logps`` and perhaps
         ``ref_KL_logps``.
 
     Raises:
-        ReferenceCacheError: the cache is of another reference (what differs is named) or can't be read, and was not
-            touched; a log-probability is not finite; ranks hold different models or data.
-        PackingError: an example can't be read, or has such columns already; ``max_tokens`` is not positive.
-        UnsupportedModelError, PatchError: the model can't be the reference here; says why.
+        ReferenceCacheError: the cache is another reference's (the message says what differs) or can't be read, and was
+            not changed; a log-probability is not finite; ranks hold different models or data.
+        PackingError: an example can't be read, or the data set has such columns already; ``max_tokens`` is not
+            positive.
+        UnsupportedModelError: fastpack doesn't cover the model, or the model has no head over a vocabulary.
+        PatchError: the model can't be the reference in its present state; the message says why.
+
+    Example:
+        >>> from fastpack.reference import with_reference_log_probs
+        >>> dataset = with_reference_log_probs(dataset, reference, folder="refs")
+        >>> dataset["ref_chosen_logps"][0]
     """
     examples = Examples(dataset, "the data set", collator, ld_alpha)
     return _filled([examples], model, adapter, Path(folder), max_tokens, progress)[0]
@@ -82,9 +89,9 @@ def precompute(trainer: T, *, folder: str | Path, max_tokens: int = 16384, progr
     """Compute a ``DPOTrainer``'s or ``KTOTrainer``'s reference log-probabilities once, and free the reference model.
 
     TRL's ``precompute_ref_log_probs=True`` does this while the trainer is built. This function does it afterwards,
-    without padding, and with a cache on disk that knows its model; build the trainer without that flag. The data sets
-    get the columns, and the loss reads them. A reference model of the trainer's own (``trainer.ref_model``) is freed;
-    the base of a PEFT policy (or TRL's copy of its adapter, ``ref``) stays.
+    without padding, and with a cache on disk that belongs to one model; build the trainer without that flag. The data
+    sets get the columns, and the loss reads them. A reference model of the trainer's own (``trainer.ref_model``) is
+    freed; the base of a PEFT policy (or TRL's copy of its adapter, ``ref``) stays.
 
     It scores the batches of ``trainer.data_collator``, with its truncation, under the trainer's autocast. A data set
     that is passed to ``trainer.evaluate`` later gets its columns too, if the reference is a part of the policy that did
@@ -101,9 +108,9 @@ def precompute(trainer: T, *, folder: str | Path, max_tokens: int = 16384, progr
         ``trainer`` itself.
 
     Raises:
-        PatchError: it is another trainer, or one without a reference, or whose reference changes while it trains
-            (``sync_ref_model``), or that is sharded. As for all errors, the trainer has not changed.
-        MissingReferenceError: later, by ``evaluate``.
+        PatchError: it is another trainer, it has no reference, its reference changes while it trains
+            (``sync_ref_model``), or it is sharded. The trainer has not changed when this or any other error is raised.
+        MissingReferenceError: raised later, by ``evaluate``, for a new data set after the reference was freed.
 
         All errors of :func:`with_reference_log_probs` may be raised too.
 
@@ -112,41 +119,41 @@ def precompute(trainer: T, *, folder: str | Path, max_tokens: int = 16384, progr
         >>> fastpack.reference.precompute(trainer, folder="refs")
         >>> trainer.train()
     """
-    held: Any = trainer
-    _check(held)
-    own = held.ref_model is not None
-    adapter = "ref" if not own and "ref" in held.model.peft_config else None
+    owner: Any = trainer
+    _check(owner)
+    own = owner.ref_model is not None
+    adapter = "ref" if not own and "ref" in owner.model.peft_config else None
 
     def filled(datasets: Mapping[str, Any]) -> list[Any]:
-        model, ld_alpha = held.ref_model if own else held.model, getattr(held, "ld_alpha", None)
-        wanted = [
-            Examples(dataset, f"the trainer's data ({name})", held.data_collator, ld_alpha)
+        model, ld_alpha = owner.ref_model if own else owner.model, getattr(owner, "ld_alpha", None)
+        examples = [
+            Examples(dataset, f"the trainer's data ({name})", owner.data_collator, ld_alpha)
             for name, dataset in datasets.items()
         ]
-        with held.accelerator.autocast():
-            return _filled(wanted, model, adapter, Path(folder), max_tokens, progress)
+        with owner.accelerator.autocast():
+            return _filled(examples, model, adapter, Path(folder), max_tokens, progress)
 
-    evaluated = held.eval_dataset
+    evaluated = owner.eval_dataset
     splits = evaluated if isinstance(evaluated, dict) else {} if evaluated is None else {"": evaluated}
-    named = {f"eval {name}".strip(): dataset for name, dataset in splits.items()}
-    held.train_dataset, *found = filled({"train": held.train_dataset, **named})
+    eval_datasets = {f"eval {name}".strip(): dataset for name, dataset in splits.items()}
+    owner.train_dataset, *evals = filled({"train": owner.train_dataset, **eval_datasets})
     if evaluated is not None:
-        held.eval_dataset = dict(zip(splits, found, strict=True)) if isinstance(evaluated, dict) else found[0]
-    held.precompute_ref_logps = True
-    # what evaluate() asks for a data set of its own
-    held._precompute_ref_logps = _refuse if own else lambda dataset, name, batch_size: filled({name: dataset})[0]
+        owner.eval_dataset = dict(zip(splits, evals, strict=True)) if isinstance(evaluated, dict) else evals[0]
+    owner.precompute_ref_logps = True
+    # evaluate() calls this for a data set without the columns
+    owner._precompute_ref_logps = _refuse if own else lambda dataset, name, batch_size: filled({name: dataset})[0]
     if own:
-        models = getattr(held.accelerator, "_models", [])
-        models[:] = [model for model in models if model is not held.ref_model]
-        held.ref_model = None
+        models = getattr(owner.accelerator, "_models", [])
+        models[:] = [model for model in models if model is not owner.ref_model]
+        owner.ref_model = None
     return trainer
 
 
 def _refuse(dataset: Any, name: str, batch_size: int) -> Any:
-    """In the place of TRL's ``_precompute_ref_logps`` where there is no reference any more."""
+    """Raise instead of TRL's ``_precompute_ref_logps``, since the reference was freed."""
     raise MissingReferenceError(
-        f"the {len(dataset)} examples ({name}) that evaluate() was handed have no reference log-probabilities, and the "
-        "reference model was let go. Make them part of the trainer's eval_dataset, which may be a dict, before "
+        f"the {len(dataset)} examples ({name}) that evaluate() got have no reference log-probabilities, and the "
+        "reference model was freed. Make them part of the trainer's eval_dataset, which may be a dict, before "
         "precompute."
     )
 
@@ -155,37 +162,38 @@ def _check(trainer: TrainerLike) -> None:
     name = type(trainer).__name__
     if not hasattr(trainer, "_precompute_ref_logps"):
         raise PatchError(
-            f"a {name} has no references: precompute takes a DPOTrainer or KTOTrainer of TRL, 1.15 or newer."
+            f"a {name} has no reference model: precompute takes a DPOTrainer or KTOTrainer of TRL, 1.15 or newer."
         )
     if trainer.ref_model is None and not is_peft(trainer.model):
         raise PatchError(
-            f"this {name} has neither a ref_model nor adapters: there is no reference. (One that was built with "
-            "precompute_ref_log_probs=True, or given to precompute before, has let it go.)"
+            f"this {name} has neither a ref_model nor adapters: there is no reference. (A trainer that was built with "
+            "precompute_ref_log_probs=True, or passed to precompute before, has freed it.)"
         )
     if trainer.args.sync_ref_model:
         raise PatchError(
-            "sync_ref_model=True changes the reference while it trains: what is computed now would be stale. Build "
+            "sync_ref_model=True changes the reference during training, so precomputed values would be stale. Build "
             "the trainer without it."
         )
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise PatchError(
-            "the trainer runs on DeepSpeed or FSDP, where models are not whole, or not on their device yet. Call "
-            "with_reference_log_probs on its data sets in a run without, and give them to the trainer."
+            "the trainer runs on DeepSpeed or FSDP, where a model is sharded, or not on its device yet. Call "
+            "with_reference_log_probs on its data sets in a run without them, and pass those to the trainer."
         )
 
 
-Place = tuple[Examples, int, int]  # where a sequence is: its data set, row and column
+Place = tuple[Examples, int, int]
+"""The place of a sequence: its data set, row and column."""
 
 
 def _filled(
-    wanted: Sequence[Examples], model: nn.Module, adapter: str | None, folder: Path, max_tokens: int, progress: bool
+    datasets: Sequence[Examples], model: nn.Module, adapter: str | None, folder: Path, max_tokens: int, progress: bool
 ) -> list[Any]:
-    """Return the data sets with their columns, from the cache, after computing what is missing there."""
+    """Compute the values that the cache lacks, and return the data sets with their columns."""
     cache = ReferenceCache(folder, identify(model, adapter))
     places: dict[str, Place] = {}
     lengths: dict[str, int] = {}
     ids: list[list[list[str]]] = []
-    for examples in wanted:
+    for examples in datasets:
         rows = []
         for row in range(len(examples.dataset)):
             sequences = examples[row]
@@ -197,49 +205,49 @@ def _filled(
     facts = _gather((cache.reference, hashlib.sha256(repr(ids).encode()).hexdigest(), max_tokens))
     if any(theirs != facts[0] for theirs in facts):
         raise ReferenceCacheError("ranks hold different models or data, or were passed different arguments.")
-    values = _gather(cache.load())[0]  # the first rank's, which writes
-    missing = {one: place for one, place in places.items() if one not in values}
+    values = _gather(cache.load())[0]  # the first rank's, since only it writes
+    missing = {key: place for key, place in places.items() if key not in values}
     if missing:
         with scoring(model, adapter) as score:
-            for found in _computed(missing, lengths, score, max_tokens, progress):
-                values |= found
+            for block in _computed(missing, lengths, score, max_tokens, progress):
+                values |= block
                 if _ranks()[0] == 0:
-                    cache.add(found)
-    return [_with_columns(examples, rows, values) for examples, rows in zip(wanted, ids, strict=True)]
+                    cache.add(block)
+    return [_with_columns(examples, rows, values) for examples, rows in zip(datasets, ids, strict=True)]
 
 
 def _computed(
     missing: Mapping[str, Place], lengths: Mapping[str, int], score: Score, max_tokens: int, progress: bool
 ) -> Iterator[dict[str, float]]:
-    """Compute the missing values on every rank, ``SAVE_EVERY`` batches of each at a time.
+    """Yield the missing values by the sequence's id, in blocks of ``SAVE_EVERY`` batches of each rank.
 
-    The most expensive come first. So running out of memory shows at once, and neighbours, which ranks share, cost the
-    same.
+    The largest batches come first. So running out of memory shows at once, and batches that ranks compute at the same
+    time cost about the same.
     """
-    every, (rank, ranks) = list(missing), _ranks()
-    # a sequence that is longer counts as a whole batch, and is one
-    plan = plan_batches([lengths[one] for one in every], max_tokens, seed=0, epoch=0, too_long="truncate")
-    batches = [[every[i] for i in batch] for batch in plan.batches[0]]
-    batches.sort(key=lambda batch: -sum(lengths[one] for one in batch))
+    keys, (rank, ranks) = list(missing), _ranks()
+    # "truncate" only affects the plan here: a sequence over max_tokens is a batch of its own, and is scored whole
+    plan = plan_batches([lengths[key] for key in keys], max_tokens, seed=0, epoch=0, too_long="truncate")
+    batches = [[keys[i] for i in batch] for batch in plan.batches[0]]
+    batches.sort(key=lambda batch: -sum(lengths[key] for key in batch))
     starts = range(0, len(batches), ranks * SAVE_EVERY)
     hidden = not progress or rank > 0
     for start in track(starts, "reference log-probabilities", console=Console(stderr=True), disable=hidden):
         mine = batches[start : start + ranks * SAVE_EVERY][rank::ranks]
-        places = [[missing[one] for one in batch] for batch in mine]
-        sums = [score([examples[row][column] for examples, row, column in some]) for some in places]
-        # read once a block, so that batches are made while the device computes
-        values = [value for made in sums for value in made.tolist()]
+        places = [[missing[key] for key in batch] for batch in mine]
+        sums = [score([examples[row][column] for examples, row, column in batch]) for batch in places]
+        # read once a block, so that the host prepares batches while the device computes
+        values = [value for batch_sums in sums for value in batch_sums.tolist()]
         here = dict(zip(chain.from_iterable(mine), values, strict=True))
-        found = {one: value for theirs in _gather(here) for one, value in theirs.items()}
-        bad = [one for one, value in found.items() if not isfinite(value)]
+        block = {key: value for theirs in _gather(here) for key, value in theirs.items()}
+        bad = [key for key, value in block.items() if not isfinite(value)]
         if bad:
             examples, row, column = missing[bad[0]]
             raise ReferenceCacheError(
-                f"the reference gives {len(bad)} log-probabilities that are not finite, as of example {row} of "
-                f"{examples.name} ({examples.columns[column]}). They were not kept, nor was what was computed with "
-                "them. Is its dtype wide enough?"
+                f"the reference gives {len(bad)} log-probabilities that are not finite, for instance in example {row} "
+                f"of {examples.name} ({examples.columns[column]}). Neither they nor the others of their block were "
+                "saved. Try a wider dtype for the reference."
             )
-        yield found
+        yield block
 
 
 def _with_columns(examples: Examples, rows: list[list[str]], values: Mapping[str, float]) -> Any:
@@ -259,8 +267,8 @@ def _ranks() -> tuple[int, int]:
 
 
 def _gather(value: T) -> list[T]:
-    """Return every rank's value, on every rank."""
-    found = [value] * _ranks()[1]
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    """Return the values of all ranks, on every rank."""
+    values = [value] * _ranks()[1]
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values

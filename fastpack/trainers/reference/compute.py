@@ -1,4 +1,4 @@
-"""The sequences of preference data, as a collator sends them, and their log-probabilities, padding-free.
+"""The sequences of preference data as a collator makes them, and their log-probabilities without padding.
 
 Shape suffixes: L tokens of a sequence, N sequences, T tokens of all of them, V vocabulary.
 """
@@ -40,11 +40,11 @@ JUDGED_COLUMNS = ("ref_logps", "ref_KL_logps")
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """A sequence, and how much each of its tokens counts.
+    """A sequence, with a weight for each of its tokens.
 
     Attributes:
-        ids: int64 ``[L]``.
-        weights: float32 ``[L]``, the factor on each token's log-probability; 0 for the first, which nothing predicts.
+        ids: int64 ``[L]``, the token ids.
+        weights: float32 ``[L]``, the factor on each token's log-probability; 0 for the first, which no token predicts.
     """
 
     ids: Tensor
@@ -52,24 +52,25 @@ class Scored:
 
     @cached_property
     def id(self) -> str:
-        """128 bits in hex that are the same wherever the sequence is met: a digest of the ids and the weights."""
-        made = hashlib.blake2b(digest_size=16)
-        made.update(self.ids.numpy().astype("<i8").tobytes())
-        made.update(self.weights.numpy().astype("<f4").tobytes())
-        return made.hexdigest()
+        """A digest of the ids and the weights, 128 bits in hex, which identifies the sequence on any machine."""
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(self.ids.numpy().astype("<i8").tobytes())
+        digest.update(self.weights.numpy().astype("<f4").tobytes())
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """A data set of tokenised pairs, or of judged completions, and the sequences that each example needs scored.
+    """A data set of tokenised pairs or judged completions, and the sequences to score for each example.
 
-    Reading what the collator makes, rather than the columns, honours whatever it does: truncation above all.
+    The sequences come from the collator's batches rather than from the columns, so they are truncated as the collator
+    truncates them.
 
     Attributes:
         dataset: a ``datasets.Dataset``.
-        name: what it is called in messages.
-        collator: what makes batches of its examples; None for one that sends them as they are.
-        ld_alpha: the factor on tokens of the longer completion of a pair behind as many as the shorter one has.
+        name: the data set's name in messages.
+        collator: the collator that makes batches of the examples; None to take the examples as they are.
+        ld_alpha: LD-DPO's factor on tokens of a pair's longer completion beyond the shorter one's length; None for 1.
     """
 
     dataset: Any
@@ -78,24 +79,24 @@ class Examples:
     ld_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        """Check that the data set can get the columns."""
+        """Raise unless the columns can be added to the data set."""
         if not hasattr(self.dataset, "add_column") or not hasattr(self.dataset, "__len__"):
             raise PackingError(
                 f"{self.name} is a {type(self.dataset).__name__}. Pass one split, a datasets.Dataset, that was loaded "
                 "without streaming=True."
             )
-        there = [name for name in (*PAIR_COLUMNS, *JUDGED_COLUMNS) if name in self.dataset.column_names]
-        if there:
+        existing = [name for name in (*PAIR_COLUMNS, *JUDGED_COLUMNS) if name in self.dataset.column_names]
+        if existing:
             raise PackingError(
-                f"{self.name} has {' and '.join(there)} already. Take them out to have them made anew: "
-                f"dataset.remove_columns({there}). (A trainer built with precompute_ref_log_probs=True has made them "
-                "itself, on padded batches: build it without.)"
+                f"{self.name} has {' and '.join(existing)} already. Remove them to compute them again: "
+                f"dataset.remove_columns({existing}). (A trainer built with precompute_ref_log_probs=True has computed "
+                "them itself, on padded batches: build it without that flag.)"
             )
         _ = self.columns
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """The columns that are to be filled, under TRL's names; one for each sequence of an example."""
+        """The columns to fill, one for each sequence of an example, under TRL's names."""
         names = self.dataset.column_names
         if "chosen_ids" in names or "chosen_input_ids" in names:
             return PAIR_COLUMNS
@@ -109,10 +110,10 @@ class Examples:
 
     @cached_property
     def _lists(self) -> Any:
-        return self.dataset.with_format(None)  # examples of lists, as collators want them
+        return self.dataset.with_format(None)  # examples of plain lists, as collators need them
 
     def __getitem__(self, row: int) -> list[Scored]:
-        """Return the sequences of one example, one for each of the columns."""
+        """Return the sequences of one example, one for each column."""
         example = self._lists[row]
         try:
             sequences = _collated(self.collator([example])) if self.collator else _as_they_are(example, self.columns)
@@ -132,7 +133,10 @@ class Examples:
 
 
 def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[Scored]:
-    """Return a prompt with each of its completions, not truncated. A judged one is a pair with the one for its KL."""
+    """Return a prompt with each of its completions, not truncated.
+
+    A judged completion is handled as a pair with the completion for its KL.
+    """
     if columns != PAIR_COLUMNS:
         chosen, rejected = example["completion_ids"], example.get("KL_completion_ids", example["completion_ids"])
         example = {"prompt_ids": example["prompt_ids"], "chosen_ids": chosen, "rejected_ids": rejected}
@@ -143,8 +147,8 @@ def _as_they_are(example: Mapping[str, Any], columns: tuple[str, ...]) -> list[S
 
 
 def _collated(batch: Mapping[str, Any]) -> list[Scored]:
-    """Return the sequences of a padded batch by TRL's names, tensors ``[B, S]``: completions, then those for the KL."""
-    found = []
+    """Return the sequences of TRL's padded batch, tensors ``[B, S]``: the completions, then those for the KL."""
+    sequences = []
     for prefix in ("", "KL_"):
         names = [f"{prefix}{name}" for name in ("input_ids", "attention_mask", "completion_mask")]
         if not all(name in batch for name in names):
@@ -152,33 +156,35 @@ def _collated(batch: Mapping[str, Any]) -> list[Scored]:
         for ids, real, scored in zip(*(batch[name] for name in names), strict=True):
             weights = scored[real.bool()].float()
             weights[:1] = 0
-            found.append(Scored(ids[real.bool()].long(), weights))
-    return found
+            sequences.append(Scored(ids[real.bool()].long(), weights))
+    return sequences
 
 
-# from N sequences to float64 [N] on the device, for which nothing waits (float32 on MPS)
 Score = Callable[[Sequence[Scored]], Tensor]
+"""A function from N sequences to their log-probabilities, float64 ``[N]`` on the device (float32 on MPS). It doesn't
+wait for the device."""
 
 
 @contextmanager
 def scoring(model: nn.Module, adapter: str | None) -> Iterator[Score]:
-    """Give what scores sequences; within, the model is the reference, and behind it what it was.
+    """Turn a model into the reference, and yield the function that scores sequences; restore the model at the end.
 
-    That is: in evaluation mode, patched, with PEFT's ``adapter`` on, or all of them off for None.
+    As the reference, the model is patched, in evaluation mode and without gradients. PEFT's ``adapter`` is on; if it is
+    None, all adapters are off.
 
     Raises:
-        UnsupportedModelError: the model is not covered.
+        UnsupportedModelError: fastpack doesn't cover the model.
     """
     parts = find_parts(model)
     as_patched = nullcontext() if is_patched(model) else temporarily_patched(model, match_by_twin)
     with _as_reference(model, adapter), as_patched, torch.no_grad():
-        assert parts.head is not None  # as identify found
+        assert parts.head is not None  # identify() has checked it
         yield partial(_log_probs, parts, head_spec(parts, match_by_twin))
 
 
 @contextmanager
 def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
-    """Run with the adapters as they are in the reference; afterwards the same modules and weights train as before."""
+    """Switch the adapters to those of the reference; at the end restore them, and which parameters train."""
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     active = None if adapter is None else model.base_model.active_adapter
     try:
@@ -190,7 +196,7 @@ def _as_reference(model: Any, adapter: str | None) -> Iterator[None]:
         if adapter is not None:
             model.base_model.set_adapter(active)
         for parameter, on in trained:
-            parameter.requires_grad_(on)  # PEFT decides about them as it switches adapters
+            parameter.requires_grad_(on)  # PEFT sets it when it switches adapters
 
 
 def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored]) -> Tensor:
@@ -198,7 +204,7 @@ def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored])
     device = next(backbone.parameters()).device
     packed = PackedSeqLens.from_lengths([len(s.ids) for s in sequences]).to(device)
     ids_T = torch.cat([s.ids for s in sequences])
-    # the first token of a sequence never counts, so that its last one predicts nothing
+    # the first token of a sequence has weight 0, so the token before it, the last of another sequence, has no target
     weights_T = torch.cat([s.weights for s in sequences]).roll(-1)
     targets_T = ids_T.roll(-1).masked_fill(weights_T == 0, IGNORE_INDEX)
     count = int((weights_T != 0).sum())
@@ -223,6 +229,6 @@ def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored])
 
 
 def _of_logits(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Return the losses from logits, for heads that can't be read, in float32 and a chunk of rows at a time."""
+    """Return float32 losses ``[T]`` from logits, a chunk of rows at a time, for heads whose weight can't be read."""
     chunks = zip(logits_TV.split(CHUNK), targets_T.to(logits_TV.device).split(CHUNK), strict=True)
     return torch.cat([F.cross_entropy(x.float(), y, ignore_index=IGNORE_INDEX, reduction="none") for x, y in chunks])

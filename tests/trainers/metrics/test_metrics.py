@@ -1,4 +1,4 @@
-"""Metrics in real trainers, against counts worked out from the rows that the collator was given."""
+"""Metrics in real trainers, against counts of the rows that the collator got."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FEEDS: dict[str, dict[str, Any]] = {
 
 
 def rows(count: int = 40, seed: int = 0, longest: int = 30) -> Dataset:
-    """Sequences of 2 to 30 tokens, all of which are labels, but in every third the first half."""
+    """Return sequences of 2 to 30 tokens; all are labels, except for the first half of every third sequence."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
     ids = [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
@@ -58,7 +58,7 @@ def sft(folder: Path, model: Any = None, *, data: Dataset | None = None, **furth
 
 
 def record(trainer: Any) -> list[list[tuple[int, int]]]:
-    """Of each batch that is collated, each sequence's length and its labels that are predicted."""
+    """Record each collated batch: each sequence's length and its number of predicted labels."""
     found: list[list[tuple[int, int]]] = []
     stock = trainer.data_collator
 
@@ -78,26 +78,26 @@ def record(trainer: Any) -> list[list[tuple[int, int]]]:
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
-    """Train; what it logged of its steps, without the prefix."""
+    """Train, and return the metrics of each log, without the prefix."""
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     return [{k.removeprefix(PREFIX): v for k, v in entry.items() if k.startswith(PREFIX)} for entry in entries]
 
 
 class Reporter(TrainerCallback):
-    """Stands for TensorBoard and the others: keeps what it is told."""
+    """A callback that records logs, in place of TensorBoard and others."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
+        self.received: list[dict[str, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        self.told.append(dict(logs))
+        self.received.append(dict(logs))
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("patch", [False, True])
 @pytest.mark.parametrize("feed", FEEDS)
-def test_figures_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
+def test_metrics_against_counts_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
     trainer = sft(tmp_path, **FEEDS[feed])
     batches = record(trainer)
     callback = attach(trainer, peak_flops=1e10)
@@ -136,15 +136,15 @@ def test_figures_by_hand(feed: str, patch: bool, tmp_path: Path) -> None:
 
 
 def test_reaches_reporters_history_and_the_file(tmp_path: Path) -> None:
-    """A reporter that stands before, as those of ``report_to`` do; without our place at the front it hears nothing."""
+    """A reporter that comes first, as those of ``report_to`` do, gets the metrics only since ours runs before it."""
     reporter = Reporter()
     trainer = sft(tmp_path, callbacks=[reporter], save_strategy="steps", save_steps=STEPS)
     callback = attach(trainer)
     output = trainer.train()
     names = {f"{PREFIX}{name}" for name in ("real_tokens", "padding_share", "step_seconds", "total_real_tokens")}
-    assert all(names <= told.keys() for told in reporter.told[:STEPS])
-    assert f"{PREFIX}mfu" not in reporter.told[0], "a CPU has no peak"
-    assert reporter.told[-1][f"{PREFIX}total_real_tokens"] == callback.totals["real"]
+    assert all(names <= entry.keys() for entry in reporter.received[:STEPS])
+    assert f"{PREFIX}mfu" not in reporter.received[0], "a CPU has no peak"
+    assert reporter.received[-1][f"{PREFIX}total_real_tokens"] == callback.totals["real"]
     assert output.metrics[f"{PREFIX}total_real_tokens"] == callback.totals["real"]
     saved = json.loads((tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
     assert all(names <= entry.keys() for entry in saved["log_history"][:STEPS])
@@ -154,11 +154,11 @@ def test_reaches_reporters_history_and_the_file(tmp_path: Path) -> None:
     trainer = sft(tmp_path, callbacks=[late])
     trainer.callback_handler.callbacks.append(MetricsCallback(trainer, None))
     trainer.train()
-    assert not any(names & told.keys() for told in late.told), "a callback at the end is too late"
+    assert not any(names & entry.keys() for entry in late.received), "a callback at the end is too late"
 
 
 def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
-    """Two batches a step, logged every second step, evaluated in between: the same totals, means over two steps."""
+    """With two batches a step and a log every second step, totals are the same, and means are over two steps."""
     plain = sft(tmp_path, gradient_accumulation_steps=2, max_steps=4, logging_steps=2)
     batches = record(plain)
     alone = attach(plain)
@@ -179,8 +179,8 @@ def test_accumulation_logging_and_evaluation(tmp_path: Path) -> None:
     evaluated.add_callback(reporter)
     both = attach(evaluated)
     evaluated.train()
-    assert any("eval_loss" in told for told in reporter.told)
-    assert not any(name.startswith(PREFIX) for told in reporter.told if "eval_loss" in told for name in told)
+    assert any("eval_loss" in entry for entry in reporter.received)
+    assert not any(name.startswith(PREFIX) for entry in reporter.received if "eval_loss" in entry for name in entry)
     for name in ("steps", "real", "trained", "slots"):
         assert both.totals[name] == alone.totals[name], name
     # the control: the same model called with a backward is counted
@@ -233,7 +233,7 @@ def test_a_second_run_begins_anew(tmp_path: Path) -> None:
 
 
 def test_in_the_stock_trainer_with_the_fused_loss(tmp_path: Path) -> None:
-    """The same tokens whatever computes the loss."""
+    """The token counts are the same whatever computes the loss."""
     from transformers import DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     model = tiny_model("llama", attn_implementation="sdpa")
@@ -258,7 +258,7 @@ def test_checkpointing_does_not_count_twice(tmp_path: Path) -> None:
 
 
 def test_nothing_is_read_between_two_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks for a value does so through one of these; counted are those that our code calls."""
+    """Every read of a tensor's value goes through one of these methods; those that our code calls are counted."""
     import sys
 
     reads: list[str] = []
@@ -282,7 +282,7 @@ def test_nothing_is_read_between_two_logs(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_time_goes_where_it_belongs(tmp_path: Path) -> None:
-    """A slow collator is time between steps; logging, evaluating and saving are none."""
+    """A slow collator counts as time between steps; logging, evaluating and saving don't count."""
 
     class Slow(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -318,7 +318,7 @@ def test_time_goes_where_it_belongs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quiet", [False, True])
 def test_what_the_command_line_reads(quiet: bool, tmp_path: Path) -> None:
-    """Steps that were not logged are counted too, and a callback that is told not to log keeps its figures."""
+    """Steps that were not logged are counted too, and a callback with ``logs=False`` keeps its metrics."""
     trainer = sft(tmp_path, max_steps=5, logging_steps=2)
     batches = record(trainer)
     callback = attach(trainer)
@@ -366,7 +366,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_without_a_formula_warns(tmp_path: Path) -> None:
     trainer = sft(tmp_path, tiny_model("diffllama", attn_implementation="eager"), max_steps=1)
-    with pytest.warns(FastpackWarning, match="mfu is left out: there is no formula for all that a DiffLlamaModel"):
+    with pytest.warns(
+        FastpackWarning, match="mfu is left out: there is no formula for everything that a DiffLlamaModel"
+    ):
         attach(trainer, peak_flops=1e10)
     found = logged(trainer)
     assert "mfu" not in found[0]

@@ -1,4 +1,4 @@
-"""Counts of batches against counts by hand, and that nobody waits for them."""
+"""Counts of batches against counts by hand, and without waiting for the device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastpack.trainers.metrics.peaks import PEAKS, peak_of
 
 
 def hand(lengths: list[int]) -> list[int]:
-    """Pairs of a token and one that it sees, in each window."""
+    """Count the pairs of a token and a token that it sees, in each window."""
     return [sum(min(at + 1, window or at + 1) for n in lengths for at in range(n)) for window in WINDOWS]
 
 
@@ -110,7 +110,7 @@ def test_counting_waits_for_nothing(kind: str) -> None:
     ids=["right", "left", "both", "segments", "a row of padding"],
 )
 def test_labels_at_padding(mask: list[list[int]], read: bool) -> None:
-    """As many as the loss of a patched model is a mean of."""
+    """The count is the number of labels that a patched model's loss is a mean over."""
     model = fastpack.patch(tiny_model("llama"))
     ids = torch.arange(3, 13).view(2, 5)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.tensor(mask), "labels": ids}

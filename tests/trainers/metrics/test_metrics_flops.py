@@ -1,4 +1,4 @@
-"""What a model computes, read from it, against what torch counts, what the attention kernels get, and by hand."""
+"""A model's operations against torch's counter, the attention kernels' arguments, and counts by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 
 def count(model: nn.Module, *, backward: bool) -> int:
-    """Operations that torch counts in a step on one sequence; eager attention works on all T x T pairs.
+    """Return torch's count of operations in a step on one sequence; eager attention computes all T x T pairs.
 
     So does torch's own in terms of products; of its kernel for a CPU, which from 2.14 on serves falcon's single head of
     keys too, torch counts nothing.
@@ -43,7 +43,7 @@ def count(model: nn.Module, *, backward: bool) -> int:
 
 
 def expected(flops: ModelFlops) -> int:
-    """Return ours of the same: over all pairs."""
+    """Return our count of the same step, over all pairs."""
     return flops.of(TOKENS, [TOKENS**2] * len(flops.per_pair))
 
 
@@ -58,7 +58,7 @@ def test_by_hand() -> None:
 
 @pytest.mark.parametrize("model_type", [*FAST, "gpt2", "gpt_neox", "jetmoe", "opt", "olmoe"])
 def test_forward_of_each_family(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's count of the stock forward, and heads, sizes and windows as the patched one hands them to a kernel."""
+    """Torch counts the same in the stock forward; the patched one passes such heads, sizes and windows on."""
     model = tiny_model(model_type).requires_grad_(False)
     flops = read_flops(model)
     assert count(model, backward=False) == expected(flops)
@@ -82,7 +82,7 @@ def test_forward_of_each_family(model_type: str, monkeypatch: pytest.MonkeyPatch
 
 
 UNKNOWN = {"dbrx", "diffllama", "dory", "gemma3n_text", "hrm_text", "longcat_flash"}
-"""Families whose layers nothing but attention mixes, and that compute what no module shows."""
+"""Families in which only attention mixes tokens, but whose operations their modules don't show."""
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() & {*model_types()}))
@@ -109,9 +109,9 @@ def test_a_full_step(model_type: str) -> None:
 
 
 ONE_PRODUCT = 2 * 32 * TOKENS**2
-"""Of attention, over all heads."""
+"""The operations of attention for one pair, over all heads."""
 KV, MLP = 2 * 32 * 16, 32 * 48
-"""Weights of a layer's keys and values, and of one product of its MLP."""
+"""The numbers of weights of a layer's keys and values, and of one matmul of its MLP."""
 QKV = 32 * 32 + KV
 
 
@@ -138,7 +138,7 @@ def test_a_step_of_lora(targets: list[str], left_out: int) -> None:
 
 
 def test_only_some_layers_train() -> None:
-    """Below the lowest layer that trains nothing needs a gradient."""
+    """Below the lowest layer that trains, no module needs a gradient."""
     model: Any = tiny_model("llama", num_hidden_layers=4).requires_grad_(False)
     frozen = expected(read_flops(model))
     model.model.layers[2].requires_grad_(True)
@@ -149,7 +149,7 @@ def test_only_some_layers_train() -> None:
 
 
 def test_adapters_in_force_count_alone() -> None:
-    """Not the other adapter, nor the frozen copy of a trained head."""
+    """Neither the other adapter counts, nor the frozen copy of a trained head."""
     lora = LoraConfig(r=3, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
     model: Any = get_peft_model(tiny_model("llama"), lora)
     alone = read_flops(model)
@@ -174,7 +174,7 @@ def test_adapters_without_a_formula() -> None:
 
 
 def test_rows_that_train_alone() -> None:
-    """PEFT's trainable_token_indices: the weight that they are rows of is frozen, and a tied head's too."""
+    """With PEFT's trainable_token_indices, the weight with those rows is frozen, and so is a tied head's."""
     lora = LoraConfig(r=3, target_modules=["q_proj"], trainable_token_indices=[5, 6], init_lora_weights=False)
     model: Any = get_peft_model(tiny_model("llama", tie_word_embeddings=False), lora)
     assert count(model, backward=True) == expected(read_flops(model))

@@ -1,4 +1,4 @@
-"""Metrics on a GPU: counted without waiting, timed as the device reaches things."""
+"""Metrics on a GPU are counted without waiting, and times are measured on the device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_counting_waits_for_nothing(no_waiting: None, tmp_path: Path) -> None:
 
 
 def test_time_is_the_devices() -> None:
-    """A pause of the host behind a busy device takes nothing there."""
+    """A pause of the host takes no time while the device is busy."""
     busy, idle = Stopwatch(CUDA), Stopwatch(CUDA)
     big = torch.randn(8192, 8192, device=CUDA)
     torch.mm(big, big)

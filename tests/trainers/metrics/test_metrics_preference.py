@@ -25,7 +25,7 @@ def tiny() -> Any:
 
 @pytest.mark.parametrize("reference", ["adapters off", "own model", "precomputed"])
 def test_dpo(reference: str, tmp_path: Path) -> None:
-    """Completions are what is trained on; a reference model's forward counts neither as tokens nor as work."""
+    """Only completions count as trained; a reference model's forward adds neither tokens nor operations."""
     lora = LoraConfig(r=3, target_modules=["q_proj", "v_proj"]) if reference == "adapters off" else None
     settings = base_settings(tmp_path, precompute_ref_log_probs=reference == "precomputed")
     trainer = DPOTrainer(
@@ -78,7 +78,7 @@ def test_rewards_have_no_trained_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("patch", [False, True])
 def test_grpo_and_kto(patch: bool, tmp_path: Path) -> None:
-    """What is generated on the way is no work that counts; patched and stock need the same."""
+    """Generation doesn't count as work; patched and stock trainers have the same counts."""
 
     def rewards(completions: list[str], **_: Any) -> list[float]:
         return [float(len(text)) for text in completions]

@@ -1,4 +1,4 @@
-"""Metrics of two ranks on gloo: both log the same figures, those of both."""
+"""Metrics of two ranks on gloo: both log the same metrics, which cover both ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEPS = 3
 
 
 def process(rank: int, folder: str, port: int) -> None:
-    """One of two, which train on other batches."""
+    """Run one of two ranks, which train on different batches."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Reference log-probabilities in tests: data, trainers, and what to compare with."""
+"""Helpers for tests of reference log-probabilities: data, trainers, and expected values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def columns_of(dataset: Any) -> dict[str, Tensor]:
 
 
 def off_by(found: Any, want: Any) -> float:
-    """The largest relative difference of any example's log-probability."""
+    """Return the largest relative difference of any example's log-probability."""
     ours, theirs = columns_of(found), columns_of(want)
     assert ours.keys() == theirs.keys()
     assert ours
@@ -40,7 +40,7 @@ def policy(seed: int = 0) -> Any:
 
 
 def pair_trainer(folder: Path, **further: Any) -> Any:
-    """With a reference of its own, unless ``peft`` says how it is told from the policy."""
+    """Build a trainer with a reference model; with ``peft``, the reference is the policy's base or adapter copy."""
     peft = further.pop("peft", None)
     model = with_lora(policy()) if peft == "a copy of the adapter" else policy()
     if peft == "base":
@@ -67,7 +67,7 @@ def judged_trainer(folder: Path, **further: Any) -> Any:
 
 
 def tokenised(count: int = 12, seed: int = 0) -> Dataset:
-    """Pairs of ids, as DPOTrainer makes them."""
+    """Return pairs of ids as DPOTrainer makes them."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(shortest: int, longest: int) -> list[int]:
@@ -81,7 +81,7 @@ def tokenised(count: int = 12, seed: int = 0) -> Dataset:
 
 @torch.no_grad()
 def alone(dataset: Any, model: Any) -> Any:
-    """The stock model on each sequence by itself."""
+    """Return log-probabilities by the stock model on each sequence alone."""
     for column in ("chosen", "rejected"):
         values = []
         for row in dataset:
@@ -94,11 +94,11 @@ def alone(dataset: Any, model: Any) -> Any:
 
 
 class Kill(Exception):
-    """As if the process ended."""
+    """An error that ends a run as if the process had been killed."""
 
 
 class Scoring:
-    """Which sequences each batch was of; ends the run before batch number ``end``."""
+    """A recorder of each batch's sequences, which ends the run before batch number ``end``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.batches: list[list[str]] = []

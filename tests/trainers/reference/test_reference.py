@@ -1,4 +1,4 @@
-"""Reference log-probabilities, padding-free: those of each sequence alone, looked up by what a sequence is."""
+"""Reference log-probabilities without padding: those of each sequence alone, cached by the sequence's id."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 ON_TINY = ("cohere", "granite", "gemma2", "mixtral", "qwen3", "gpt2")
-"""Heads with a scale, a divisor, a softcap, experts; and one whose logits are asked for."""
+"""Heads with a scale, a divisor, a softcap, experts; and one whose logits have to be computed."""
 
 
 @pytest.mark.parametrize("model_type", [*ON_TINY, "opt", "bamba", "mpt"])
@@ -43,7 +43,7 @@ def test_families(model_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_4bit(lora: bool, tmp_path: Path) -> None:
-    """The base of a 4-bit policy with LoRA is that 4-bit model, also for the cache."""
+    """The base of a 4-bit policy with LoRA is the same reference as the 4-bit model, also for the cache."""
     model: Any = nf4(tmp_path / "model")
     data = tokenised()
     want = alone(data, model)  # in training mode: in evaluation bitsandbytes rounds its scales on some CPUs
@@ -219,13 +219,13 @@ def test_what_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     model = policy()
     with torch.no_grad():
         model.lm_head.weight[5] = float("inf")
-    with pytest.raises(ReferenceCacheError, match=r"not finite, as of example \d+ of the data set \(ref_"):
+    with pytest.raises(ReferenceCacheError, match=r"not finite, for instance in example \d+ of the data set \(ref_"):
         with_reference_log_probs(tokenised(), model, folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def process(rank: int, folder: str) -> None:
-    """One of two, which share the work, then hold other models, then other data."""
+    """Run one of two ranks, which share the work, then hold different models, then different data."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     counted = 0
@@ -280,7 +280,7 @@ def test_two_processes(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [False, True])
 def test_on_a_gpu_in_bf16(lora: bool, tmp_path: Path) -> None:
-    """Off from float32 by as much as the stock model is in bf16, each sequence alone."""
+    """The error against float32 is that of the stock model in bf16 on each sequence alone."""
     model: Any = tiny_model("llama", attn_implementation="sdpa", hidden_size=128, head_dim=32).cuda()
     data = tokenised(64)
     exact = alone(data, model.eval())

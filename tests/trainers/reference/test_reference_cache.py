@@ -1,4 +1,4 @@
-"""The cache of reference log-probabilities on disk: whose it is, what becomes of a damaged one, what is never lost."""
+"""The cache of reference log-probabilities on disk: its reference, damaged files, and interrupted writes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> Any:
 
 @pytest.fixture
 def cache(model: Any, tmp_path: Path) -> ReferenceCache:
-    """Of six values, added in two."""
+    """Return a cache of six values that were added in two calls."""
     made = ReferenceCache(tmp_path / "cache", identify(model, None))
     for some in (list(VALUES)[:4], list(VALUES)[4:]):
         made.add({one: VALUES[one] for one in some})
@@ -108,7 +108,7 @@ def test_autocast_is_another(cache: ReferenceCache, model: Any) -> None:
 
 
 def test_what_does_not_matter(cache: ReferenceCache) -> None:
-    """The name, what trainers set, how attention is computed, and adapters that are off."""
+    """Names, settings of trainers, the attention implementation and adapters that are off don't matter."""
     model = policy()
     model.config.use_cache = False
     model.config.pad_token_id = 5
@@ -203,7 +203,7 @@ def test_a_folder_of_something_else(model: Any, tmp_path: Path) -> None:
 
 
 def test_killed_while_it_writes(cache: ReferenceCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there is whole, and the file that was begun does no harm."""
+    """The old file is intact, and the unfinished file does no harm."""
 
     def ending(self: Path, target: Any) -> Path:
         raise Kill

@@ -1,4 +1,4 @@
-"""TRL's trainers: precomputed padding-free, references are those of TRL on padded batches, and so are the steps."""
+"""TRL's trainers: references precomputed without padding equal TRL's on padded batches, and so do the steps."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_as_trl_precomputes_them(name: str, tmp_path: Path, calls: Calls) -> Non
 
 
 def test_in_bf16(tmp_path: Path) -> None:
-    """Under the trainer's autocast: off from float32 as TRL is."""
+    """Under the trainer's autocast, the error against float32 is as large as TRL's."""
     exact = pair_trainer(tmp_path, precompute_ref_log_probs=True).train_dataset
     stock = pair_trainer(tmp_path, precompute_ref_log_probs=True, bf16=True).train_dataset
     ours = precompute(pair_trainer(tmp_path, bf16=True), folder=tmp_path / "cache").train_dataset
@@ -84,7 +84,7 @@ def test_collators_that_are_wrapped(tmp_path: Path) -> None:
 
 
 def test_negative_control(tmp_path: Path) -> None:
-    """The comparison tells the policy from the reference, and a whole completion from a cut one."""
+    """The comparison tells the policy from the reference, and a whole completion from a truncated one."""
     stock = pair_trainer(tmp_path, precompute_ref_log_probs=True)
     plain = stock.train_dataset.remove_columns(list(PAIR_COLUMNS))
     assert off_by(with_reference_log_probs(plain, policy(1), folder=tmp_path / "1"), stock.train_dataset) <= BOUND
@@ -150,7 +150,7 @@ def test_the_reference_model_is_set_free(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_evaluate_on_data_of_its_own_with_the_reference_inside(tmp_path: Path) -> None:
-    """Before and behind training: TRL reads the reference off the policy without its adapter, and so is it here."""
+    """Before and after training, the reference is the policy without its adapter, as in TRL."""
     stock, ours = pair_trainer(tmp_path, peft="base"), pair_trainer(tmp_path, peft="base")
     precompute(ours, folder=tmp_path / "cache")
     for _ in range(2):
@@ -166,9 +166,9 @@ def test_evaluate_on_data_of_its_own_with_the_reference_inside(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_evaluate_on_data_of_its_own_without_a_reference(tmp_path: Path) -> None:
-    """TRL would take the policy for it before training (and refuses the data set after)."""
+    """TRL would use the policy as the reference before training (and refuses the data set after it)."""
     stock, trainer = pair_trainer(tmp_path), precompute(pair_trainer(tmp_path), folder=tmp_path / "cache")
-    with pytest.raises(MissingReferenceError, match=r"the 5 examples \(eval\) .* let go"):
+    with pytest.raises(MissingReferenceError, match=r"the 5 examples \(eval\) .* freed"):
         trainer.evaluate(pairs(5, seed=2))
     stock.train()
     trainer.train()
@@ -178,7 +178,7 @@ def test_evaluate_on_data_of_its_own_without_a_reference(tmp_path: Path) -> None
 
 
 def test_what_training_changed_is_no_reference(tmp_path: Path) -> None:
-    """PEFT's ``bias="all"`` trains the base's own biases, which stay as they are with the adapter off."""
+    """PEFT's ``bias="all"`` trains the base's own biases, which keep their trained values with the adapter off."""
     folder = tmp_path / "cache"
     trainer = DPOTrainer(
         tiny_model("qwen2", attn_implementation="sdpa"),
@@ -218,7 +218,7 @@ def test_a_run_again_asks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_trainers_that_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
-    with pytest.raises(PatchError, match="no references"):
+    with pytest.raises(PatchError, match="has no reference model"):
         precompute(object(), folder=folder)
     synced = pair_trainer(tmp_path, sync_ref_model=True)
     with pytest.raises(PatchError, match="sync_ref_model"):
