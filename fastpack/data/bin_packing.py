@@ -1,10 +1,9 @@
 """The three steps of :func:`fastpack.data.token_budget.plan_batches`: fill batches, divide them, deal them to ranks.
 
 1. **Fill** (:func:`fill_batches`). The examples are shuffled. The first ``look_ahead`` of them wait in a pool, sorted
-by
-   length. A batch takes, in this order: the example that waits longest; the longest that fits, as long as it has more
-   than a quarter of the budget (long examples are hard to place); those that wait longest, as long as they fit; the
-   longest that fits the gap, until none does. Then the pool is refilled from the shuffled order. This is best fit
+   by length. A batch takes, in this order: the example that waits longest; the longest that fits, as long as it has
+   more than a quarter of the budget (long examples are hard to place); those that wait longest, as long as they fit;
+   the longest that fits the gap, until none does. Then the pool is refilled from the shuffled order. This is best fit
    decreasing: D. S. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", SIAM
    J. Comput. 3 (1974); for sequences M. Krell et al., arXiv:2107.02027. Those sort all examples, so the first batches
    get the long ones and the last batches the short ones. Here most of a batch follows a random order, and only the gap
