@@ -38,7 +38,7 @@ def repadded_forward(
     """
     groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
     row_arguments = {name: value for name, value in arguments.items() if name not in _NOT_PASSED}
-    row_arguments |= dict.fromkeys(family.switched_off, False)
+    row_arguments |= dict.fromkeys(family.disabled_caches, False)
     results = [
         stock(**{name: take(value, rows, packed.total_tokens) for name, value in row_arguments.items()})
         for rows in groups.groups
