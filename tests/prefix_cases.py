@@ -1,4 +1,4 @@
-"""Shared by the tests of prefixes that are shared: groups of sequences that begin alike, and what was shared."""
+"""Shared by the tests of prefix sharing: groups of sequences that begin alike, and the counts of sharing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def words(count: int, seed: int) -> Tensor:
 
 
 def grouped(completions: Sequence[Sequence[int]], prompts: Sequence[int] = PROMPTS) -> list[Tensor]:
-    """One completion of each prompt, then the next of each, as TRL has chosen and rejected ones.
+    """Return one completion of each prompt, then the next of each, as TRL orders chosen and rejected ones.
 
     Completions of one prompt begin with different tokens, so that nothing else is in common.
     """
@@ -36,7 +36,7 @@ def grouped(completions: Sequence[Sequence[int]], prompts: Sequence[int] = PROMP
 
 
 def pairs() -> list[Tensor]:
-    """Chosen and rejected of four prompts; one completion of a single token."""
+    """Return chosen and rejected completions of four prompts, one completion with a single token."""
     return grouped([(5, 8, 1, 14), (7, 3, 9, 16)])
 
 
@@ -52,5 +52,5 @@ def sharing(model: Any) -> PrefixSharing:
 
 
 def nodes(sequences: Sequence[Tensor]) -> int:
-    """Of the trie: how many different beginnings there are."""
+    """Return the number of the trie's nodes, which are the different beginnings."""
     return len({tuple(s[: i + 1].tolist()) for s in sequences for i in range(len(s))})

@@ -1,4 +1,4 @@
-"""The lock file: it has every class of the installed transformers, and is what the command writes."""
+"""The lock file has every class of the installed transformers, and is what the command writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def classes_of(family: Family) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize("family", HERE, ids=[family.model_type for family in HERE])
 def test_every_class_is_proved_on_the_installed_transformers(family: Family) -> None:
-    """Where this fails, upstream changed: `gists/smoke.sh --all --json RUN.json`, then `fastpack families --lock`."""
+    """If this fails, upstream changed: run `gists/smoke.sh --all --json RUN.json`, then `fastpack families --lock`."""
     for name, cls in classes_of(family):
         known = proved_as(cls, family)
         assert transformers.__version__ in known, f"{name}: {known}"
@@ -55,7 +55,7 @@ def test_a_name_is_one_class() -> None:
 
 @pytest.mark.parametrize("name", SCANNING)
 def test_every_mixer_that_may_run_packed_was_read(name: str) -> None:
-    """On the installed transformers; where this fails, read its forward first."""
+    """This is about the installed transformers. If it fails, read the forward first."""
     (family,) = (family for family in FAMILIES.values() if name in family.mixers)
     cls = getattr(importlib.import_module(family.module), name, None)
     assert cls is None or lock.is_proved(lock.packed_name(name), lock.hash_of(cls, family))
@@ -83,7 +83,7 @@ def test_a_release_is_entered_and_entered_anew() -> None:
 
 
 def test_a_form_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class that computed something else in earlier releases has two, each with hashes of its own."""
+    """A class that computed something else in earlier releases has two specs, each with its own hashes."""
     assert lock.proved_spec(LlamaMLP, FAMILIES["llama"]) == LLAMA_MLP
     found = source_hash(NemotronHRMSNorm)
     for name, form in (("NemotronHRMSNorm", OLMO2_NORM), ("NemotronHRMSNorm (earlier)", LLAMA_NORM)):

@@ -1,4 +1,4 @@
-"""A form is proved for the source that it was proved on, and for no other: upstream changes, and others replace."""
+"""A spec holds for the source that it was proved on, and for no other: upstream changes, and users replace code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def hidden(function: FunctionType) -> FunctionType:
-    """The same function, without a file that its source could be read in."""
+    """Return the same function without a file from which its source could be read."""
     return FunctionType(function.__code__.replace(co_filename="<nowhere>"), function.__globals__)
 
 
@@ -55,7 +55,7 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
 
 @pytest.mark.parametrize("name", REPLACED)
 def test_what_someone_replaced_since_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind a first patch of the same family."""
+    """This holds after a first patch of the same family, too."""
     fastpack.patch(build_tiny("llama"))
     where, attribute, value = REPLACED[name]
     before = alone(build_tiny("llama").eval())
@@ -81,7 +81,7 @@ def test_a_source_that_nobody_can_read_has_no_form(monkeypatch: pytest.MonkeyPat
 def test_a_window_in_the_mask_alone_outlives_its_form(
     model_type: str, cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers' interface is not told of it, so that an unknown attention runs on rows, with masks."""
+    """transformers' interface does not get the window, so that an unknown attention runs on rows, with masks."""
     stock = cls.forward
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

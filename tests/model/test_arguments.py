@@ -1,4 +1,4 @@
-"""What comes beside ids, mask and labels: taken along token by token, run as stock, or refused."""
+"""Arguments beside ids, mask and labels: un-padded with the tokens, run by the stock forward, or refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_is_about_rows_is_refused(model_type: str, name: str, value: torch.
 
 
 def embedded(model: Any) -> dict[str, Any]:
-    """A batch of embeddings, and what else the model would make of ids."""
+    """Return a batch of embeddings, and the arguments that the model would otherwise derive from ids."""
     backbone = getattr(model.base_model, "language_model", model.base_model)
     embeds = backbone.get_input_embeddings()(IDS)
     if hasattr(backbone, "reverse_embedding"):
@@ -112,7 +112,7 @@ def test_media_are_refused(model_type: str, media: dict[str, Any]) -> None:
     ],
 )
 def test_tokens_that_attend_in_both_directions_are_refused(model_type: str, name: str, attends: Any) -> None:
-    """Images of Gemma, prompts of HRM. Processors send the argument with text too, all zeros."""
+    """Gemma marks images, and HRM prompts. Processors send the argument with text too, all zeros."""
     model = build_tiny(model_type).eval()
     if attends is not None:
         model.config.get_text_config().use_bidirectional_attention = attends
@@ -159,7 +159,7 @@ def test_xlnet_generates_as_stock() -> None:
 
 
 def test_positions_may_skip_where_lengths_are_told() -> None:
-    """As PoSE trains long contexts, in rows that are all real tokens (Zhu et al., arXiv:2309.10400)."""
+    """PoSE trains long contexts so, in rows of real tokens alone (Zhu et al., arXiv:2309.10400)."""
     model = build_tiny("llama").eval()
     positions = torch.cat([torch.arange(6), torch.arange(6) + 20]).expand(3, -1)
     with torch.no_grad():

@@ -19,7 +19,7 @@ if not hasattr(configurations, "ContinuousBatchingConfig"):
 
 
 def generated(model: Any) -> list[tuple[list[int], str | None]]:
-    """New tokens of each prompt, and the error that ended it."""
+    """Return the new tokens of each prompt, and the error that ended it."""
     found = model.generate_batch(
         inputs=[s.tolist() for s in make_sequences(VOCAB, (3, 2, 30))],
         generation_config=GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0),
@@ -34,7 +34,7 @@ def generated(model: Any) -> list[tuple[list[int], str | None]]:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gpt2", "gemma3", "persimmon"])
 def test_it_is_stock(model_type: str) -> None:
-    """On the fast and the varlen tier, with windows, and where a scope knows the packing."""
+    """This holds on the fast and the varlen tier, with windows, and with a packing context."""
     model = build_tiny(model_type).eval()
     stock = generated(model)
     assert all(len(tokens) == 5 and error is None for tokens, error in stock)

@@ -1,4 +1,4 @@
-"""``num_items_in_batch`` as transformers' ``Trainer`` counts it, and the loss of each sequence alone all the same."""
+"""``num_items_in_batch`` as transformers' ``Trainer`` counts it gives the loss of each sequence alone."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ NAIVE_BOUND = 1e-2
 
 
 def counted(labels: Tensor) -> Tensor:
-    """What ``Trainer._get_num_items_in_batch`` counts."""
+    """Return the count of ``Trainer._get_num_items_in_batch``."""
     return labels[..., 1:].ne(-100).sum()
 
 
 def run(model: Any, batch: dict[str, Any], num_items: int | Tensor, alone: Result) -> Result:
-    """Loss and gradients; the logits are not looked at, since a fused loss has none."""
+    """Return loss and gradients, without logits, since a fused loss has none."""
     model.zero_grad(set_to_none=True)
     loss = model(**batch, num_items_in_batch=num_items).loss
     loss.backward()
@@ -88,7 +88,7 @@ def test_each_micro_batch_is_corrected_by_its_own_share(loss: Any) -> None:
 
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_a_batch_with_nothing_to_train_is_zero(loss: Any) -> None:
-    """Only first labels, of two sequences padded left; or none at all."""
+    """The batch has only first labels, of two sequences padded left, or no label at all."""
     model = fastpack.patch(tiny_model("llama"), loss=loss)
     batch = padded(SEQUENCES[:2], "left")
     for labels in (batch["labels"].clone(), torch.full_like(batch["labels"], -100)):
@@ -155,7 +155,7 @@ def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
 def test_transformers_trainer_padded_left_trains_as_padded_right(
     model_type: str, control: tuple[str, Any], loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the side, patched losses are those of the stock model padded right.
+    """On either side, patched losses equal those of the stock model padded right.
 
     Of Llama's labels the ``Trainer`` leaves out those that are first in such rows, of GPT-2's none, on either side.
     """

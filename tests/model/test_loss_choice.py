@@ -1,4 +1,4 @@
-"""When the fused loss runs and when the stock one does, and what trainers make of it."""
+"""When the fused loss runs and when the stock loss runs, and how trainers use them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def with_loss(model: Any) -> Any:
 
 
 def with_decorated_loss(model: Any) -> Any:
-    """Which has the stock one's names."""
+    """Replace the loss by a decorated one, with the names of the stock loss."""
     stock = model.loss_function
     model.loss_function = functools.wraps(stock)(lambda *args, **kwargs: 2 * stock(*args, **kwargs))
     return model
@@ -134,7 +134,7 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
 def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls: Calls) -> None:
-    """Loss by loss, with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
+    """Losses agree with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
     steps = 8 // settings.get("gradient_accumulation_steps", 1)
     arguments = plain_config(tmp_path, max_steps=steps, **settings)
     found, evaluated = [], []
@@ -161,7 +161,7 @@ def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_trainer_that_brings_its_own_loss_keeps_it(when: str, tmp_path: Path, op_calls: Calls) -> None:
-    """TRL replaces the head's forward; a model patched before or after leaves TRL's loss in force."""
+    """TRL replaces the head's forward. A patch before or after leaves TRL's loss in force."""
     results = []
     for fused in (None, "fused"):
         model = tiny_model("llama", attn_implementation="sdpa")

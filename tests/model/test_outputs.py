@@ -1,4 +1,4 @@
-"""What a forward makes goes when nobody holds it any more: logits and graphs are the most of a step's memory."""
+"""A forward's tensors are freed when nobody refers to them: logits and graphs are most of a step's memory."""
 
 from __future__ import annotations
 

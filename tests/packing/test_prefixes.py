@@ -68,7 +68,7 @@ def test_positions_count() -> None:
 
 
 def test_at_the_door() -> None:
-    """Found now, or as they were found before; bucket padding is one more sequence."""
+    """Prefixes are found now, or taken from an earlier search; bucket padding is one more sequence."""
     sequences = pairs()
     packed, ids = packed_of(sequences), torch.cat(sequences)[None]
     assert packed.prefixes_in(ids).saved == SAVED
