@@ -38,13 +38,13 @@ def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
     Each ``[tokens, ...]`` becomes ``flat(x)``. Each ``[1, tokens, ...]``, and each stream of ``[A, 1, tokens, ...]``,
     becomes ``batched(x)``.
     """
-    seen: list[tuple[Tensor, Tensor]] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
     for key in list(outputs.keys()):
-        outputs[key] = _changed(outputs[key], tokens, batched, flat, seen)
+        outputs[key] = _changed(outputs[key], tokens, batched, flat, replaced)
     return outputs
 
 
-def _changed(value: object, tokens: int, batched: Change, flat: Change, seen: list[tuple[Tensor, Tensor]]) -> Any:
+def _changed(value: object, tokens: int, batched: Change, flat: Change, replaced: list[tuple[Tensor, Tensor]]) -> Any:
     """Return an output with its tensors replaced; see :func:`_change`.
 
     A nested function would refer to itself, and keep every tensor alive until a garbage collection.
@@ -54,21 +54,21 @@ def _changed(value: object, tokens: int, batched: Change, flat: Change, seen: li
         tokens: see :func:`_change`.
         batched: as there.
         flat: as there.
-        seen: pairs of a tensor and its replacement, which this function extends.
+        replaced: pairs of a tensor and its replacement, which this function extends.
     """
     if isinstance(value, (tuple, list)):
-        return type(value)(_changed(item, tokens, batched, flat, seen) for item in value)
+        return type(value)(_changed(item, tokens, batched, flat, replaced) for item in value)
     if not isinstance(value, Tensor):
         return value
-    for before, after in seen:
+    for before, after in replaced:
         if before is value:  # hidden_states[-1] is last_hidden_state, and must stay the same object
             return after
     if value.ndim >= 2 and value.shape[:2] == (1, tokens):
-        seen.append((value, batched(value)))
+        replaced.append((value, batched(value)))
     elif value.ndim >= 4 and value.shape[1:3] == (1, tokens):
-        seen.append((value, torch.stack([batched(stream) for stream in value])))
+        replaced.append((value, torch.stack([batched(stream) for stream in value])))
     elif value.ndim >= 2 and value.shape[0] == tokens:
-        seen.append((value, flat(value)))  # router_logits
+        replaced.append((value, flat(value)))  # router_logits
     else:
         return value
-    return seen[-1][1]
+    return replaced[-1][1]

@@ -82,7 +82,7 @@ def test_a_release_is_entered_and_entered_anew() -> None:
     assert '["5.6.0", "5.9.0"]' in lock.as_text({"A": {"1": later}})
 
 
-def test_a_form_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_spec_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that computed something else in earlier releases has two specs, each with its own hashes."""
     assert lock.proved_spec(LlamaMLP, FAMILIES["llama"]) == LLAMA_MLP
     found = source_hash(NemotronHRMSNorm)

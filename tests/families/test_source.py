@@ -54,7 +54,7 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_someone_replaced_since_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_code_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds after a first patch of the same family, too."""
     fastpack.patch(build_tiny("llama"))
     where, attribute, value = REPLACED[name]
@@ -71,14 +71,14 @@ def test_what_someone_replaced_since_is_honoured(name: str, monkeypatch: pytest.
         assert relative(model(input_ids=IDS, packed_seq_lens=LENGTHS).logits[0], after) <= FULL_BOUND
 
 
-def test_a_source_that_nobody_can_read_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_source_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     known = source_hash(llama.LlamaMLP)
     monkeypatch.setattr(llama.LlamaMLP, "forward", hidden(llama.LlamaMLP.forward))
     assert source_hash(llama.LlamaMLP) == UNREADABLE != known
 
 
 @pytest.mark.parametrize(("model_type", "cls"), [("qwen2_moe", Qwen2MoeAttention), ("phimoe", PhimoeAttention)])
-def test_a_window_in_the_mask_alone_outlives_its_form(
+def test_a_window_in_the_mask_alone_outlives_its_spec(
     model_type: str, cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers' interface does not get the window, so that an unknown attention runs on rows, with masks."""

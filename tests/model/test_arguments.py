@@ -158,7 +158,7 @@ def test_xlnet_generates_as_stock() -> None:
     assert torch.equal(fastpack.patch(model).generate(IDS[:1], **settings), stock)
 
 
-def test_positions_may_skip_where_lengths_are_told() -> None:
+def test_positions_may_skip_beside_lengths() -> None:
     """PoSE trains long contexts so, in rows of real tokens alone (Zhu et al., arXiv:2309.10400)."""
     model = build_tiny("llama").eval()
     positions = torch.cat([torch.arange(6), torch.arange(6) + 20]).expand(3, -1)

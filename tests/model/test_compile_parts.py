@@ -128,7 +128,7 @@ def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", [pytest.param("bamba", marks=pytest.mark.slow), "emu3", "gemma3"])
-def test_batch_after_batch_where_a_scope_carries_the_packing(model_type: str) -> None:
+def test_batch_after_batch_with_a_packing_context(model_type: str) -> None:
     """The packing context has its fields before the first batch, since a compiler guards on them."""
     model = fastpack.patch(build_tiny(model_type).train())
     compiled = torch.compile(model, backend="eager")

@@ -44,5 +44,5 @@ def test_it_is_stock(model_type: str) -> None:
 def test_other_caches_are_refused_beside_a_packed_batch() -> None:
     model = fastpack.patch(build_tiny("llama"))
     for name in ("cache", "past_key_values"):
-        with pytest.raises(fastpack.PackingError, match="Those run the stock forward"):
+        with pytest.raises(fastpack.PackingError, match="These run the stock forward"):
             model(input_ids=torch.full((1, 9), 5), packed_seq_lens=[4, 5], **{name: DynamicCache()})

@@ -188,7 +188,7 @@ def test_rows_and_batches_of_padding_alone() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.model.parameters())
 
 
-def test_everything_per_token_is_put_back() -> None:
+def test_every_output_per_token_is_repadded() -> None:
     model = tiny_model("mixtral")
     batch = padded(make_sequences(VOCAB), "left")
     real = batch["attention_mask"].bool()

@@ -177,7 +177,7 @@ def test_a_batch_of_padding_alone() -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_everything_else_is_put_back(side: str) -> None:
+def test_every_other_output_is_repadded(side: str) -> None:
     wanted: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
     batch = padded(make_sequences(VOCAB), side)
     stock = fastpack.patch(tiny_model("mixtral"))(**batch, **wanted)

@@ -160,7 +160,7 @@ def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls
 @pytest.mark.sample(1)
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_trainer_that_brings_its_own_loss_keeps_it(when: str, tmp_path: Path, op_calls: Calls) -> None:
+def test_a_trainer_with_its_own_loss_keeps_it(when: str, tmp_path: Path, op_calls: Calls) -> None:
     """TRL replaces the head's forward. A patch before or after leaves TRL's loss in force."""
     results = []
     for fused in (None, "fused"):

@@ -89,7 +89,7 @@ def test_frequencies_of_each_length_with_positions_along_several_axes(model_type
 def test_positions_that_go_on_are_refused_where_lengths_are_read_from_them(kind: str) -> None:
     model = fastpack.patch(with_rope("llama", kind))
     positions = torch.cat([torch.arange(9), torch.arange(7) + 12])[None]
-    with pytest.raises(PackingError, match="go on above those of the one before"):
+    with pytest.raises(PackingError, match="continue above those of the sequence before"):
         model(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS])
     offsets = torch.cat([torch.arange(9) + 30, torch.arange(7) + 20])[None]
     assert model(input_ids=IDS, position_ids=offsets, packed_seq_lens=[*LENGTHS]).logits.isfinite().all()
@@ -102,7 +102,7 @@ def test_positions_that_go_on_are_refused_under_hooks_of_accelerate_too() -> Non
     model = fastpack.patch(with_rope("llama", "dynamic"))
     add_hook_to_module(model.model.rotary_emb, ModelHook())
     ids = torch.full((1, 7), 5)
-    with pytest.raises(PackingError, match="go on above those of the one before"):
+    with pytest.raises(PackingError, match="continue above those of the sequence before"):
         model(input_ids=ids, packed_seq_lens=[3, 4], position_ids=torch.tensor([[0, 1, 2, 9, 10, 11, 12]]))
 
 
