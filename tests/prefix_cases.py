@@ -26,13 +26,13 @@ def grouped(completions: Sequence[Sequence[int]], prompts: Sequence[int] = PROMP
 
     Completions of one prompt begin with different tokens, so that nothing else is in common.
     """
-    found = []
+    sequences = []
     for which, lengths in enumerate(completions):
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             completion = words(length, 100 + 10 * which + number)
             completion[:1] = 3 + which
-            found.append(torch.cat([words(prompt, number), completion]))
-    return found
+            sequences.append(torch.cat([words(prompt, number), completion]))
+    return sequences
 
 
 def pairs() -> list[Tensor]:
@@ -46,9 +46,9 @@ SAVED = sum(PROMPTS)
 
 def sharing(model: Any) -> PrefixSharing:
     runtime = runtime_of(find_parts(model).backbone)
-    found = None if runtime is None else runtime.sharing
-    assert found is not None
-    return found
+    result = None if runtime is None else runtime.sharing
+    assert result is not None
+    return result
 
 
 def nodes(sequences: Sequence[Tensor]) -> int:

@@ -17,8 +17,8 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 def in_4_bits(model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> Any:
     """Return the same model with NF4 projections that compute in this dtype."""
-    found = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and "lm_head" not in name]
-    for name, linear in found:
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and "lm_head" not in name]
+    for name, linear in linears:
         wide = linear.bias is not None
         new = bitsandbytes.nn.Linear4bit(
             linear.in_features, linear.out_features, bias=wide, compute_dtype=compute_dtype, quant_type="nf4"

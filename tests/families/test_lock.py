@@ -40,9 +40,9 @@ def test_every_class_is_proved_on_the_installed_transformers(family: Family) -> 
 
 
 def proved_as(cls: Any, family: Family) -> list[str]:
-    found = lock.hash_of(cls, family)
+    source = lock.hash_of(cls, family)
     names = (cls.__name__, f"{cls.__name__} (earlier)")
-    return [release for name in names for release in lock.proved().get(name, {}).get(found, [])]
+    return [release for name in names for release in lock.proved().get(name, {}).get(source, [])]
 
 
 def test_a_name_is_one_class() -> None:
@@ -50,7 +50,7 @@ def test_a_name_is_one_class() -> None:
     for family in FAMILIES.values():
         for name in (*family.fast, *lock.stock_mixing(family)):
             modules.setdefault(name, set()).add(family.module)
-    assert [name for name, found in modules.items() if len(found) > 1] == []
+    assert [name for name, defining in modules.items() if len(defining) > 1] == []
 
 
 @pytest.mark.parametrize("name", SCANNING)
@@ -74,8 +74,8 @@ def test_it_is_as_the_command_writes_it() -> None:
 
 def test_a_release_is_entered_and_entered_anew() -> None:
     before: lock.Proved = {"A": {"1": ["5.6.0", "5.24.0"]}, "B": {"2": ["5.24.0"]}}
-    found = {"A": "3", "C": "4"}
-    after = lock.with_release(before, found, "5.24.0")
+    sources = {"A": "3", "C": "4"}
+    after = lock.with_release(before, sources, "5.24.0")
     assert after == {"A": {"1": ["5.6.0"], "3": ["5.24.0"]}, "B": {"2": ["5.24.0"]}, "C": {"4": ["5.24.0"]}}
     assert before["A"]["1"] == ["5.6.0", "5.24.0"]
     later = lock.with_release(after, {"A": "1"}, "5.9.0")["A"]["1"]
@@ -85,26 +85,26 @@ def test_a_release_is_entered_and_entered_anew() -> None:
 def test_a_spec_is_that_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     """A class that computed something else in earlier releases has two specs, each with its own hashes."""
     assert lock.proved_spec(LlamaMLP, FAMILIES["llama"]) == LLAMA_MLP
-    found = source_hash(NemotronHRMSNorm)
-    for name, form in (("NemotronHRMSNorm", OLMO2_NORM), ("NemotronHRMSNorm (earlier)", LLAMA_NORM)):
-        monkeypatch.setattr(lock, "proved", lambda name=name: {name: {found: ["5.24.0"]}})
-        assert lock.proved_spec(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == form
+    source = source_hash(NemotronHRMSNorm)
+    for name, expected in (("NemotronHRMSNorm", OLMO2_NORM), ("NemotronHRMSNorm (earlier)", LLAMA_NORM)):
+        monkeypatch.setattr(lock, "proved", lambda name=name: {name: {source: ["5.24.0"]}})
+        assert lock.proved_spec(NemotronHRMSNorm, FAMILIES["nemotron_h"]) == expected
         assert lock.proved_spec(LlamaMLP, FAMILIES["llama"]) is None
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "lfm2", "nemotron_h", "gemma4"])
 def test_a_run_enters_what_is_there(model_type: str) -> None:
-    for name, found in sources_of(model_type).items():
-        assert transformers.__version__ in lock.proved()[name][found]
+    for name, source in sources_of(model_type).items():
+        assert transformers.__version__ in lock.proved()[name][source]
 
 
 def test_a_run_enters_what_is_proved_or_matched(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = sources_of("llama")
-    assert found.keys() == FAMILIES["llama"].fast.keys()
+    sources = sources_of("llama")
+    assert sources.keys() == FAMILIES["llama"].fast.keys()
     monkeypatch.delitem(lock.proved(), "LlamaRMSNorm")
-    assert sources_of("llama") == found, "its twin matches"
+    assert sources_of("llama") == sources, "its twin matches"
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-    assert sources_of("llama").keys() == found.keys() - {"LlamaMLP"}
+    assert sources_of("llama").keys() == sources.keys() - {"LlamaMLP"}
 
 
 def test_a_run_does_not_say_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:

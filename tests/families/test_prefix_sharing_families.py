@@ -57,19 +57,19 @@ def test_exact(model_type: str) -> None:
     model = TINY.build(model_type)
     if model_type in IN_FLOAT64:
         model = model.double()
-    wanted = run_alone(model, sequences())
+    expected = run_alone(model, sequences())
     fastpack.patch(model, share_prefixes="auto")
-    found = compare(together(model), wanted)
+    result = compare(together(model), expected)
     runtime = runtime_of(find_parts(model).backbone)
     assert runtime is not None
     sharing = runtime.sharing
     assert sharing is not None
     assert (sharing.stats.shared, sharing.stats.saved) == (1, SAVED), sharing.stats
     bound = FLOAT32_BOUND
-    if found.worst > bound:  # families that amplify rounding: no more than without
+    if result.worst > bound:  # families that amplify rounding: no more than without
         fastpack.patch(model)
-        bound = max(bound, 2 * compare(together(model), wanted).worst)
-    assert found.worst <= bound, found
+        bound = max(bound, 2 * compare(together(model), expected).worst)
+    assert result.worst <= bound, result
 
 
 @pytest.mark.parametrize("share_prefixes", [None, "auto"])
@@ -107,11 +107,11 @@ def test_what_is_random_is_seen(model_type: str) -> None:
     names = [name for name in settings if any(word in name for word in ("drop", "jitter", "noise"))]
     for name in {*names} - {*NO_NOISE.get(model_type, ())}:
         model = build_tiny(model_type, **{name: 0.25})
-        found = list(PrefixSharing()._random(find_parts(model).backbone))
-        assert not found, "nothing is, in evaluation"
+        result = list(PrefixSharing()._random(find_parts(model).backbone))
+        assert not result, "nothing is, in evaluation"
         model.train()
-        found = list(PrefixSharing()._random(find_parts(model).backbone))
-        assert bool(found) == (draws(model) and name != LEFT_OUT), (name, found)
+        result = list(PrefixSharing()._random(find_parts(model).backbone))
+        assert bool(result) == (draws(model) and name != LEFT_OUT), (name, result)
 
 
 def draws(model: Any) -> bool:

@@ -32,8 +32,8 @@ def alone(model: Any) -> torch.Tensor:
     return torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in IDS[0].split(LENGTHS)])
 
 
-def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((found - reference).abs().max() / reference.abs().max())
+def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((result - reference).abs().max() / reference.abs().max())
 
 
 def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -62,8 +62,10 @@ def test_replaced_code_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(where, attribute, value)
     after = alone(build_tiny("llama").eval())
     assert relative(after, before) > 0.01, "the replacement computes something else"
-    told = pytest.warns(FastpackWarning, match="a twin of it does not match") if name == "a helper" else nullcontext()
-    with told:
+    warning = (
+        pytest.warns(FastpackWarning, match="a twin of it does not match") if name == "a helper" else nullcontext()
+    )
+    with warning:
         model = fastpack.patch(build_tiny("llama").eval())
     assert fastpack.report(model).skipped
     assert not fastpack.report(model).matched
@@ -72,9 +74,9 @@ def test_replaced_code_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_unreadable_source_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = source_hash(llama.LlamaMLP)
+    readable = source_hash(llama.LlamaMLP)
     monkeypatch.setattr(llama.LlamaMLP, "forward", hidden(llama.LlamaMLP.forward))
-    assert source_hash(llama.LlamaMLP) == UNREADABLE != known
+    assert source_hash(llama.LlamaMLP) == UNREADABLE != readable
 
 
 @pytest.mark.parametrize(("model_type", "cls"), [("qwen2_moe", Qwen2MoeAttention), ("phimoe", PhimoeAttention)])

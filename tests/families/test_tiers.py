@@ -48,20 +48,20 @@ def test_exact(model_type: str) -> None:
     """
     model = fastpack.patch(TINY.build(model_type))
     tier = fastpack.report(model).tier
-    found = oracle_of(model_type, TINY).prove(model)
-    assert found.problem is None
-    assert found.nearest.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
+    result = oracle_of(model_type, TINY).prove(model)
+    assert result.problem is None
+    assert result.nearest.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
     assert tier != "stock"
-    assert len(found.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
+    assert len(result.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
     assert tier == TIERS.get(model_type, tier), "fastpack families says another one"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba2"])
 def test_a_leak_is_seen(model_type: str) -> None:
     """The stock model takes every kind of input too, and does not separate the sequences of some."""
-    found = oracle_of(model_type, TINY).prove(TINY.build(model_type))
-    assert (found.problem or "").startswith("not exact")
-    assert {check.what: check.error for check in found.checks}["packed_seq_lens"] > 0.1
+    result = oracle_of(model_type, TINY).prove(TINY.build(model_type))
+    assert (result.problem or "").startswith("not exact")
+    assert {check.what: check.error for check in result.checks}["packed_seq_lens"] > 0.1
 
 
 def test_what_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,17 +69,17 @@ def test_what_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {"padded right": 1e-6, "padded left": 1e-5}
     oracle = Oracle([], [], FULL_BOUND, torch.float32)
 
-    def found(errors: dict[str, float], control: float) -> Verification:
+    def result(errors: dict[str, float], control: float) -> Verification:
         off = Error(logits=control, loss=0.0, grads=0.0, embeddings=0.0)
         monkeypatch.setattr(Oracle, "error", lambda *_: off)
         return oracle.judge(torch.nn.Linear(1, 1), errors)
 
-    assert found(errors, 0.9).problem is None
+    assert result(errors, 0.9).problem is None
     for error in (2e-4, float("inf")):
-        problem = found({**errors, "packed_seq_lens": error}, 0.9).problem
+        problem = result({**errors, "packed_seq_lens": error}, 0.9).problem
         assert (problem or "").startswith("not exact: packed_seq_lens")
     for control in (1e-3, float("nan"), float("inf")):
-        assert (found(errors, control).problem or "").startswith("can't tell: control")
+        assert (result(errors, control).problem or "").startswith("can't tell: control")
 
 
 @pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])

@@ -134,13 +134,13 @@ def test_another_stock_attention_after_patching(model_type: str, duplicate: Call
     for name in ("sdpa", "eager", "sdpa"):
         stock.set_attn_implementation(name)
         model.set_attn_implementation(name)
-        wanted, found = (m(prompt, use_cache=True) for m in (stock, model))
-        assert torch.equal(found.logits, wanted.logits)
-        wanted, found = (
+        expected, result = (m(prompt, use_cache=True) for m in (stock, model))
+        assert torch.equal(result.logits, expected.logits)
+        expected, result = (
             m(prompt[:, :3], past_key_values=past.past_key_values, use_cache=True)
-            for m, past in ((stock, wanted), (model, found))
+            for m, past in ((stock, expected), (model, result))
         )
-        assert torch.equal(found.logits, wanted.logits)
+        assert torch.equal(result.logits, expected.logits)
         assert torch.equal(model.generate(prompt, **settings), stock.generate(prompt, **settings))
         assert compare(run_batch(model, sequences, "padded left"), alone).worst <= FLOAT32_BOUND
     fastpack.unpatch(model)

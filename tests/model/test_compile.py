@@ -56,13 +56,13 @@ def alone(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Result:
     return run_alone(model, make_sequences(VOCAB, lengths))
 
 
-def against(found: Result, stock: Result) -> float:
+def against(result: Result, stock: Result) -> float:
     """Return the error of a step's loss and gradients against sequences alone; the logits have bucket padding."""
-    return error(Result([found.loss], found.loss, found.grads), Result([stock.loss], stock.loss, stock.grads))
+    return error(Result([result.loss], result.loss, result.grads), Result([stock.loss], stock.loss, stock.grads))
 
 
-def error(found: Result, reference: Result) -> float:
-    return compare(found, reference).worst
+def error(result: Result, reference: Result) -> float:
+    return compare(result, reference).worst
 
 
 def calls_of_ours(graph: torch.fx.GraphModule) -> int:
@@ -142,9 +142,9 @@ def test_lora_with_checkpointing(patch_first: bool) -> None:
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     batch = collate(LENGTHS)
-    found = step(compiled, batch, model)
-    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
-    assert against(found, stock) <= FLOAT32_BOUND
+    result = step(compiled, batch, model)
+    assert error(result, step(model, batch, model)) <= FLOAT32_BOUND
+    assert against(result, stock) <= FLOAT32_BOUND
     assert calls_of_ours(compiler.graphs[0]) == 1
     assert "checkpoint" in str(compiler.graphs[0].graph)
 
@@ -155,9 +155,9 @@ def test_fused_loss_and_graphs() -> None:
     batch = collate(LENGTHS)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert compiled(**batch).logits is None
-    found, wanted = step(compiled, batch, model), step(model, batch, model)
-    assert error(found, wanted) <= FLOAT32_BOUND
-    assert against(found, alone(tiny_model("llama", num_hidden_layers=1))) <= FLOAT32_BOUND
+    result, expected = step(compiled, batch, model), step(model, batch, model)
+    assert error(result, expected) <= FLOAT32_BOUND
+    assert against(result, alone(tiny_model("llama", num_hidden_layers=1))) <= FLOAT32_BOUND
 
 
 def test_under_autocast() -> None:
@@ -165,10 +165,10 @@ def test_under_autocast() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     batch = collate(LENGTHS)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = step(compiled, batch, model), step(model, batch, model)
+        result, expected = step(compiled, batch, model), step(model, batch, model)
     exact = step(model, batch, model)
-    assert 1e-4 < error(found, exact) <= 1.5 * error(wanted, exact)
-    assert relative(wanted.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
+    assert 1e-4 < error(result, exact) <= 1.5 * error(expected, exact)
+    assert relative(expected.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
 
 
 @pytest.mark.sample(1)
@@ -222,15 +222,15 @@ def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
         settings = {"max_position_embeddings": 16}
     model = fastpack.patch(tiny_model(family, num_hidden_layers=1, rope_parameters=rope, **settings))
     batch = collate(LENGTHS, bucketed=False)
-    wanted = model(**batch).logits
+    expected = model(**batch).logits
     whole = torch.compile(model, fullgraph=True, backend="eager")
     if rope_type == "longrope":
-        assert relative(whole(**batch).logits, wanted) <= FLOAT32_BOUND
+        assert relative(whole(**batch).logits, expected) <= FLOAT32_BOUND
     else:
         with pytest.raises((torch._dynamo.exc.Unsupported, GuardOnDataDependentSymNode)):
             whole(**batch)
     torch.compiler.reset()
-    assert relative(torch.compile(model, backend="eager")(**batch).logits, wanted) <= FLOAT32_BOUND
+    assert relative(torch.compile(model, backend="eager")(**batch).logits, expected) <= FLOAT32_BOUND
 
 
 @pytest.mark.slow
@@ -292,7 +292,7 @@ class Partitions:
 def test_activation_memory_budget() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS)
-    wanted = step(model, batch, model)
+    expected = step(model, batch, model)
     stock = alone(tiny_model("llama", num_hidden_layers=1))
     compiler = Partitions()
     from torch._functorch import config
@@ -302,9 +302,9 @@ def test_activation_memory_budget() -> None:
         torch.compiler.reset()
         with fastpack.activation_memory_budget(fraction):
             assert config.activation_memory_budget == fraction
-            found = step(torch.compile(model, fullgraph=True, backend=compiler), batch, model)
-        assert error(found, wanted) <= FLOAT32_BOUND
-        assert against(found, stock) <= FLOAT32_BOUND
+            result = step(torch.compile(model, fullgraph=True, backend=compiler), batch, model)
+        assert error(result, expected) <= FLOAT32_BOUND
+        assert against(result, stock) <= FLOAT32_BOUND
         assert config.activation_memory_budget == before
     full, half, none = compiler.saved
     assert none < half < full

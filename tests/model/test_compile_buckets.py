@@ -72,8 +72,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.fastpack_tests.varlen_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.gqa)
-    return *found, *[None] * 5
+    result = torch.ops.fastpack_tests.varlen_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.gqa)
+    return *result, *[None] * 5
 
 
 varlen.register_autograd(_back, setup_context=_keep)
@@ -138,9 +138,9 @@ def test_no_more_compilations_than_buckets(
     for lengths in RANDOM_BATCHES[: FEW if broken else None]:
         buckets.add(collate(lengths)["packed_seq_lens"].bucket)
         batch = collate(lengths, bucketed=broken != "no buckets")
-        found = step(compiled, batch, model)
-        assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
-        assert against(found, alone(stock, lengths)) <= FLOAT32_BOUND
+        result = step(compiled, batch, model)
+        assert error(result, step(model, batch, model)) <= FLOAT32_BOUND
+        assert against(result, alone(stock, lengths)) <= FLOAT32_BOUND
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
     assert 3 <= len(buckets) <= 8
     frames, forwards, backwards = map(len, (compiler.graphs, compiler.fw_graphs, compiler.bw_graphs))
@@ -177,9 +177,9 @@ def test_on_a_gpu(attention: str, loss: Any, monkeypatch: pytest.MonkeyPatch) ->
         batch = collate(lengths, device="cuda")
         buckets.add(batch["packed_seq_lens"].bucket)
         true = step(wide, batch, wide)
-        found, eager = (step(run, batch, model) for run in (compiled, model))
-        assert (found.logits[0].ndim == 0) == (eager.logits[0].ndim == 0) == (loss is not None)
-        assert off(found, true) <= 1.5 * off(eager, true)
+        result, eager = (step(run, batch, model) for run in (compiled, model))
+        assert (result.logits[0].ndim == 0) == (eager.logits[0].ndim == 0) == (loss is not None)
+        assert off(result, true) <= 1.5 * off(eager, true)
     assert compiler.frame_count <= len(buckets)
     graph = str(compiler.graphs[0].graph)
     assert ("packed_attention" in graph) == (attention not in ("torch_varlen", "auto"))
@@ -201,9 +201,9 @@ def test_no_more_compilations_than_buckets_on_a_gpu(dynamic: bool | None, bucket
     for lengths in RANDOM_BATCHES[: None if bucketed else FEW]:
         buckets.add(collate(lengths)["packed_seq_lens"].bucket)
         batch = collate(lengths, bucketed=bucketed, device="cuda")
-        found, eager = (step(run, batch, model) for run in (compiled, model))
-        assert found.grads.keys() == eager.grads.keys()
-        assert relative(found.loss, eager.loss) <= 1e-2
+        result, eager = (step(run, batch, model) for run in (compiled, model))
+        assert result.grads.keys() == eager.grads.keys()
+        assert relative(result.loss, eager.loss) <= 1e-2
     assert "packed_attention" not in str(compiler.graphs[0].graph)
     if not bucketed:
         assert compiler.frame_count > len(buckets)

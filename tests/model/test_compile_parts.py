@@ -35,13 +35,13 @@ def test_the_operator(backend: str, more: dict[str, Any]) -> None:
     packed = PackedSeqLens.from_lengths([31, 1, 36])
     call = AttentionCall(q, k, v, packed, 0.3, sinks=sinks, **more)
     inputs = [x for x in (q, k, v, sinks) if x is not None]
-    wanted = BACKENDS[backend].run(call)
-    grad = torch.randn(wanted.shape, generator=generator)
+    expected = BACKENDS[backend].run(call)
+    grad = torch.randn(expected.shape, generator=generator)
     with torch.autocast("cpu", torch.bfloat16):  # does not reach into it
-        found = opaque.run(backend, call)
-        grads = torch.autograd.grad(found, inputs, grad)
-    assert relative(found, wanted) <= FLOAT32_BOUND
-    for ours, theirs in zip(grads, torch.autograd.grad(wanted, inputs, grad), strict=True):
+        result = opaque.run(backend, call)
+        grads = torch.autograd.grad(result, inputs, grad)
+    assert relative(result, expected) <= FLOAT32_BOUND
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, inputs, grad), strict=True):
         assert relative(ours, theirs) <= FLOAT32_BOUND
     offsets = (packed.cu_seqlens, packed.position_ids)
     arguments = (q, k, v, sinks, *offsets, 36, 0.3, call.window, call.softcap, backend)

@@ -20,7 +20,7 @@ if not hasattr(configurations, "ContinuousBatchingConfig"):
 
 def generated(model: Any) -> list[tuple[list[int], str | None]]:
     """Return the new tokens of each prompt, and the error that ended it."""
-    found = model.generate_batch(
+    result = model.generate_batch(
         inputs=[s.tolist() for s in make_sequences(VOCAB, (3, 2, 30))],
         generation_config=GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0),
         continuous_batching_config=configurations.ContinuousBatchingConfig(
@@ -28,7 +28,7 @@ def generated(model: Any) -> list[tuple[list[int], str | None]]:
         ),
         progress_bar=False,
     )
-    return [(found[name].generated_tokens, found[name].error) for name in sorted(found)]
+    return [(result[name].generated_tokens, result[name].error) for name in sorted(result)]
 
 
 @pytest.mark.sample(2)

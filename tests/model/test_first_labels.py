@@ -132,17 +132,17 @@ def test_compiled_as_one_graph(loss: Any) -> None:
     assert count > TRAINED
     for step, num_items in enumerate((count, count, int(count))):
         model.zero_grad(set_to_none=True)
-        found = compiled(**batch, num_items_in_batch=num_items).loss
-        found.backward()
-        assert relative(found, alone.loss) <= FLOAT32_BOUND
+        result = compiled(**batch, num_items_in_batch=num_items).loss
+        result.backward()
+        assert relative(result, alone.loss) <= FLOAT32_BOUND
         for name, parameter in model.named_parameters():
             assert relative(parameter.grad, alone.grads[name]) <= FLOAT32_BOUND, name
         assert compiler.frame_count == (1 if step < 2 else 2)
 
 
 def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
-    found = padded([torch.tensor(e["input_ids"]) for e in examples], side)
-    return {name: values[:-1] for name, values in found.items()}  # without the row of padding
+    result = padded([torch.tensor(e["input_ids"]) for e in examples], side)
+    return {name: values[:-1] for name, values in result.items()}  # without the row of padding
 
 
 @pytest.mark.sample(1)
@@ -182,13 +182,13 @@ def test_nothing_waits_for_the_gpu() -> None:
     count = counted(labels)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = [
+        result = [
             without_first_labels(head, {"packed_seq_lens": packed, "labels": labels, "num_items_in_batch": num_items})
             for num_items in (count, 500)
         ]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    kept, share = (each["num_items_in_batch"] for each in found)
+    kept, share = (each["num_items_in_batch"] for each in result)
     assert kept == TRAINED
     assert relative(share, 500 * kept / count) <= FLOAT32_BOUND
 

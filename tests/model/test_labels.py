@@ -101,12 +101,12 @@ def test_labels_at_padding_are_no_items(
             {n: g * (kept - len(LENGTHS)) / kept for n, g in stock[1].items()},
         )
     fastpack.patch(model, loss=loss)
-    wanted = (stock[0] / steps, {name: grad / steps for name, grad in stock[1].items()})
-    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) < FLOAT32_BOUND
+    expected = (stock[0] / steps, {name: grad / steps for name, grad in stock[1].items()})
+    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, expected) < FLOAT32_BOUND
     monkeypatch.setattr(
         head_module, "without_padding", lambda head, arguments, targets: arguments["num_items_in_batch"]
     )
-    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) > NAIVE_BOUND
+    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, expected) > NAIVE_BOUND
 
 
 @pytest.mark.parametrize("loss", [None, "fused"])
@@ -205,10 +205,10 @@ def test_experts_are_balanced_over_tokens_whatever_their_segments_number(
     lengths = [count for row in segments for number in (1, 2, 3) if (count := int((row == number).sum()))]
     given = {"labels": ids} if labels else {}
     numbered = model(input_ids=ids, attention_mask=segments, **given)
-    told = model(input_ids=ids, attention_mask=(segments > 0).long(), packed_seq_lens=lengths, **given)
-    assert relative(numbered.aux_loss, told.aux_loss) <= FLOAT32_BOUND
+    with_lengths = model(input_ids=ids, attention_mask=(segments > 0).long(), packed_seq_lens=lengths, **given)
+    assert relative(numbered.aux_loss, with_lengths.aux_loss) <= FLOAT32_BOUND
     if labels:
-        assert relative(numbered.loss, told.loss) <= FLOAT32_BOUND
+        assert relative(numbered.loss, with_lengths.loss) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("keep", [4, torch.tensor([1, 5, 6, 8])])
@@ -219,9 +219,9 @@ def test_labels_of_some_of_the_logits(keep: int | Tensor) -> None:
     batch = {"input_ids": ids, "labels": ids[:, places], "logits_to_keep": keep}
     with torch.no_grad():
         stock = model(**batch)
-        found = fastpack.patch(model)(**batch)
-    assert relative(found.loss, stock.loss) <= FLOAT32_BOUND
-    assert relative(found.logits, stock.logits) <= FLOAT32_BOUND
+        result = fastpack.patch(model)(**batch)
+    assert relative(result.loss, stock.loss) <= FLOAT32_BOUND
+    assert relative(result.logits, stock.logits) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("keep", [1, 5, torch.tensor([10, 11])])
@@ -235,5 +235,5 @@ def test_layers_that_share_keys_run_on_every_token(keep: int | Tensor) -> None:
     kept = mask[:, -keep:] if isinstance(keep, int) else mask[:, keep]
     with torch.no_grad():
         stock = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits
-        found = fastpack.patch(model)(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
-    assert relative(found[kept.bool()], stock[kept.bool()]) <= FLOAT32_BOUND
+        result = fastpack.patch(model)(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
+    assert relative(result[kept.bool()], stock[kept.bool()]) <= FLOAT32_BOUND

@@ -178,11 +178,11 @@ def test_a_batch_of_padding_alone() -> None:
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_every_other_output_is_repadded(side: str) -> None:
-    wanted: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+    expected: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
     batch = padded(make_sequences(VOCAB), side)
-    stock = fastpack.patch(tiny_model("mixtral"))(**batch, **wanted)
+    stock = fastpack.patch(tiny_model("mixtral"))(**batch, **expected)
     model = fastpack.patch(tiny_model("mixtral"), loss="fused")
-    ours = model(**batch, **wanted)
+    ours = model(**batch, **expected)
     assert type(ours) is type(stock)
     assert ours.logits is None
     for key in ("loss", "aux_loss"):
@@ -190,7 +190,7 @@ def test_every_other_output_is_repadded(side: str) -> None:
     for key in ("hidden_states", "router_logits"):
         for a, b in zip(ours[key], stock[key], strict=True):
             assert torch.equal(a, b)
-    as_tuple = model(**batch, **wanted, return_dict=False)
+    as_tuple = model(**batch, **expected, return_dict=False)
     assert torch.equal(as_tuple[0], ours.loss)
     assert len(as_tuple) == len(ours.to_tuple())
 

@@ -93,8 +93,8 @@ def with_dropout(model: Any) -> Any:
 )
 def test_a_head_that_keeps_its_stock_loss(build: Callable[[], Any], reason: str, op_calls: Calls) -> None:
     model = fastpack.patch(build(), loss="fused")
-    (found,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    assert reason in found
+    (skipped,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
+    assert reason in skipped
     out = model(**padded(make_sequences(VOCAB), "left"))
     assert out.logits is not None
     assert out.loss is not None
@@ -105,8 +105,8 @@ def test_a_classifier_keeps_its_stock_loss() -> None:
     from transformers import AutoModelForSequenceClassification
 
     model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=3), loss="fused")
-    (found,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    assert "no causal LM" in found
+    (skipped,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
+    assert "no causal LM" in skipped
 
 
 @pytest.mark.parametrize("change", [with_loss, with_hook])
@@ -137,22 +137,22 @@ def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls
     """Losses agree with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
     steps = 8 // settings.get("gradient_accumulation_steps", 1)
     arguments = plain_config(tmp_path, max_steps=steps, **settings)
-    found, evaluated = [], []
+    result, evaluated = [], []
     for fused in (None, "fused"):
         model = tiny_model("llama", attn_implementation="sdpa")
         if fused:
             fastpack.patch(model, loss="fused")
         trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows(), eval_dataset=rows(6, seed=1))
-        found.append(losses(trainer))
+        result.append(losses(trainer))
         prediction = trainer.predict(trainer.eval_dataset)
         evaluated.append(prediction.metrics["test_loss"])
         assert prediction.predictions.shape[-1] == VOCAB
     assert len(op_calls.rows) == 8
     # in bf16 two runs drift apart over the steps: one step is held to plain torch's own error in test_loss_heads.py
     bound = 2e-2 if settings.get("bf16") else FLOAT32_BOUND
-    assert len(found[0]) == steps
-    assert len(set(found[1])) > steps // 2
-    for a, b in zip(found[1], found[0], strict=True):
+    assert len(result[0]) == steps
+    assert len(set(result[1])) > steps // 2
+    for a, b in zip(result[1], result[0], strict=True):
         assert abs(a - b) <= bound * abs(b)
     assert evaluated[1] == pytest.approx(evaluated[0], rel=bound)
 

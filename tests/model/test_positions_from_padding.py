@@ -116,7 +116,7 @@ def test_embeddings_and_ids_of_padding_among_the_tokens() -> None:
     fastpack.patch(model)
     packed = {"packed_seq_lens": [len(ids)]}
     assert relative(model(input_ids=ids[None], **packed).logits, alone) <= FLOAT32_BOUND
-    found = model(inputs_embeds=embeddings, position_ids=counted, **packed).logits
-    assert relative(found, of_embeddings) <= FLOAT32_BOUND
+    result = model(inputs_embeds=embeddings, position_ids=counted, **packed).logits
+    assert relative(result, of_embeddings) <= FLOAT32_BOUND
     with pytest.raises(PackingError, match="past ids of padding"):
         model(input_ids=ids[None], position_ids=counted, **packed)

@@ -58,13 +58,13 @@ def patched(model: Any) -> Any:
 
 def seen_by(layers: Any) -> list[int]:
     """Record the number of tokens of each call of a decoder layer from now on."""
-    found: list[int] = []
+    result: list[int] = []
     for layer in layers:
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs: found.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+            lambda _, args, kwargs: result.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
             with_kwargs=True,
         )
-    return found
+    return result
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ def test_what_is_shared(name: str) -> None:
     alone = run_alone(model, sequences)
     patched(model)
     for kind in ("padded both sides", "packed_seq_lens"):
-        found = run_batch(model, sequences, kind)
+        result = run_batch(model, sequences, kind)
         if name == "single tokens":  # nothing is predicted
-            assert relative(torch.cat(found.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
+            assert relative(torch.cat(result.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
         else:
-            error = compare(found, alone)
+            error = compare(result, alone)
             assert error.worst <= FLOAT32_BOUND, (kind, error)
     assert sharing(model).stats.saved == 2 * (sum(map(len, sequences)) - nodes(sequences)) > 0
 
@@ -219,11 +219,11 @@ def test_router_logits_and_hidden_states(model_type: str, loss: Any) -> None:
     model: Any = tiny_model(model_type, router_aux_loss_coef=0.5)
     batch = padded(pairs(), "right")
     real = batch["attention_mask"].bool()
-    wanted: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+    expected: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
 
     def run() -> Any:
         model.zero_grad(set_to_none=True)
-        out = model(**batch, **wanted)
+        out = model(**batch, **expected)
         out.loss.backward()
         return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -307,8 +307,8 @@ def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -
     """Both come in one copy: prefixes are found again only if lengths were made without ids."""
     model = patched(tiny_model("llama"))
     looked: list[int] = []
-    found = find_prefixes
-    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *a: looked.append(1) or found(*a))
+    original = find_prefixes
+    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *a: looked.append(1) or original(*a))
     run_batch(model, pairs(), kind)
     assert not looked
     lengths = fastpack.PackedSeqLens.from_lengths([len(s) for s in pairs()])
