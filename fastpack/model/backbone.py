@@ -25,7 +25,7 @@ from fastpack.model.checks import (
     takes_stock_path,
 )
 from fastpack.model.equal_rows import repadded_forward
-from fastpack.model.outputs import copy_to_sharers, repad_outputs
+from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
 from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
@@ -122,7 +122,7 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
             else:
                 outputs = patched.stock(**arguments)
     if shared is not None:
-        outputs = copy_to_sharers(outputs, shared)
+        outputs = copy_to_all_tokens(outputs, shared)
     outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 

@@ -26,7 +26,7 @@ def repad_outputs(outputs: object, packed: PackedSeqLens) -> Any:
     return _change(outputs, packed.total_tokens, packed.repad, packed.padding.repad_flat)
 
 
-def copy_to_sharers(outputs: object, shared: SharedTokens) -> Any:
+def copy_to_all_tokens(outputs: object, shared: SharedTokens) -> Any:
     """Copy every output that has one entry a token from the U kept tokens to all T tokens."""
     copies = shared.copies
     return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))

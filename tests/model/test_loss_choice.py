@@ -137,22 +137,22 @@ def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls
     """Losses agree with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
     steps = 8 // settings.get("gradient_accumulation_steps", 1)
     arguments = plain_config(tmp_path, max_steps=steps, **settings)
-    result, evaluated = [], []
+    trained, evaluated = [], []
     for fused in (None, "fused"):
         model = tiny_model("llama", attn_implementation="sdpa")
         if fused:
             fastpack.patch(model, loss="fused")
         trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows(), eval_dataset=rows(6, seed=1))
-        result.append(losses(trainer))
+        trained.append(losses(trainer))
         prediction = trainer.predict(trainer.eval_dataset)
         evaluated.append(prediction.metrics["test_loss"])
         assert prediction.predictions.shape[-1] == VOCAB
     assert len(op_calls.rows) == 8
     # in bf16 two runs drift apart over the steps: one step is held to plain torch's own error in test_loss_heads.py
     bound = 2e-2 if settings.get("bf16") else FLOAT32_BOUND
-    assert len(result[0]) == steps
-    assert len(set(result[1])) > steps // 2
-    for a, b in zip(result[1], result[0], strict=True):
+    assert len(trained[0]) == steps
+    assert len(set(trained[1])) > steps // 2
+    for a, b in zip(trained[1], trained[0], strict=True):
         assert abs(a - b) <= bound * abs(b)
     assert evaluated[1] == pytest.approx(evaluated[0], rel=bound)
 
