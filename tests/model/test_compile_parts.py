@@ -80,7 +80,7 @@ def test_kernels_by_name_are_not_traced() -> None:
     def norm(x: Tensor) -> Tensor:
         return rms_norm(x, weight, 1e-6, implementation="triton")
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass 'auto'"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass kernels='auto'"):
         torch.compile(norm, fullgraph=True, backend="eager")(x)
 
 
