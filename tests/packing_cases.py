@@ -24,7 +24,7 @@ def read(shape: tuple[int, int], mask: Any = None, positions: Tensor | None = No
 
 
 def check(packed: PackedSeqLens, lengths: Sequence[int]) -> None:
-    """Everything that follows from the lengths, against loops over Python ints."""
+    """Check everything that follows from the lengths, against loops over Python ints."""
     offsets = [0, *itertools.accumulate(lengths)]
     assert packed.lengths == tuple(lengths)
     assert all(type(n) is int for n in packed.lengths)
@@ -58,7 +58,7 @@ def trl(lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def filled_up(batch: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """The packed batch in a row of so many tokens, the last ones bucket padding, as a collator makes it."""
+    """Return the packed batch in a row of ``tokens`` tokens, with bucket padding at the end, as a collator makes it."""
     known: PackedSeqLens = batch["packed_seq_lens"]
     rest, bucket = tokens - known.total_tokens, Bucket(tokens, known.num_sequences + 1, tokens)
     packed = PackedSeqLens.from_lengths(known.lengths).bucketed(bucket)

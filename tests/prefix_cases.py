@@ -1,4 +1,4 @@
-"""Shared by the tests of prefixes that are shared: groups of sequences that begin alike, and what was shared."""
+"""Shared by the tests of prefix sharing: groups of sequences that begin alike, and the counts of sharing."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def words(count: int, seed: int) -> Tensor:
 
 
 def grouped(completions: Sequence[Sequence[int]], prompts: Sequence[int] = PROMPTS) -> list[Tensor]:
-    """One completion of each prompt, then the next of each, as TRL has chosen and rejected ones.
+    """Return one completion of each prompt, then the next of each, as TRL orders chosen and rejected ones.
 
     Completions of one prompt begin with different tokens, so that nothing else is in common.
     """
-    found = []
+    sequences = []
     for which, lengths in enumerate(completions):
         for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             completion = words(length, 100 + 10 * which + number)
             completion[:1] = 3 + which
-            found.append(torch.cat([words(prompt, number), completion]))
-    return found
+            sequences.append(torch.cat([words(prompt, number), completion]))
+    return sequences
 
 
 def pairs() -> list[Tensor]:
-    """Chosen and rejected of four prompts; one completion of a single token."""
+    """Return chosen and rejected completions of four prompts, one completion with a single token."""
     return grouped([(5, 8, 1, 14), (7, 3, 9, 16)])
 
 
@@ -46,11 +46,11 @@ SAVED = sum(PROMPTS)
 
 def sharing(model: Any) -> PrefixSharing:
     runtime = runtime_of(find_parts(model).backbone)
-    found = None if runtime is None else runtime.sharing
-    assert found is not None
-    return found
+    result = None if runtime is None else runtime.sharing
+    assert result is not None
+    return result
 
 
 def nodes(sequences: Sequence[Tensor]) -> int:
-    """Of the trie: how many different beginnings there are."""
+    """Return the number of the trie's nodes, which are the different beginnings."""
     return len({tuple(s[: i + 1].tolist()) for s in sequences for i in range(len(s))})

@@ -1,10 +1,9 @@
 """The three steps of :func:`fastpack.data.token_budget.plan_batches`: fill batches, divide them, deal them to ranks.
 
 1. **Fill** (:func:`fill_batches`). The examples are shuffled. The first ``look_ahead`` of them wait in a pool, sorted
-by
-   length. A batch takes, in this order: the example that waits longest; the longest that fits, as long as it has more
-   than a quarter of the budget (long examples are hard to place); those that wait longest, as long as they fit; the
-   longest that fits the gap, until none does. Then the pool is refilled from the shuffled order. This is best fit
+   by length. A batch takes, in this order: the example that waits longest; the longest that fits, as long as it has
+   more than a quarter of the budget (long examples are hard to place); those that wait longest, as long as they fit;
+   the longest that fits the gap, until none does. Then the pool is refilled from the shuffled order. This is best fit
    decreasing: D. S. Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms", SIAM
    J. Comput. 3 (1974); for sequences M. Krell et al., arXiv:2107.02027. Those sort all examples, so the first batches
    get the long ones and the last batches the short ones. Here most of a batch follows a random order, and only the gap
@@ -72,7 +71,7 @@ class _Pool:
         # one int an example, which sorts by length and holds the position in the order
         self.keys = [lengths[i] << _POSITION_BITS | position for position, i in enumerate(order)]
         self.taken = bytearray(len(order))
-        self.waiting = self.seen = self.oldest = 0
+        self.waiting = self.added = self.oldest = 0
         self.by_length: list[int] = []  # keys, some of examples already taken, which are dropped when met
 
     def refill(self) -> bool:
@@ -81,17 +80,17 @@ class _Pool:
         Sorting costs as much for one new example as for many.
         """
         if self.waiting <= self.look_ahead // 2:
-            new = self.keys[self.seen : self.seen + self.look_ahead - self.waiting]
+            new = self.keys[self.added : self.added + self.look_ahead - self.waiting]
             taken = self.taken
             self.by_length = [key for key in self.by_length if not taken[key & _POSITION]] + new
             self.by_length.sort()
-            self.seen += len(new)
+            self.added += len(new)
             self.waiting += len(new)
         return self.waiting > 0
 
     def take_in_turn(self, batch: Batch, room: int, most: int) -> int:
         """Take the example that waits longest, up to ``most`` times while it fits, and return the room that is left."""
-        while most and self.oldest < self.seen:
+        while most and self.oldest < self.added:
             if not self.taken[self.oldest]:
                 length = self.keys[self.oldest] >> _POSITION_BITS
                 if length > room:

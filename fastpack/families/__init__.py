@@ -1,1 +1,1 @@
-"""The families of models: one declarative row each, and what is known of the sources of its classes."""
+"""The families of models: a declarative row for each, and the hashes of the proved sources of their classes."""

@@ -35,7 +35,7 @@ from fastpack.families.spec import Family, MixerSpec
 _STOCK = MixerSpec()
 _MASKED = MixerSpec("added")
 _POSITIONS = MixerSpec(left_out=("position_ids",), counts_from="padding_idx")
-"""An embedding that counts positions itself, from the padding id on."""
+"""For an embedding that counts positions itself, from the padding id on."""
 
 # mixers that kernels run on packed tokens
 _CONV = MixerSpec(scan="conv")
@@ -269,7 +269,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         "DogeModel",
         mixers={"DogeAttention": _MASKED},
         fast=named("Doge", **LLAMA_PARTS),
-        repadded_if=("sliding_window",),  # which is in upstream's mask alone
+        repadded_if=("sliding_window",),  # only upstream's mask applies it
         refused_if={"is_moe": "its routing mixes the tokens of a whole batch, whatever rows they are in"},
     ),
     Family(
@@ -330,7 +330,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     Family("xglm", "XGLMModel", mixers={"XGLMAttention": _MASKED}),
     _old_bert("megatron-bert", "MegatronBert", package="megatron_bert"),
     _old_bert("rembert", "RemBert"),
-    # its rotary tables are as long as its positions are many, and values may be rotated with them
+    # the length of its rotary tables depends on the number of positions, and values may be rotated too
     replace(_old_bert("roformer", "RoFormer"), mixers={}, repadded=True),
     # positions that an embedding counts by itself
     _bart("bart", "Bart"),
@@ -349,5 +349,5 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     _roberta("roberta-prelayernorm", "RobertaPreLayerNorm", package="roberta_prelayernorm"),
     _roberta("xlm-roberta", "XLMRoberta", package="xlm_roberta"),
     _roberta("xlm-roberta-xl", "XLMRobertaXL", package="xlm_roberta_xl"),
-    replace(_roberta("xmod", "Xmod"), of_rows=("lang_ids",)),
+    replace(_roberta("xmod", "Xmod"), row_arguments=("lang_ids",)),
 )

@@ -1,6 +1,6 @@
-"""The table of families: ``model_type`` to declaration.
+"""The table of families, by ``model_type``.
 
-To add a family, add a row to one of the tables that are joined here: its classes, and what each computes.
+To add a family, add a row with its classes and their specs to one of the tables that are joined here.
 """
 
 from __future__ import annotations

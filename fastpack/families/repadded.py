@@ -1,15 +1,15 @@
-"""Families of the last tier: the stock model on rows of equal length. It is exact, and no faster.
+"""Families of the last tier: the stock model on rows of equal length, which is exact and no faster.
 
-What mixes tokens in them depends on the row's length (LSH and block-sparse attention, permutations), attends in both
-directions, or happens where no module can be wrapped. And families inside a
-composite that was made for images or audio, of which only text is taken.
+Their modules mix tokens in a way that depends on the row's length (LSH and block-sparse attention, permutations),
+attend in both directions, or mix tokens outside of any module that could be wrapped. Others are parts of a model for
+images or audio, which gets text only.
 """
 
 from fastpack.families.spec import Family
 
 REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("big_bird", "BigBirdModel", repadded=True),
-    Family("blt", "BltModel", repadded=True, of_rows=("patch_lengths",)),
+    Family("blt", "BltModel", repadded=True, row_arguments=("patch_lengths",)),
     Family("cpmant", "CpmAntModel", repadded=True, unshifted="CpmAntForCausalLM"),
     Family("fuyu", "FuyuModel", repadded=True),
     Family("git", "GitModel", repadded=True),
@@ -20,14 +20,14 @@ REPADDED_FAMILIES: tuple[Family, ...] = (
     Family("mllama", "MllamaTextModel", repadded=True),
     Family("moss_transcribe_diarize", "MossTranscribeDiarizeModel", repadded=True),
     Family("qwen4_exp_text", "Qwen4ExpTextModel", package="qwen4_exp", repadded=True),
-    Family("xlm", "XLMModel", repadded=True, unshifted="XLMWithLMHeadModel", of_rows=("lengths",)),
+    Family("xlm", "XLMModel", repadded=True, unshifted="XLMWithLMHeadModel", row_arguments=("lengths",)),
     Family(
         "xlnet",
         "XLNetModel",
         repadded=True,
         unshifted="XLNetLMHeadModel",
-        of_rows=("perm_mask", "input_mask"),
-        switched_off=("use_mems",),
+        row_arguments=("perm_mask", "input_mask"),
+        disabled_caches=("use_mems",),
     ),
     Family("zaya", "ZayaModel", repadded=True),
 )

@@ -1,7 +1,7 @@
-"""The specs that families share; a family's row names one for each of its classes.
+"""The specs that families share. A family's row names one for each of its classes.
 
-Families copy each other, so most rows are Llama's but for a class or two. A spec has the name of the family that made
-it known.
+Families copy each other, so most have Llama's specs except for a class or two. A spec is named after the family that
+made it known.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ LLAMA: dict[str, Spec] = {
     "ForCausalLM": LLAMA_HEAD,
 }
 LLAMA_PARTS: dict[str, Spec] = {"RMSNorm": LLAMA_NORM, "MLP": LLAMA_MLP}
-"""For families whose attention, and the layers around it, are their own."""
+"""For families with attention and decoder layers of their own."""
 MIXTRAL = like(LLAMA, MLP=None, ForCausalLM=MIXTRAL_HEAD)
 """For families of experts without an MLP."""
 GEMMA2 = like(LLAMA, Attention=GEMMA2_ATTENTION, RMSNorm=GEMMA_NORM, DecoderLayer=GEMMA2_LAYER, ForCausalLM=GEMMA2_HEAD)

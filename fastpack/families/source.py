@@ -1,4 +1,4 @@
-"""Hash what upstream's classes compute, as they are in memory; :mod:`fastpack.families.lock` has the proved hashes."""
+"""Hash what upstream's classes compute, as loaded in memory. :mod:`fastpack.families.lock` has the proved hashes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastpack.utils.classes import unwrapped
 UNREADABLE = "no source"
 _CACHE = re.compile(r"\b(past_key_values|cache_params)\b")
 _CACHE_UPDATE = re.compile(r"(?<![\w.])(cache\.update\(.*), kwargs=kwargs\)")
-"""Transformers 5.24 calls both of them ``cache``, and passes keywords to ``update``."""
+"""Transformers 5.24 calls caches of both names ``cache``, and passes keywords to ``update``."""
 _ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}") for which in ("", "_gpt_oss")}
 """Liger's rotary functions, each of which replaces a family's own."""
 
@@ -25,10 +25,10 @@ _ROTATIONS = {("liger_kernel.transformers.rope", f"liger_rotary_pos_emb{which}")
 def source_hash(cls: Any) -> str:
     """Return a hash of what a class's forward computes: the forward, and its helpers in the class and the module.
 
-    The hash is of the syntax tree without docstrings and annotations, so comments and formatting don't matter. A cache
-    has one name in it, whatever this release of transformers calls it. It is computed anew each time, as others replace
-    forwards and helpers. If Liger has replaced a helper, the module's own is read from its file. The result is
-    :data:`UNREADABLE` if one of the functions has no source.
+    The hash is of the syntax tree without docstrings and annotations, so comments and formatting don't matter. Caches
+    have one name in it, whatever this release of transformers calls them. It is computed anew each time, since users
+    and libraries replace forwards and helpers. If Liger has replaced a helper, the module's own helper is read from its
+    file. The result is :data:`UNREADABLE` if one of the functions has no source.
     """
     module = sys.modules[cls.__module__]
     parts: dict[str, str] = {}
@@ -42,7 +42,7 @@ def source_hash(cls: Any) -> str:
             (f"self.{n}", getattr(cls, n, None)) for n in source.own
         ]
         for other, function in called:
-            # attention itself is read from the call of the interface
+            # attention itself is recognised by the call of the interface
             if inspect.isfunction(function) and other not in (*parts, "eager_attention_forward"):
                 helper = unwrapped(function)
                 if helper.__module__ == module.__name__:
@@ -74,10 +74,10 @@ class _Source(NamedTuple):
 def _read(function: FunctionType) -> _Source | None:
     """Read a function's source; None for a lambda, a callable object, or a function made by ``exec``.
 
-    The result can be cached, since others replace functions and not their sources.
+    The result can be cached, since code is replaced by other functions, not by other sources.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # wrapped by nobody
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function.__code__))).body[0]  # without wrappers
     except (AttributeError, OSError, TypeError, SyntaxError):
         return None
     return _normalise(tree) if isinstance(tree, ast.FunctionDef) else None
@@ -85,7 +85,7 @@ def _read(function: FunctionType) -> _Source | None:
 
 @functools.cache
 def _read_as_written(module: ModuleType, name: str) -> _Source | None:
-    """Read a function from its module's source, where somebody has replaced it in memory; None if it is not there."""
+    """Read a function that was replaced in memory from its module's source; None if it is not there."""
     try:
         tree = ast.parse(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):

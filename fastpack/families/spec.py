@@ -167,12 +167,12 @@ class MixerSpec:
         window, chunk: the name of an attribute (dotted for one of the config) that holds the window, or the size of a
             chunk, if only the mask applies it. If the config lists ``layer_types``, it holds only for
             ``sliding_attention`` or ``chunked_attention``, unless ``in_every_layer``.
-        in_every_layer: see there.
+        in_every_layer: whether that window or chunk holds in every layer, whatever ``layer_types`` lists.
         alibi: the name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]`` for n rows of L slots.
         kept: the names of arguments that are passed on unchanged.
         left_out: the names of keywords that are not passed, such as positions that the module makes itself.
         counts_from: the name of an attribute that holds the padding id, if the module makes positions that count from
-            the next number on and leave that id out; else None.
+            the next number on and skip tokens with that id; else None.
         states: the number of cache states that it returns after its result, which are dropped.
         carried: the name of the argument that passes this module's last result to the next module of its kind: picked
             keys, as indices in a row.
@@ -209,10 +209,10 @@ class Family:
         attention: the class names of attention modules that call transformers' attention interface.
         package: the sub-package of transformers, if its name is not ``model_type``.
         mixers: the other modules that mix tokens, by class name; their stock forward runs on one row a sequence.
-        repadded: whether the whole backbone runs on rows of equal length, since it can't be seen where it mixes tokens.
+        repadded: whether the whole backbone runs on rows of equal length, since no module of it can be wrapped alone.
         drops_packing: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
         file: the name of the modeling file, if it is not that of the sub-package.
-        by_choice: whether the config's ``is_decoder`` decides if it is causal; otherwise it is an encoder.
+        by_choice: whether the model is causal only if its config has ``is_decoder=True``, and an encoder otherwise.
         repadded_if: the names of config settings, with any of which the family is a re-padded model.
         refused_if: the config settings with which the family can't be exact, each with the reason.
         alibi: the name of the backbone's method that makes ALiBi's biases from a 2-D mask, or None.
@@ -226,9 +226,9 @@ class Family:
         two_way_if: a setting of the text's config and the value with which the marks are read; None for any.
         unshifted: the class name of a head whose own loss compares a token's logits with the label in the same place,
             not the next one (mostly decoders of encoder-decoders); empty for none.
-        of_rows: the names of arguments about rows, which a patched model refuses: of shape ``[B]``, ``[B, patches]`` or
-            ``[B, S, S]``, or an inverted mask.
-        switched_off: the names of keywords that ask for a cache by default, and are passed as False.
+        row_arguments: the names of arguments about rows, which a patched model refuses: arguments of shape ``[B]``,
+            ``[B, patches]`` or ``[B, S, S]``, or an inverted mask.
+        disabled_caches: the names of keywords that request a cache by default, and are passed as False.
         shares_states: whether layers pass keys and values to later layers by keyword, which reentrant checkpointing
             loses, in the stock model too.
         uncounted: whether there is no formula for its FLOPs, since it runs layers several times or not at all, or has
@@ -258,8 +258,8 @@ class Family:
     two_way_marks: str | None = None
     two_way_if: tuple[str, object] | None = None
     unshifted: str = ""
-    of_rows: tuple[str, ...] = ()
-    switched_off: tuple[str, ...] = ()
+    row_arguments: tuple[str, ...] = ()
+    disabled_caches: tuple[str, ...] = ()
     shares_states: bool = False
     uncounted: bool = False
     routers: tuple[str, ...] = ()

@@ -2,13 +2,14 @@
 
 Norms and MLPs that have a spec are fast, and the rest is stock.
 
-A family belongs here when, read in its source and proved against each sequence alone (``tests/families``):
+A family belongs here if all of this is true. It was read in the family's source, and tests prove it against each
+sequence alone (``tests/families``):
 
 - every attention module calls transformers' attention interface, and hands its window, softcap, sinks and scale to it
-  (a window that lives only in the mask, as in Qwen2-MoE, would be lost);
+  (a window that only the mask applies, as in Qwen2-MoE, would be lost);
 - nothing else mixes tokens: no convolution, recurrence, linear attention, token shift or n-gram embedding, no router
   with a capacity, no indexer that picks keys;
-- positions come from ``position_ids`` as they are, without an offset of the family's own (RoBERTa);
+- positions are those of ``position_ids``, without an offset of the family's own (RoBERTa);
 - the mask is plain causal or windowed: no bias or mask of the family's own (Doge, prefixes), no chunks (Llama 4);
 - its backbone class is always a decoder (BERT's is not), and is the module that the head calls (BART's is not).
 """

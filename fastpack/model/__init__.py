@@ -1,1 +1,1 @@
-"""A whole model's forward: un-pad or read the packing where the backbone is entered, run, put back; head and loss."""
+"""The forwards of a backbone and its head: un-pad a batch or read its packing, run, re-pad; and the loss."""

@@ -1,7 +1,7 @@
-"""The backbone's forward: un-pad a batch, or read how it is packed, run, and re-pad what comes out.
+"""The backbone's forward: un-pad a batch, or read how it is packed, run the layers, and re-pad the outputs.
 
-Where labels come, the head does so before it calls the backbone (:mod:`fastpack.model.head`), and its loss runs on real
-tokens too.
+If labels come with the batch, the head has done this before it calls the backbone (:mod:`fastpack.model.head`), and its
+loss runs on real tokens too.
 
 Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 """
@@ -25,7 +25,7 @@ from fastpack.model.checks import (
     takes_stock_path,
 )
 from fastpack.model.equal_rows import repadded_forward
-from fastpack.model.outputs import repad_outputs, spread_out
+from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
 from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
@@ -44,18 +44,23 @@ PER_TOKEN = (
     "ple_input_ids",
     "per_layer_inputs",
 )
-"""Other arguments of shape ``[B, S, ...]``, un-padded with the tokens."""
+"""The other arguments of shape ``[B, S, ...]``, which are un-padded with the tokens."""
 
 
 def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
     """Run the backbone's forward on real tokens only.
 
-    It takes what the stock forward takes, and the packing keywords. It returns what the stock forward returns,
-    re-padded: every token in the slot that it came from, zeros in padding. A re-padded family runs the stock forward on
-    rows of equal length.
+    It takes the arguments of the stock forward, and the packing keywords. It returns the stock forward's outputs,
+    re-padded: every token in the slot that it came from, and zeros in padding. A re-padded family runs the stock
+    forward on rows of equal length.
+
+    Args:
+        patched: the replacement of the backbone's forward.
+        *args: positional arguments of the stock forward.
+        **kwargs: its keywords, and those of :data:`fastpack.packing.inputs.PACKING_KEYWORDS`.
 
     Raises:
-        PackingError: see :func:`fastpack.packing.inputs.read_packing`; or a packed batch was sent on the stock path.
+        PackingError: see :func:`fastpack.packing.inputs.read_packing`; or a packed batch took the stock path.
         UnsupportedModelError: images or audio came with the batch.
         PatchError: see :meth:`fastpack.model.runtime.Watch.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
@@ -66,17 +71,17 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
     if context is not None:
-        offered = context.take(source_of(arguments))
-        packing = packing if offered is None else {"packed_seq_lens": offered}
+        from_head = context.take(source_of(arguments))
+        packing = packing if from_head is None else {"packed_seq_lens": from_head}
     if not torch.compiler.is_compiling():
         watch.follow()
     if takes_stock_path(backbone, arguments):
         refuse_packed_stock(arguments, packing)
-        return patched.stock(**arguments, **packing)  # continuous batching's, which its attention reads
+        return patched.stock(**arguments, **packing)  # continuous batching reads them in its attention
     watch.attention.check()
     refuse_uncovered(backbone, family, arguments)
     refuse_adapters(backbone, (), arguments)
-    arguments.pop("logits_to_keep", None)  # some leave out layers' tokens by it, which were those of a row
+    arguments.pop("logits_to_keep", None)  # some backbones drop a row's tokens by it
 
     if torch.compiler.is_compiling():
         graphs = offload = sharing = None
@@ -117,13 +122,13 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
             else:
                 outputs = patched.stock(**arguments)
     if shared is not None:
-        outputs = spread_out(outputs, shared)
+        outputs = copy_to_all_tokens(outputs, shared)
     outputs = repad_outputs(outputs, packed)
     return outputs.to_tuple() if as_tuple else outputs
 
 
 def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise where PEFT has put adapters on a patched module that read the rows of a batch, unless it runs as stock."""
+    """Raise if a patched module has PEFT adapters that read the rows of a batch, unless the stock forward will run."""
     if "peft_config" not in module.__dict__ or torch.compiler.is_compiling():
         return
     if not takes_stock_path(module, bind(type(module), args, kwargs)):
@@ -131,7 +136,13 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:
-    """Read the packing from the arguments of a head or a backbone; see :func:`read_packing`."""
+    """Read the packing from the arguments of a head or a backbone; see :func:`read_packing`.
+
+    Args:
+        arguments: the arguments of the forward.
+        packing: the packing keywords that were among them.
+        prefixes: whether to find the prefixes that sequences share, too.
+    """
     return read_packing(
         shape_of(arguments),
         source_of(arguments).device,
@@ -145,7 +156,7 @@ def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: 
 def _embedded(
     backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Ids or embeddings of the real tokens, whichever the backbone is to start from."""
+    """Return the ids ``[1, T]`` or the embeddings ``[1, T, H]`` that the backbone starts from; None for the other."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
     if embeddings is None and adds_noise(backbone, packed):
         embeddings = backbone.get_input_embeddings()(ids)
@@ -157,15 +168,17 @@ def _embedded(
         embedding = backbone.get_input_embeddings()
         hooks = [getattr(hook, "__name__", "") for hook in embedding._forward_hooks.values()]
         if hooks and all(name.startswith("make_inputs_require_grad") for name in hooks):
-            # transformers' and PEFT's hook, for checkpointing, can't be compiled, nor does compiled checkpointing need
-            # an input with a gradient
+            # the checkpointing hook of transformers and PEFT can't be compiled, and compiled checkpointing needs no
+            # input with a gradient
             return None, type(embedding).forward(embedding, ids)
     return ids, None
 
 
 def adds_noise(backbone: ModelLike, packed: PackedSeqLens) -> bool:
-    # NEFTune scales its noise by the width of what the embedding returns, which un-padding would change.
-    """Return whether NEFTune adds noise to a batch that will be un-padded, which would change the noise's scale."""
+    """Return whether NEFTune adds noise to a batch that will be un-padded.
+
+    NEFTune scales its noise by the length of the embedding's rows, which un-padding changes.
+    """
     embedding = backbone.get_input_embeddings()
     noisy = getattr(embedding, "neftune_noise_alpha", None) is not None and embedding.training
     return noisy and not packed.padding.is_packed_row

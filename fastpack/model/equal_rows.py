@@ -1,8 +1,8 @@
 """The last tier: the stock backbone on rows of equal length, one batch for each length.
 
-Nothing is padded, so this is exact whatever the model does inside a row: the length of the row may matter, and what
-stands to the right. It is no faster than the stock model, and slower where every sequence has another length. Where
-layers are sharded, all ranks run as many batches as the one with most lengths.
+Nothing is padded, so this is exact even for a model that depends on the length of a row, or on the tokens to the
+right. It is no faster than the stock model, and slower if every sequence has another length. If layers are sharded, all
+ranks run as many batches as the rank with the most lengths.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Forward
 from fastpack.utils.sharding import exchange_inside
 
-_MADE_ANEW = ("attention_mask", "position_ids", "packed_seq_lens")
-"""A row that is one sequence without padding needs none of them."""
+_NOT_PASSED = ("attention_mask", "position_ids", "packed_seq_lens")
+"""The arguments that a row needs not, since it is one sequence without padding."""
 
 
 def repadded_forward(
@@ -37,10 +37,10 @@ def repadded_forward(
         PatchError: see :func:`fastpack.layers.mixers.rows.put_back`.
     """
     groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
-    given = {name: value for name, value in arguments.items() if name not in _MADE_ANEW}
-    given |= dict.fromkeys(family.switched_off, False)
+    row_arguments = {name: value for name, value in arguments.items() if name not in _NOT_PASSED}
+    row_arguments |= dict.fromkeys(family.disabled_caches, False)
     results = [
-        stock(**{name: take(value, rows, packed.total_tokens) for name, value in given.items()})
+        stock(**{name: take(value, rows, packed.total_tokens) for name, value in row_arguments.items()})
         for rows in groups.groups
     ]
     return put_back(results, groups, type(backbone).__name__)

@@ -1,4 +1,4 @@
-"""``generate`` of a patched head: stock, whatever a collator says of the packing."""
+"""``generate`` of a patched head: the stock method, without the packing keyword of a collator."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from fastpack.utils.signatures import shape_of, source_of
 
 
 def generate(patched: Replacement[None, ModelRuntime], *args: Any, **kwargs: Any) -> Any:
-    """Run the head's own ``generate`` without ``packed_seq_lens``, which a stock model doesn't know.
+    """Run the head's own ``generate`` without ``packed_seq_lens``, which stock models don't take.
 
-    A padded batch loses nothing: ``attention_mask`` tells generation where its rows begin.
+    A padded batch needs no more than its ``attention_mask``, which tells generation where rows begin.
 
     Args:
         patched: the replacement of the head's ``generate``.
         *args: the arguments of ``generate``.
-        **kwargs: its keywords; ids ``[B, S]`` or embeddings ``[B, S, H]`` are among both.
+        **kwargs: its keywords. They or ``args`` hold ids ``[B, S]`` or embeddings ``[B, S, H]``.
 
     Raises:
-        PackingError: several sequences share a row, which generation would continue as one.
+        PackingError: several sequences share a row, which generation would continue as one sequence.
     """
     lengths = kwargs.pop("packed_seq_lens", None)
     if lengths is not None:
-        given = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
-        given["input_ids"] = given.pop("inputs", given.get("input_ids"))
-        if given["input_ids"] is not None:
-            given["inputs_embeds"] = None  # ids are what was read, where both came
-        shape, device = shape_of(given), source_of(given).device
-        mask = given.get("attention_mask")
+        arguments = {**dict(zip(("input_ids",), args, strict=False)), **kwargs}
+        arguments["input_ids"] = arguments.pop("inputs", arguments.get("input_ids"))
+        if arguments["input_ids"] is not None:
+            arguments["inputs_embeds"] = None  # lengths were read from ids if there are both
+        shape, device = shape_of(arguments), source_of(arguments).device
+        mask = arguments.get("attention_mask")
         packed = read_packing(shape, device, attention_mask=mask, packing={"packed_seq_lens": lengths})
         rows_BS = torch.arange(shape[0], device=device)[:, None].expand(shape)
         if packed.unpad(rows_BS).unique().numel() < packed.num_sequences:
             raise PackingError(
                 f"packed_seq_lens of {packed.num_sequences} sequences in {shape[0]} row(s) came to generate, which "
-                "continues rows, and would take those that share one for one. Pass a padded batch, padded on the left."
+                "would continue each row as one sequence. Pass a padded batch, padded on the left."
             )
     return patched.stock(*args, **kwargs)

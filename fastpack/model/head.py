@@ -1,4 +1,4 @@
-"""A head around the backbone: it reads the packing where labels need it, and its loss runs on real tokens."""
+"""A head's forward: it reads the packing if labels need it, and its loss runs on real tokens."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from fastpack.model.loss import (
     fused_head,
     fused_loss_serves,
     has_stock_loss,
-    is_trls,
+    is_trl_forward,
 )
 from fastpack.model.outputs import repad_outputs
 from fastpack.model.runtime import ModelRuntime, runtime_of
-from fastpack.model.unwrap import find_parts, refuse_strange_backbone
+from fastpack.model.unwrap import find_parts, patched_backbone
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.classes import defined_in, is_upstreams, mentions, stock_class
@@ -62,7 +62,8 @@ class Head:
     """A head's kind, and its loss.
 
     Attributes:
-        loss: what a head whose own loss is to be fused computes; None where it is not to be, or can't be.
+        kind: what the head computes.
+        loss: the spec of a head whose own loss runs fused; None for the stock loss.
     """
 
     kind: HeadKind
@@ -73,10 +74,15 @@ PatchedHead = Replacement[Head, "ModelRuntime"]
 
 
 def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
-    """Run a head's forward with labels prepared by :func:`prepare_head`.
+    """Run a head's forward with arguments from :func:`prepare_head`.
 
     If a stock head computes its own loss over a padded batch, the head and the loss run on real tokens too. In training
     a fused loss is computed without logits.
+
+    Args:
+        patched: the replacement of the head's forward.
+        *args: positional arguments of the stock forward.
+        **kwargs: its keywords, and those of :data:`fastpack.packing.inputs.PACKING_KEYWORDS`.
     """
     backbone = patched.owner.base_model
     graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
@@ -96,10 +102,11 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
     packed = kwargs.get("packed_seq_lens")
     if kind != "causal_lm" or not isinstance(packed, PackedSeqLens):
         return _call_head(patched, *args, **kwargs)
-    # TRL's own loss is left in force; asked for none, TRL's forward is the one before it. Pickling leaves the class's
+    # TRL's own loss stays in force. Without a request for it, TRL's forward calls the one before it. After unpickling,
+    # `earlier` is the forward of the class.
     earlier = patched.earlier
     is_class_own = getattr(earlier, "__func__", None) is type(head).forward
-    as_stock = earlier is None or is_class_own or (is_trls(earlier) and not kwargs.get(FUSED_LM_HEAD))
+    as_stock = earlier is None or is_class_own or (is_trl_forward(earlier) and not kwargs.get(FUSED_LM_HEAD))
     fused = loss is not None and as_stock and fused_loss_serves(head, kwargs)
     flatten = (earlier is None or fused) and _loss_on_real_tokens(head, packed, kwargs)
     if not (flatten or fused):
@@ -125,24 +132,25 @@ def _run_head(patched: PatchedHead, args: tuple[Any, ...], kwargs: Any) -> Any:
 
 
 def _call_head(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
-    """Call the stock head; if it would drop the packing on its way to the backbone, the context keeps it."""
+    """Call the stock head. If it would drop the packing on the way to the backbone, the context passes it on."""
     packed, context = kwargs.get("packed_seq_lens"), patched.runtime.layers.context
     if context is None or not isinstance(packed, PackedSeqLens):
         return patched.stock(*args, **kwargs)
-    if kwargs.get("use_cache") is None:  # some heads ask for a cache of their own accord
+    if kwargs.get("use_cache") is None:  # some heads use a cache by default
         kwargs["use_cache"] = False
-    kept = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
+    keywords = accepted(type(patched.owner).forward, kwargs) if patched.earlier is None else kwargs
     with context.offering(source_of(kwargs), packed):
-        return patched.stock(*args, **kept)
+        return patched.stock(*args, **keywords)
 
 
 _PER_SLOT = ("input_ids", "inputs_embeds", "labels", *PER_TOKEN)
+"""The arguments of a head with an entry for each slot of the batch."""
 
 
 def _loss_on_real_tokens(head: HeadLike, packed: PackedSeqLens, arguments: Mapping[str, Any]) -> bool:
     """Return whether the head and its loss can run on real tokens of a padded batch.
 
-    They can if nothing but transformers' own loss reads the labels, and the head passes each token's target on to it.
+    They can if only transformers' own loss reads the labels, and the head passes each token's target on to it.
     """
     if arguments.get("labels") is None or packed.padding.batch_shape is None or packed.padding.is_empty:
         return False
@@ -160,7 +168,16 @@ def head_pre_hook(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Prepare the arguments of a head whose ``forward`` was replaced after us, as TRL does; None if ours is in place.
+    """Prepare the arguments of a head whose ``forward`` was replaced after the patch, as TRL does.
+
+    Args:
+        hook: this hook.
+        module: the head.
+        args: the positional arguments of its call.
+        kwargs: its keywords.
+
+    Returns:
+        The arguments and keywords; None if they stay as they are.
 
     Raises:
         PatchError: the module is a replica that ``nn.DataParallel`` made.
@@ -168,19 +185,19 @@ def head_pre_hook(
     refuse_replica(module)
     forward = module.__dict__.get("forward")
     if replaces(forward, head_forward) and forward.enabled:
-        return None  # it does so itself
+        return None  # our forward prepares them itself
     refuse_packed_prompts(args, kwargs)
     refuse_adapters(module, args, kwargs)
     kind, runtime = hook.spec.kind, hook.runtime
     if not reads_packing(module, kind, runtime, args, kwargs):
         return None
     graphs = _graphs_of(module.base_model) if _leaves_modules_alone(module, forward) else None
-    seen = None if graphs is None else graphs.look_ahead(module.base_model)
+    snapshot = None if graphs is None else graphs.look_ahead(module.base_model)
     args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
         if graphs is not None:
-            graphs.believe(seen, packed)
+            graphs.believe(snapshot, packed)
         if runtime.layers.context is not None:
             runtime.layers.context.offer(source_of(kwargs), packed)
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
@@ -192,9 +209,9 @@ def _graphs_of(backbone: ModelLike) -> GraphRunner | None:
 
 
 def _leaves_modules_alone(head: HeadLike, forward: object) -> bool:
-    """Return whether nothing but TRL's own forward runs between our hook on the head and the backbone."""
-    alone = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
-    return alone and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
+    """Return whether only TRL's own forward runs between our hook on the head and the backbone."""
+    no_other_hook = len(head._forward_pre_hooks) == 1 and "_hf_hook" not in head.__dict__
+    return no_other_hook and defined_in(forward).startswith("trl.") and not torch.compiler.is_compiling()
 
 
 def prepare_head(
@@ -204,31 +221,41 @@ def prepare_head(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read the packing, where :func:`reads_packing` says that the head needs it, and hand it on.
+    """Read the packing for a head that needs it (:func:`reads_packing`), and add it to the keywords.
+
+    Args:
+        head: the head.
+        kind: what the head computes.
+        runtime: the runtime that the head shares with its backbone.
+        args: the positional arguments of its call.
+        kwargs: its keywords.
+
+    Returns:
+        The arguments and keywords of the head.
 
     Raises:
-        PackingError: several sequences a row reached a sequence-classification head, which pools one token a row; or it
-            would pool a slot of padding.
+        PackingError: a sequence-classification head, which pools one token a row, got several sequences a row, or would
+            pool a slot of padding.
     """
     arguments = bind(type(head), args, kwargs)
     if takes_stock_path(head, arguments):
-        refuse_packed_stock(arguments, take_packing(dict(arguments)))  # which the head may not hand on
+        refuse_packed_stock(arguments, take_packing(dict(arguments)))  # the head may not pass them on
         return args, kwargs
     if not torch.compiler.is_compiling():
-        of_backbone = runtime_of(refuse_strange_backbone(head))
-        if of_backbone is not None:  # before positions are read, which context parallelism puts in another order
-            of_backbone.watch.attention.check()
+        backbone_runtime = runtime_of(patched_backbone(head))
+        if backbone_runtime is not None:  # before positions are read: context parallelism reorders them
+            backbone_runtime.watch.attention.check()
     packed = arguments["packed_seq_lens"] = pack(
         arguments, take_packing(arguments), prefixes=runtime.sharing is not None
     )
     if _balances(head):
-        # tokens weigh the same, whatever their segment's number, and padding nothing
+        # every token has weight 1, whatever the number of its segment, and padding has weight 0
         arguments["attention_mask"] = packed.padding.mask()
     rows = shape_of(arguments)[0]
     if kind == "sequence_classification" and packed.num_sequences > rows:
         raise PackingError(
             f"a packed batch of {packed.num_sequences} sequences in {rows} row(s) reached {type(head).__name__}, which "
-            "gives one result a row. Send a padded batch: it runs padding-free inside all the same."
+            "gives one result a row. Send a padded batch: it runs without padding all the same."
         )
     if kind == "sequence_classification":
         refuse_pooled_padding(head, arguments, packed)
@@ -238,13 +265,13 @@ def prepare_head(
 def reads_packing(
     head: HeadLike, kind: HeadKind, runtime: ModelRuntime, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Return whether the packing is read at the head, and not only at the backbone."""
+    """Return whether the head reads the packing, and not the backbone alone."""
     labelled = bind(type(head), args, kwargs).get("labels") is not None
     needs_packing = kind == "sequence_classification" or (kind == "causal_lm" and (labelled or _balances(head)))
-    # one break is enough, at the first door; and a head with a scope would lose what it does not read
+    # under compilation one graph break is enough, in the head; and a head with a context would drop the packing
     return needs_packing or runtime.layers.context is not None or torch.compiler.is_compiling()
 
 
 def _balances(head: HeadLike) -> bool:
-    """Return whether a head computes the balance of its experts from the mask."""
+    """Return whether a head computes the load balance of its experts from the mask."""
     return mentions(head, "load_balancing_loss_func")

@@ -1,4 +1,4 @@
-"""Labels: what each token predicts; the first of a sequence, which nothing does, and what a loss divides by then."""
+"""Labels: the target of each token, ignored first labels of sequences, and the count that a loss divides by."""
 
 from __future__ import annotations
 
@@ -24,54 +24,70 @@ def shifts_labels(head: HeadLike) -> bool:
 
 
 def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Ignore the first label of each sequence, on a copy, where the packing was read.
+    """Return the arguments with the first label of each sequence ignored, on a copy, if the packing was read.
 
-    Where every sequence begins its row, labels stay as they are: what shifts them reads no first column, and a loss of
-    the user's own may not shift.
+    If every sequence begins its row, labels stay as they are: the shift of a loss never reads the first column, and a
+    user's own loss may not shift.
 
-    The ``num_items_in_batch`` of transformers' ``Trainer`` counts every label but those in column 0, and so the first
-    ones of sequences that begin further right: padded left, or packed. It is scaled by the share of this batch's
-    counted labels that is kept. Where a step is one micro-batch on one rank, that makes it the number of labels kept;
-    where it is several, or ranks divide by the labels of all, each is corrected by its own share. A number below what
-    the ``Trainer`` would count in this batch alone is somebody's own, and divides as it came. Of heads whose loss the
-    ``Trainer`` doesn't know it counts column 0 too: all first labels, wherever sequences begin, and that
-    stays as it is.
+    The ``num_items_in_batch`` of transformers' ``Trainer`` counts all labels except those in column 0. So it counts the
+    first labels of sequences that begin further right: in batches that are padded left, or packed. It is multiplied by
+    the share of this batch's counted labels that is kept. The result is exact if a step is one micro-batch on one rank.
+    If a step has several, or ranks divide by the labels of all, each micro-batch is corrected by its own share.
+
+    The number stays as it is in two cases. One that is smaller than the ``Trainer``'s count for this batch alone is a
+    user's own. And for heads whose loss the ``Trainer`` doesn't know, it counts column 0 too: all first labels,
+    wherever sequences begin.
+
+    Args:
+        head: the head.
+        arguments: its arguments.
     """
     packed, labels = arguments.get("packed_seq_lens"), arguments.get("labels")
     if not isinstance(packed, PackedSeqLens) or not isinstance(labels, Tensor):
         return arguments
     if keeps_some_logits(arguments) and labels.shape != packed.padding.batch_shape:
-        return arguments  # those of the logits that are kept, which nobody but the caller knows
+        return arguments  # labels of the logits that are kept, whose places only the caller knows
     ignore_index = ignore_index_of(head, arguments)
     if packed.padding.starts_rows:
         packed.check_slots(labels)
         return arguments
     masked = packed.mask_first_labels(labels, ignore_index)
     num_items = arguments.get("num_items_in_batch")
-    as_it_is = arguments.get("shift_labels") is not None or packed.padding.is_empty
-    if num_items is None or as_it_is or _column_0_counts(head):
+    unscaled = arguments.get("shift_labels") is not None or packed.padding.is_empty
+    if num_items is None or unscaled or _column_0_counts(head):
         return {**arguments, "labels": masked}
-    counted, kept = (_trained(each[..., 1:], ignore_index) for each in (labels, masked))
-    return {**arguments, "labels": masked, "num_items_in_batch": _share_of(num_items, counted, kept)}
+    all_labels, kept_labels = (_trained(each[..., 1:], ignore_index) for each in (labels, masked))
+    return {**arguments, "labels": masked, "num_items_in_batch": _share_of(num_items, all_labels, kept_labels)}
 
 
 def without_padding(head: HeadLike, arguments: Mapping[str, Any], targets_1T: Tensor) -> Tensor:
-    """``num_items_in_batch`` where labels at padding are dropped, which transformers' ``Trainer`` has counted.
+    """Return ``num_items_in_batch`` without the labels at padding, which transformers' ``Trainer`` counts too.
 
-    Scaled as in :func:`without_first_labels`, by the share of this batch's counted labels that real tokens predict.
+    It is scaled as in :func:`without_first_labels`, by the share of this batch's counted labels that real tokens
+    predict.
+
+    Args:
+        head: the head.
+        arguments: its arguments.
+        targets_1T: ``[1, T]``, the targets of the real tokens.
     """
     labels, ignore_index = arguments["labels"], ignore_index_of(head, arguments)
     predicted = _trained(labels[..., 1:] if shifts_labels(head) else labels, ignore_index)
-    counted = _trained(labels if _column_0_counts(head) else labels[..., 1:], ignore_index)
-    kept = counted - predicted + _trained(targets_1T, ignore_index)
-    return _share_of(arguments["num_items_in_batch"], counted, kept)
+    all_labels = _trained(labels if _column_0_counts(head) else labels[..., 1:], ignore_index)
+    kept_labels = all_labels - predicted + _trained(targets_1T, ignore_index)
+    return _share_of(arguments["num_items_in_batch"], all_labels, kept_labels)
 
 
 def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> Tensor:
-    """``[1, T]``: what each token predicts, the label of the next slot of its row, whether that is padding or not.
+    """Return the target of each token, ``[1, T]``: the label of the next slot in its row, even if that is padding.
 
-    A label is not dropped with the slot that it stands in: where an end token is padding too, and its slot has mask 0,
-    the last token of the text learns it all the same. Tokens that stand for none predict nothing.
+    A slot that is dropped keeps its label: if the end token pads too, and its slot has mask 0, the last token of the
+    text learns it all the same. Bucket padding predicts nothing.
+
+    Args:
+        packed: the batch's packing.
+        labels_BS: int64 ``[B, S]``.
+        ignore_index: the label that is ignored.
     """
     targets = packed.unpad(functional.pad(labels_BS, (0, 1), value=ignore_index)[:, 1:])
     total, real = packed.total_tokens, 0 if packed.padding.is_empty else packed.real_tokens
@@ -80,8 +96,8 @@ def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> T
 
 def ignore_index_of(head: HeadLike, arguments: Mapping[str, Any]) -> int:
     """Return the label that is ignored in a call of this head."""
-    given: int = arguments.get("ignore_index", IGNORE_INDEX)
-    return given if hands_on(head) else IGNORE_INDEX
+    ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
+    return ignore_index if hands_on(head) else IGNORE_INDEX
 
 
 def hands_on(head: HeadLike) -> bool:
@@ -95,9 +111,9 @@ def _column_0_counts(head: HeadLike) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     if "_loss_shifts_labels" not in names_in(Trainer.__init__):
-        return False  # older ones leave column 0 out whatever the loss
-    known: Any = LOSS_MAPPING
-    return known.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
+        return False  # older releases leave column 0 out for every loss
+    losses: Any = LOSS_MAPPING
+    return losses.get(getattr(head, "loss_type", None)) is not ForCausalLMLoss
 
 
 def _trained(labels: Tensor, ignore_index: int) -> Tensor:
@@ -105,9 +121,9 @@ def _trained(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels != ignore_index).sum()
 
 
-def _share_of(num_items: int | Tensor, counted: Tensor, kept: Tensor) -> Tensor:
-    """``num_items`` times the share of this batch's labels that are kept, on their device, for which nobody waits."""
+def _share_of(num_items: int | Tensor, all_labels: Tensor, kept_labels: Tensor) -> Tensor:
+    """Return ``num_items`` times the share of this batch's labels that is kept, on their device, without a wait."""
     if isinstance(num_items, Tensor):
-        num_items = num_items.to(counted.device)
-    share = kept.float() / counted.clamp(min=1)
-    return num_items * share.masked_fill((counted > num_items) | (kept == 0), 1.0)
+        num_items = num_items.to(all_labels.device)
+    share = kept_labels.float() / all_labels.clamp(min=1)
+    return num_items * share.masked_fill((all_labels > num_items) | (kept_labels == 0), 1.0)

@@ -1,7 +1,8 @@
 """A causal LM head's own loss without logits, in training: ``patch(model, loss="fused")``.
 
-The head's forward is the family's (:class:`fastpack.families.spec.HeadSpec`), but for its product with the vocabulary
-and its loss, which :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy` computes on real tokens.
+The head's forward is that of its family (:class:`fastpack.families.spec.HeadSpec`), except for its matmul with the
+vocabulary and its loss. :func:`fastpack.ops.loss.linear_cross_entropy.linear_cross_entropy` computes these on real
+tokens.
 
 Shape suffixes: B rows, S columns of the batch as it came; T real tokens.
 """
@@ -37,19 +38,19 @@ from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import keeps_some_logits
 
 TOKEN_STATISTICS = "token_statistics"
-"""The keyword of a call with labels that brings :class:`TokenStatistics`."""
+"""The keyword that passes :class:`TokenStatistics` to a call with labels."""
 FUSED_LM_HEAD = "fused_lm_head"
-"""The keyword by which TRL's trainers ask TRL's forward of a head for their own loss."""
+"""The keyword with which TRL's trainers request their own loss from TRL's forward of a head."""
 
 
 class TokenStatistics:
-    """Numbers about its predictions that a fused loss gives in passing.
+    """Statistics of the predictions, which a fused loss fills in.
 
-    No dataclass: what maps a function over the tensors of arguments (FSDP's casts) would hand on a copy.
+    This is no dataclass, since FSDP's casts map a function over the tensors in dataclasses, and would pass on a copy.
 
     Attributes:
-        sums: float32 ``[3]``: of the predictions' entropies, of labels that are the likeliest token, of labels. None
-            where no fused loss ran.
+        sums: float32 ``[3]``: the sum of the predictions' entropies, the number of labels that are the likeliest token,
+            and the number of labels. None if no fused loss ran.
     """
 
     def __init__(self) -> None:
@@ -57,10 +58,10 @@ class TokenStatistics:
         self.sums: Tensor | None = None
 
 
-def is_trls(forward: Any) -> bool:
+def is_trl_forward(forward: Any) -> bool:
     """Return whether a forward is the one that TRL assigns to a head.
 
-    It computes TRL's loss if ``fused_lm_head`` says so, and otherwise calls the forward before it.
+    That forward computes TRL's loss if it gets ``fused_lm_head=True``, and otherwise calls the forward before it.
     """
     if not defined_in(forward).startswith("trl."):
         return False
@@ -68,27 +69,29 @@ def is_trls(forward: Any) -> bool:
 
 
 def fused_loss_rejects(head: HeadLike, kind: str, spec: Spec | None) -> str | None:
-    """Say why a head's stock loss is kept, or None. Asked before its forward is swapped.
+    """Return why a patch can't fuse a head's stock loss, or None.
 
     Args:
-        head: as it was found, without our forward.
+        head: the head before its forward is replaced.
         kind: what the head computes, ``causal_lm`` for one with a vocabulary.
-        spec: the declaration of its class; None where there is none, or its source is not one that this was proved on.
+        spec: the spec of its class; None if it has none, or if the spec was not proved on the source of the class.
     """
     if kind != "causal_lm":
-        return f"{type(head).__name__} is no causal LM: its loss is another"
+        return f"{type(head).__name__} is no causal LM, and has another loss"
     if not isinstance(spec, HeadSpec):
-        return f"the forward of {type(head).__name__} is not one that the fused loss was proved on"
+        return f"the forward of {type(head).__name__} was not proved with the fused loss"
     if head.base_model is head:
         return f"base_model_prefix={head.base_model_prefix!r} names nothing that {type(head).__name__} holds"
     if hasattr(head, "_hf_hook"):
         return f"{type(head).__name__} carries accelerate's hooks"
     if "_original_forward" in head.__dict__:
         return f"accelerate wrapped the forward of {type(head).__name__} for an earlier run: patch before the first one"
-    if "forward" in head.__dict__ and not is_trls(head.__dict__["forward"]):
-        return f"the forward of {type(head).__name__} was already replaced (trainers that bring a loss do this)"
+    if "forward" in head.__dict__ and not is_trl_forward(head.__dict__["forward"]):
+        return (
+            f"the forward of {type(head).__name__} was already replaced (by a trainer with its own loss, for example)"
+        )
     if _is_meta(head.lm_head):
-        return None  # sharded loading: read again at the first batch
+        return None  # sharded loading: the head is read again at the first batch
     return _why_not_now(head)
 
 
@@ -98,29 +101,35 @@ def _is_meta(module: nn.Module) -> bool:
 
 
 def fused_loss_fails(head: Any, *, asked_for: bool = False) -> str | None:
-    """Return why a head's fused loss does not run now, because of what came after the patch; or None.
+    """Return why a change after the patch keeps a head's fused loss from running, or None.
 
     Args:
         head: the head.
-        asked_for: whether a trainer with TRL's forward asks for the head's own loss.
+        asked_for: whether a trainer with TRL's forward requests the head's own loss.
     """
     forward = head.__dict__.get("forward")
     beneath = forward.earlier if isinstance(forward, Replacement) else None
-    of_trl = is_trls(forward) or is_trls(beneath)  # over ours, or under it
-    if of_trl and not asked_for:
-        return "TRL's trainers bring a loss, unless patch(trainer, loss='fused') gave one this (report(trainer) tells)"
+    has_trl_forward = is_trl_forward(forward) or is_trl_forward(beneath)  # over ours, or under it
+    if has_trl_forward and not asked_for:
+        return "TRL's trainers have their own loss; patch(trainer, loss='fused') fuses it (see report(trainer))"
     origin = defined_in(forward)
-    if origin.startswith(("trl.", "liger_kernel.")) and not of_trl:  # wrappers of others call what they found
-        return f"the forward of {type(head).__name__} was replaced after the patch, by {origin}, which brings a loss"
-    unread = _is_meta(head.lm_head) and not hasattr(head.lm_head, "_hf_hook")
-    return None if unread else _why_not_now(head)
+    if origin.startswith(("trl.", "liger_kernel.")) and not has_trl_forward:  # wrappers of others call ours
+        return f"the forward of {type(head).__name__} was replaced after the patch by {origin}, which has its own loss"
+    not_loaded = _is_meta(head.lm_head) and not hasattr(head.lm_head, "_hf_hook")
+    return None if not_loaded else _why_not_now(head)
 
 
 def fused_loss_serves(head: HeadLike, arguments: Mapping[str, Any]) -> bool:
-    """Return whether this call computes its loss without logits: in training, with labels, and with all logits.
+    """Return whether this call computes its loss without logits.
+
+    It does in training, with labels, if the logits of all tokens count.
+
+    Args:
+        head: the head.
+        arguments: its arguments.
 
     Warns:
-        FastpackWarning: something about the head changed since the patch, so that its stock loss runs.
+        FastpackWarning: the head was changed after the patch, so that its stock loss runs.
     """
     if not head.training or arguments.get("labels") is None or keeps_some_logits(arguments):
         return False
@@ -138,21 +147,21 @@ _STOCK_LOSS = ("transformers.loss.loss_utils", "ForCausalLMLoss")
 
 
 def has_stock_loss(head: HeadLike) -> bool:
-    """Return whether a head's ``loss_function`` is transformers' own for causal LMs, not one that somebody set."""
+    """Return whether a head's ``loss_function`` is transformers' own for causal LMs, not a user's."""
     loss = head.loss_function
     named = (getattr(loss, "__module__", ""), getattr(loss, "__name__", "")) == _STOCK_LOSS
-    return named and not hasattr(loss, "__wrapped__")  # somebody's decorator has its names
+    return named and not hasattr(loss, "__wrapped__")  # a user's decorator has the same names
 
 
 def _why_not_now(head: HeadLike) -> str | None:
-    """Say why the head's loss can't be fused as users and PEFT have left the head; or None."""
+    """Return why the head's loss can't be fused in the head's present state, or None."""
     if not has_stock_loss(head):
         return f"the loss_function of {type(head).__name__} is {head.loss_function!r}"
     module = _serving(head.lm_head)
     if any(isinstance(d, nn.Dropout) and d.p > 0 for d in getattr(module, "lora_dropout", {}).values()):
         return "there is dropout before the LoRA of lm_head"
-    found = read_projection(module)
-    return f"lm_head has to be called as a module: {found}" if isinstance(found, str) else None
+    projection = read_projection(module)
+    return f"lm_head has to be called as a module: {projection}" if isinstance(projection, str) else None
 
 
 def _serving(module: Any) -> Any:
@@ -167,14 +176,14 @@ def _serving(module: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class HeadProduct:
-    """A head's product with the vocabulary, as :func:`linear_cross_entropy` takes it.
+    """A head's matmul with the vocabulary: the operands of :func:`linear_cross_entropy`.
 
     Attributes:
-        weight: ``[V, H]``, or what makes it of a 4-bit one.
+        weight: ``[V, H]``, or a function that makes it from a 4-bit weight.
         bias: ``[V]`` or None.
-        lora: A ``[R, H]``, B ``[V, R]`` and their factor, or None.
+        lora: A ``[R, H]``, B ``[V, R]`` and the scale of their product, or None.
         softcap: the bound of the logits, or None.
-        logit_scale: what the product is multiplied by.
+        logit_scale: the factor on the logits.
     """
 
     weight: Weight
@@ -185,7 +194,15 @@ class HeadProduct:
 
 
 def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
-    """Read what the head computes now, PEFT's adapters and copies as they are switched; or why it has to be called."""
+    """Return the head's matmul with PEFT's adapters and copies as they are active now.
+
+    Args:
+        head: the head.
+        spec: its spec.
+
+    Returns:
+        The matmul, or the reason why the head has to be called as a module.
+    """
     projection = read_projection(_serving(head.lm_head))
     if isinstance(projection, str):
         return projection
@@ -209,13 +226,13 @@ def fused_head(
     token_statistics: TokenStatistics | None = None,
     **arguments: Any,
 ) -> Any:
-    """Run a head's forward with a fused loss, on a batch whose packing was read and whose first labels are ignored.
+    """Run a head's forward with a fused loss.
 
     Args:
         head: the head.
         spec: its spec.
         kernels: the implementation of the loss.
-        labels: ``[B, S]``.
+        labels: int64 ``[B, S]``, with the first label of each sequence ignored.
         packed_seq_lens: the batch's packing.
         token_statistics: the statistics to fill in, or None.
         **arguments: the other arguments of the stock forward.
@@ -233,7 +250,7 @@ def fused_head(
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
     shift_labels = arguments.get("shift_labels")
     if shift_labels is not None:
-        targets = shift_labels.reshape(-1)  # every slot's, as they came
+        targets = shift_labels.reshape(-1)  # of every slot, unchanged
     else:
         targets = targets_of(packed, labels, ignore_index)[0]
     count = _begin_count(targets, ignore_index)
@@ -241,7 +258,7 @@ def fused_head(
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
     product = read_head(head, spec)
-    assert isinstance(product, HeadProduct)  # as fused_loss_serves found
+    assert isinstance(product, HeadProduct)  # fused_loss_serves has checked it
     loss = linear_cross_entropy(
         hidden.flatten(0, 1) if shift_labels is not None else packed.unpad(hidden)[0],
         product.weight,
@@ -288,11 +305,18 @@ def _weight(projection: Projection) -> Weight:
 
 
 def _begin_count(labels: Tensor, ignore_index: int) -> Callable[[], int | None]:
-    """Begin to count the labels that are kept, so that the loss can leave the others' rows out.
+    """Begin to count the labels that are kept, so that the loss can leave the other rows out.
 
-    The copy to the host is queued on a GPU ahead of the backbone's kernels and read behind their launch: whoever reads
-    it waits for the previous step at most, never for this one. None on a CPU, where the op counts for itself, and
-    where waiting is not allowed.
+    On a GPU the copy to the host is queued before the backbone's kernels, and read after their launch. So the host
+    waits for the previous step at most, never for this one.
+
+    Args:
+        labels: int64 ``[T]``, the targets.
+        ignore_index: the label that is ignored.
+
+    Returns:
+        A function that returns the number. It returns None on a CPU, where the op counts labels itself, and where the
+        host must not wait.
     """
     if not labels.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
         return lambda: None

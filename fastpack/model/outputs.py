@@ -1,6 +1,6 @@
-"""A backbone's outputs, of which everything per token goes elsewhere.
+"""Re-pad a backbone's outputs, or copy them to shared tokens.
 
-Shape suffixes: T tokens, U tokens of which each shared one is kept once, A streams of hidden states (Gemma 3n).
+Shape suffixes: T tokens; U tokens, with each shared one kept once; A streams of hidden states (Gemma 3n).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Change = Callable[[Tensor], Tensor]
 
 
 def repad_outputs(outputs: object, packed: PackedSeqLens) -> Any:
-    """Put everything per token into its slot of the padded batch; the rest stays as it is."""
+    """Re-pad every output that has one entry a token; the rest stays as it is."""
     if packed.padding.is_packed_row:
         return outputs
     return _change(outputs, packed.total_tokens, packed.repad, packed.padding.repad_flat)
 
 
-def spread_out(outputs: object, shared: SharedTokens) -> Any:
-    """Copy everything per token from the U tokens that are kept to each of the T that there are."""
+def copy_to_all_tokens(outputs: object, shared: SharedTokens) -> Any:
+    """Copy every output that has one entry a token from the U kept tokens to all T tokens."""
     copies = shared.copies
     return _change(outputs, shared.total_tokens, lambda x: as_row(spread(x[0], copies)), lambda x: spread(x, copies))
 
@@ -38,27 +38,37 @@ def _change(outputs: Any, tokens: int, batched: Change, flat: Change) -> Any:
     Each ``[tokens, ...]`` becomes ``flat(x)``. Each ``[1, tokens, ...]``, and each stream of ``[A, 1, tokens, ...]``,
     becomes ``batched(x)``.
     """
-    seen: list[tuple[Tensor, Tensor]] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
     for key in list(outputs.keys()):
-        outputs[key] = _changed(outputs[key], tokens, batched, flat, seen)
+        outputs[key] = _changed(outputs[key], tokens, batched, flat, replaced)
     return outputs
 
 
-def _changed(value: object, tokens: int, batched: Change, flat: Change, seen: list[tuple[Tensor, Tensor]]) -> Any:
-    """Not a function inside :func:`_change`, which would hold itself, and everything seen, until a collection."""
+def _changed(value: object, tokens: int, batched: Change, flat: Change, replaced: list[tuple[Tensor, Tensor]]) -> Any:
+    """Return an output with its tensors replaced; see :func:`_change`.
+
+    A nested function would refer to itself, and keep every tensor alive until a garbage collection.
+
+    Args:
+        value: an output, or a tuple or list of outputs.
+        tokens: see :func:`_change`.
+        batched: as there.
+        flat: as there.
+        replaced: pairs of a tensor and its replacement, which this function extends.
+    """
     if isinstance(value, (tuple, list)):
-        return type(value)(_changed(item, tokens, batched, flat, seen) for item in value)
+        return type(value)(_changed(item, tokens, batched, flat, replaced) for item in value)
     if not isinstance(value, Tensor):
         return value
-    for before, after in seen:
-        if before is value:  # hidden_states[-1] is last_hidden_state, and stays so
+    for before, after in replaced:
+        if before is value:  # hidden_states[-1] is last_hidden_state, and must stay the same object
             return after
     if value.ndim >= 2 and value.shape[:2] == (1, tokens):
-        seen.append((value, batched(value)))
+        replaced.append((value, batched(value)))
     elif value.ndim >= 4 and value.shape[1:3] == (1, tokens):
-        seen.append((value, torch.stack([batched(stream) for stream in value])))
+        replaced.append((value, torch.stack([batched(stream) for stream in value])))
     elif value.ndim >= 2 and value.shape[0] == tokens:
-        seen.append((value, flat(value)))  # router_logits
+        replaced.append((value, flat(value)))  # router_logits
     else:
         return value
-    return seen[-1][1]
+    return replaced[-1][1]

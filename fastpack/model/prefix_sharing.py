@@ -1,4 +1,4 @@
-"""Deciding, batch by batch, whether sequences share what they have in common; and what the report says of it."""
+"""Decide for each batch whether sequences share their common prefixes, and count the decisions for the report."""
 
 from __future__ import annotations
 
@@ -18,32 +18,35 @@ from fastpack.utils.protocols import ModelLike
 from fastpack.utils.signatures import shape_of
 
 LEAST_SAVED = 0.05
-"""The share of a batch's tokens that has to be saved, so that sharing pays.
+"""The share of a batch's tokens that sharing must save, so that it pays.
 
-Each layer moves queries, keys, values and results once more, there and back: some 10 (H + K) D values for each token,
-while its products take 6 operations for each weight. Reckoned for a GPU that does 500 TFLOP/s and moves 3 TB/s, in half
-precision (H heads, K of keys, D a head's size), that is 1.3 % of the products' time for a layer of Llama 8B and 4 % for
-one of Qwen 2.5 0.5B, which does not reach 500 TFLOP/s either. A twentieth is more than both.
+With sharing, each layer copies queries, keys, values and results once more, in the forward and in the backward: some
+10 (H + K) D values for each token (H heads, K heads of keys, D the head size). Its matmuls take 6 operations for each
+weight. On a GPU with 500 TFLOP/s and 3 TB/s, in half precision, the copies take 1.3 % of the matmuls' time in a layer
+of Llama 8B, and 4 % in a layer of Qwen 2.5 0.5B, which does not reach 500 TFLOP/s either. A twentieth is more than
+both.
 """
 
-_KNOWN = (
+_HARMLESS = (
     "input_ids",
     "attention_mask",
     "position_ids",
     "shift_labels",
     "labels",
 )
-"""Per token, and no matter: what the door replaces itself, and what heads hand on and no backbone reads."""
+"""The per-token arguments that don't prevent sharing: the patch replaces them, or no backbone reads them."""
 
 
 @dataclass
 class SharingStats:
-    """Counts of what happened so far.
+    """Counts of batches and tokens since the patch.
 
     Attributes:
-        batches: forwards on real tokens; shared: those of them in which prefixes were.
-        tokens: real tokens of all of these batches; saved: how many of them were not computed.
-        whole: forwards that shared nothing, by reason.
+        batches: the forwards on real tokens.
+        shared: the forwards that shared prefixes.
+        tokens: the real tokens of all batches.
+        saved: the tokens among them that were not computed.
+        whole: the number of forwards that shared nothing, by reason.
     """
 
     batches: int = 0
@@ -55,10 +58,11 @@ class SharingStats:
 
 @dataclass(eq=False)
 class PrefixSharing:
-    """Sharing for one patched model; lives as long as the patch. A copy or a pickle of it starts empty.
+    """The sharing of prefixes in one patched model, for as long as the patch lasts. A copy or a pickle starts empty.
 
     Attributes:
-        least_saved: the share of tokens that has to be saved, from 0 to 1.
+        least_saved: the share of tokens that sharing must save, from 0 to 1.
+        stats: the counts for the report.
     """
 
     least_saved: float = LEAST_SAVED
@@ -77,7 +81,7 @@ class PrefixSharing:
 
         Args:
             backbone: the backbone.
-            arguments: the backbone's arguments, with tokens as they came.
+            arguments: the backbone's arguments, before they are un-padded.
             packed: the batch's packing.
         """
         reason = self._why_not(backbone, arguments, packed)
@@ -95,42 +99,42 @@ class PrefixSharing:
         return packed.share(prefixes)
 
     def _why_not(self, backbone: ModelLike, arguments: Mapping[str, Any], packed: PackedSeqLens) -> str | None:
-        """Say why this batch can't share anything, or None."""
+        """Return why this batch can't share prefixes, or None."""
         if packed.num_sequences - len(packed.bucket_padding) < 2:
             return "there is one sequence"
         columns = shape_of(arguments)[1]
         for name, value in arguments.items():
-            if name not in _KNOWN and isinstance(value, Tensor) and columns in value.shape:
-                return f"{name} came with the batch, and may differ where ids are the same"
+            if name not in _HARMLESS and isinstance(value, Tensor) and columns in value.shape:
+                return f"{name} came with the batch, and may differ between equal ids"
         random = next(self._random(backbone), None)
-        return None if random is None else f"{random} is random, and copies of a token have each their own"
+        return None if random is None else f"{random} is random, and differs between copies of a token"
 
     def _random(self, backbone: ModelLike) -> Iterator[str]:
-        """Name all that draws a number for each token in training, as it is set now."""
+        """Yield the name of everything that draws random numbers for tokens in training, as it is set now."""
         embedding = backbone.get_input_embeddings()
         if embedding.training and getattr(embedding, "neftune_noise_alpha", None) is not None:
             yield "NEFTune's noise"
-        known = self._probabilities
+        by_class = self._probabilities
         waiting: list[Any] = [backbone]
-        while waiting:  # modules() takes several times as long
+        while waiting:  # modules() takes several times longer
             module = waiting.pop()
             cls = type(module)
             waiting += () if module is None else module._modules.values()
-            for name in known[cls] if cls in known else self._find_probabilities(module):
+            for name in by_class[cls] if cls in by_class else self._find_probabilities(module):
                 value = vars(module).get(name)
                 if module.training and isinstance(value, int | float) and value > 0:
                     yield f"{cls.__name__}.{name}={value:g}"
 
     def _find_probabilities(self, module: nn.Module) -> tuple[str, ...]:
-        """Attributes of a module, as of all of its class, that are probabilities or amounts of noise by their names."""
+        """Return the attributes of a module's class that are probabilities or amounts of noise by their names."""
         names = () if module is None else vars(module)
-        # layerdrop leaves whole layers out, for all tokens alike
-        found = tuple(name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name)
-        self._probabilities[type(module)] = ("p",) if isinstance(module, _DropoutNd) else found
+        # layerdrop leaves out whole layers, for all tokens alike
+        probabilities = tuple(name for name in names if ("drop" in name and name != "layerdrop") or "jitter" in name)
+        self._probabilities[type(module)] = ("p",) if isinstance(module, _DropoutNd) else probabilities
         return self._probabilities[type(module)]
 
     def describe(self) -> str:
-        """One line for a report."""
+        """Return the line for the report."""
         stats = self.stats
         parts = ["on"]
         if stats.batches:
@@ -141,12 +145,14 @@ class PrefixSharing:
 
 
 def sharing_rejects(backbone: nn.Module, family: Family) -> str | None:
-    """Say, beforehand, why sequences of a model can't share what they have in common, whatever the batch; or None."""
+    """Return why no batch of a model can share prefixes, or None."""
     if family.repadded:
         return f"{family.model_type} runs on rows of equal length, each with all of its tokens"
     if family.mixers:
         names = ", ".join(family.mixers)
-        return f"{names} mix tokens too, or count positions, in rows of their own; sharing is for attention alone"
+        return f"{names} mix tokens too, or count positions, in rows of their own; only attention can share prefixes"
     if any(getattr(module, "rope_type", None) in LENGTH_DEPENDENT for module in backbone.modules()):
-        return "its rotary frequencies depend on how long each sequence is, so that a common prefix has different keys"
+        return (
+            "its rotary frequencies depend on the length of each sequence, so that the keys of a common prefix differ"
+        )
     return None

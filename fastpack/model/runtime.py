@@ -15,21 +15,21 @@ from fastpack.model.prefix_sharing import PrefixSharing
 from fastpack.utils.classes import Classes
 from fastpack.utils.replacement import replacement_on
 
-if TYPE_CHECKING:  # heavy, and imported where a model is patched with them
+if TYPE_CHECKING:  # they import much, and only a patch with these options needs them
     from fastpack.cuda_graphs.runner import GraphRunner
     from fastpack.offload.checkpoints import CheckpointOffload
 
 
 @dataclass(eq=False)
 class Watch:
-    """The things about a patched backbone that a user may change, looked at before each forward.
+    """Checks before each forward of what a user may have changed on a patched backbone.
 
     Attributes:
-        classes: of the modules whose forward was replaced.
-        order: the layers in their places; None where the stock model masks by no place.
-        configs: private ones of modules that attend through our interface.
-        attention: what the stock model attends by.
-        window: how many tokens a query sees at most in the layer with the narrowest window or chunk; None for none.
+        classes: the classes of the modules whose forward was replaced.
+        order: the order of the layers; None if no mask of the stock model depends on a layer's place.
+        configs: the private configs of modules that attend through our interface.
+        attention: the attention implementation that the stock model uses.
+        window: the tokens that a query sees at most in the layer with the narrowest window or chunk; None for no limit.
     """
 
     classes: Classes = field(default_factory=Classes)
@@ -39,12 +39,15 @@ class Watch:
     window: int | None = None
 
     def follow(self) -> None:
-        """Take over what was changed in the config, on the stock path too."""
+        """Copy changes of the user's config to the private configs, on the stock path too."""
         for private in self.configs:
             follow_stock_config(private)
 
     def check(self, backbone: nn.Module) -> None:
-        """Raise where what was changed can't be exact; waits for nobody.
+        """Raise if a change can't be followed exactly. The host never waits for the device.
+
+        Args:
+            backbone: the backbone.
 
         Raises:
             PatchError: see :meth:`fastpack.utils.classes.Classes.check` and
@@ -57,14 +60,14 @@ class Watch:
 
 @dataclass(frozen=True, eq=False)
 class ModelRuntime:
-    """The things that a patched backbone and its head share.
+    """The objects that a patched backbone and its head share.
 
     Attributes:
-        layers: what they share with the layers.
-        watch: what a user may change after the patch, looked at before each forward.
-        graphs: what replays the layers as CUDA graphs.
-        offload: what sees the tensors that a forward saves.
-        sharing: what lets tokens that sequences share run once.
+        layers: the part that the layers share too.
+        watch: the checks before each forward of what a user may have changed.
+        graphs: the runner of CUDA graphs, or None.
+        offload: the offload of checkpoints or activations, or None.
+        sharing: the sharing of prefixes, or None.
     """
 
     layers: Runtime
@@ -86,5 +89,5 @@ class ModelRuntime:
 
 def runtime_of(backbone: nn.Module) -> ModelRuntime | None:
     """Return the runtime of a patched backbone, or None if it is not patched or another forward covers ours."""
-    found = replacement_on(backbone)
-    return found.runtime if found is not None and isinstance(found.runtime, ModelRuntime) else None
+    ours = replacement_on(backbone)
+    return ours.runtime if ours is not None and isinstance(ours.runtime, ModelRuntime) else None

@@ -1,4 +1,4 @@
-"""Find the head and the backbone inside what a user holds: a model, a PEFT or value-head wrapper, a trainer."""
+"""Find the head and the backbone inside a model, a PEFT or value-head wrapper, or a trainer."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.sharding import is_sharded
 
 STATE = "_fastpack_state"
-"""The attribute of the backbone under which the record of its patch is kept."""
+"""The name of the backbone's attribute that holds the record of its patch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """The head (None for a bare backbone) and the backbone, which is the module that the head calls."""
+    """A model's head and backbone.
+
+    Attributes:
+        head: the head; None for a bare backbone.
+        backbone: the module that the head calls.
+    """
 
     head: Any
     backbone: ModelLike
@@ -30,7 +35,7 @@ def models_of(target: Any) -> list[nn.Module]:
 
     Raises:
         TypeError: the target is neither a module nor a trainer.
-        PatchError: the trainer has no model yet, as for a callback that gets it in ``__init__``.
+        PatchError: the trainer has no model yet, for example in a callback that gets it in ``__init__``.
     """
     if isinstance(target, nn.Module):
         return [target]
@@ -40,10 +45,10 @@ def models_of(target: Any) -> list[nn.Module]:
     trains = not isinstance(target, type) and callable(getattr(target, "train", None))
     if trains and getattr(target, "model", None) is None:
         raise PatchError(
-            f"this {type(target).__name__} holds no model yet: its own __init__ is not done, as where a callback is "
-            "handed the trainer in its __init__. Patch in the callback's on_init_end, which is passed the model (def "
+            f"this {type(target).__name__} holds no model yet: its own __init__ is not done, for example because a "
+            "callback got the trainer in its __init__. Patch in the callback's on_init_end, which gets the model (def "
             "on_init_end(self, args, state, control, model=None, **kwargs): fastpack.patch(model)), or patch the "
-            "trainer once it is built, before trainer.train()."
+            "trainer after it is built, before trainer.train()."
         )
     raise TypeError(
         f"fastpack takes a model (torch.nn.Module) or a trainer that holds one, not {type(target).__name__}."
@@ -55,8 +60,8 @@ def packages_of(target: object) -> set[str]:
 
     They define the classes of the trainer, of its accelerator and of its models' modules, or a base of one of these.
     """
-    held = [target, getattr(target, "accelerator", None), *(m for model in models_of(target) for m in model.modules())]
-    bases = {base for kind in set(map(type, held)) for base in kind.__mro__}
+    parts = [target, getattr(target, "accelerator", None), *(m for model in models_of(target) for m in model.modules())]
+    bases = {base for kind in set(map(type, parts)) for base in kind.__mro__}
     return {base.__module__.partition(".")[0] for base in bases}
 
 
@@ -74,62 +79,70 @@ def find_parts(model: nn.Module) -> Parts:
         )
     backbone = _innermost(inner.base_model)
     if backbone is inner and hasattr(getattr(inner, "model", None), "base_model_prefix"):
-        backbone = _innermost(inner.model)  # base_model_prefix names it wrongly
+        backbone = _innermost(inner.model)  # base_model_prefix is wrong
     if backbone is inner:
         return Parts(None, inner)
     decoder = _innermost(getattr(backbone, "decoder", None))
     if isinstance(decoder, nn.Module) and not hasattr(backbone, "encoder") and family_of(decoder) is not None:
-        backbone = decoder  # which is what such heads call
+        backbone = decoder  # such heads call the decoder
     return Parts(inner, backbone)
 
 
-def refuse_strange_backbone(head: HeadLike) -> Any:
-    """Return the backbone of a patched head; raise where it is another than the one patched with it, which is stock."""
+def patched_backbone(head: HeadLike) -> Any:
+    """Return the backbone of a patched head.
+
+    Raises:
+        PatchError: the backbone was replaced after the patch by a stock one.
+    """
     backbone = find_parts(head).backbone
     if STATE not in backbone.__dict__:
         raise PatchError(
-            f"the {type(backbone).__name__} inside this {type(head).__name__} is not patched: it took the place of the "
-            "one that was, and would see packed sequences as one. Call fastpack.patch(model) again."
+            f"the {type(backbone).__name__} inside this {type(head).__name__} is not patched: it replaced the "
+            "patched one, and would see packed sequences as one. Call fastpack.patch(model) again."
         )
     return backbone
 
 
 _PATCH_FIRST = (
     "Patch the plain model first, then wrap it; trainers wrap it themselves when train() begins. (TRL shards a "
-    "reference model when its trainer is built: give it one that is patched, ref_model=fastpack.patch(reference).)"
+    "reference model when its trainer is built: pass a patched one, ref_model=fastpack.patch(reference).)"
 )
 
 
 def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
-    """Raise if a model was wrapped before the patch, when its class names and weights are already others.
+    """Raise if a model was wrapped before the patch, so that its class names and weights have changed.
 
     Args:
         model: the model.
-        advice: how to mend it, for the message.
+        advice: the end of the message, which says how to mend it.
 
     Raises:
         PatchError: the model, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
             ``torch.compile``.
     """
     for module in (*way_in(model), *way_in(getattr(_innermost(model), "base_model", None))):
-        how = _wrapping(module)
-        if how is not None:
-            raise PatchError(f"this model is already {how}. {advice}")
+        wrapping = _wrapping(module)
+        if wrapping is not None:
+            raise PatchError(f"this model is already {wrapping}. {advice}")
 
 
 def refuse_kept_forward(model: nn.Module, head: HeadLike) -> None:
-    """Raise where a wrapper calls the head's forward as it was when it wrapped it (PEFT's adaption prompts).
+    """Raise if a wrapper has captured the head's forward from before the patch (PEFT's adaption prompts).
+
+    Args:
+        model: the model.
+        head: the head inside it.
 
     Raises:
-        PatchError: it would go on doing so.
+        PatchError: the wrapper would call the stock forward after the patch, too.
     """
     for module in model.modules():
         if module is head:
             return
         if head is not None and getattr(module.__dict__.get("forward"), "__self__", None) is head:
             raise PatchError(
-                f"{type(module).__name__} keeps the forward of the {type(head).__name__} inside it, and would go on "
-                "calling the one from before the patch. Patch the plain model first, then wrap it."
+                f"{type(module).__name__} holds the forward of the {type(head).__name__} inside it, and would "
+                "call the stock forward after the patch, too. Patch the plain model first, then wrap it."
             )
 
 
@@ -140,7 +153,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel": ("wrapped by FSDP", "module"),
     "DeepSpeedEngine": ("wrapped by DeepSpeed", "module"),
 }
-"""The words for each wrapper, and the attribute that holds what is inside."""
+"""For each wrapper: its description in messages, and the attribute that holds the module inside."""
 
 
 def _wrapper(module: nn.Module) -> tuple[str, str] | None:
@@ -149,7 +162,7 @@ def _wrapper(module: nn.Module) -> tuple[str, str] | None:
 
 
 def _wrapping(module: nn.Module) -> str | None:
-    """Say what wraps a module, or has sharded it in place; None for a plain one."""
+    """Return how a module is wrapped, or sharded in place, in words; None for a plain module."""
     wrapper = _wrapper(module)
     if wrapper is not None:
         return wrapper[0]
@@ -157,24 +170,24 @@ def _wrapping(module: nn.Module) -> str | None:
 
 
 def way_in(model: object) -> Iterator[Any]:
-    """Return the module and all that its wrappers contain, from outside to inside, down to transformers' model."""
+    """Yield a module and the modules inside its wrappers, from outside to inside, down to transformers' model."""
     while isinstance(model, nn.Module):
         yield model
-        model = _held(model)
+        model = _inside(model)
 
 
-def _held(module: Any) -> Any:
-    """Return the module that a wrapper contains; for other modules mostly None."""
+def _inside(module: Any) -> Any:
+    """Return the module inside a wrapper; None for most other modules."""
     wrapper = _wrapper(module)
     if wrapper is not None:
         return getattr(module, wrapper[1])
     if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
         return module.get_base_model()
-    if type(module).__name__ == "PeftMixedModel":  # which has no get_base_model
+    if type(module).__name__ == "PeftMixedModel":  # it has no get_base_model
         return module.base_model.model
     return getattr(module, "pretrained_model", None)
 
 
 def _innermost(model: Any) -> Any:
-    """Return the innermost module inside wrappers; something else than a module is returned as it is."""
+    """Return the innermost module inside wrappers; an object that is no module is returned as it is."""
     return [model, *way_in(model)][-1]

@@ -65,24 +65,24 @@ def read_blocks(mask: Tensor, shape: tuple[int, int]) -> Tensor:
             "[B, 1, S, S] for all heads: bool, True for keys that are seen, or floating, added to the scores."
         )
     mask = mask.detach()[:, 0]
-    seen = mask if mask.dtype == torch.bool else mask == 0
+    visible = mask if mask.dtype == torch.bool else mask == 0
     at = torch.arange(columns, device=mask.device)
-    real = seen.diagonal(dim1=-2, dim2=-1)
-    begins = real & (seen.view(torch.uint8).argmax(-1) == at)  # its first key is itself
+    real = visible.diagonal(dim1=-2, dim2=-1)
+    begins = real & (visible.view(torch.uint8).argmax(-1) == at)  # its first key is itself
     start = torch.where(begins, at, -1).cummax(-1).values
     differs = at >= start[..., None]  # each query must see the real keys from its start up to itself, and no other
     differs &= at <= at[:, None]
     differs &= real[:, None]
-    differs ^= seen
+    differs ^= visible
     wrong = differs.any(-1) & real
     differs &= at > at[:, None]
     ahead = differs.any(-1) & real
     del differs
     number = begins.cumsum(-1) * real
-    number = number.masked_fill(seen.any(-2) & ~real, -4).masked_fill(wrong, -3).masked_fill(ahead, -2)
-    if mask is not seen:
+    number = number.masked_fill(visible.any(-2) & ~real, -4).masked_fill(wrong, -3).masked_fill(ahead, -2)
+    if mask is not visible:
         valid = mask <= HIDDEN
-        valid |= seen
+        valid |= visible
         number = number.masked_fill(~valid.all(-1), -1)
     return number.expand(rows, columns)
 

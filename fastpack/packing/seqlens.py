@@ -42,26 +42,36 @@ class PackedSeqLens:
 
     A patched model tells the sequences of a batch apart by these inputs:
 
-    ====================================================
-    =============================================================== batch
-    what tells sequences apart ====================================================
-    =============================================================== padded ``[B, S]``, on the right, the left or both
-    ``attention_mask`` of 0 and 1 flattened ``[1, T]``                                  ``packed_seq_lens=[...]``,
-    ``cu_seq_lens_q`` and
-                                                          ``cu_seq_lens_k``, ``seq_idx``, or ``position_ids`` that
-                                                          restart
-    several packed rows ``[B, S]``                        ``position_ids`` that restart, an ``attention_mask`` that
-                                                          numbers the segments (1, 1, 2, 2, 0), or a 4-D one
-                                                          ``[B, 1, S, S]`` with one causal block a sequence
-    ====================================================
-    ===============================================================
+    - A padded batch ``[B, S]``, padded on the right, the left or both: an ``attention_mask`` of 0 and 1.
+    - A flattened batch ``[1, T]``: ``packed_seq_lens=[...]``, ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``seq_idx``, or
+      ``position_ids`` that restart.
+    - Several packed rows ``[B, S]``: the same, or an ``attention_mask`` that numbers the segments (1, 1, 2, 2, 0), or a
+      4-D one ``[B, 1, S, S]`` with one causal block a sequence.
 
-    Inputs that contradict each other raise a :class:`fastpack.PackingError` that names both. Positions that repeat, or
-    are not whole numbers, raise too. Positions that skip need ``packed_seq_lens`` if no slot is padding, since a jump
-    may also be a new sequence.
+    The first of the following that comes with a batch says where sequences begin. Every row begins one, too.
+
+    1. A ``PackedSeqLens`` that a collator read from a batch of this shape. It is believed: code that masks or permutes
+       the batch afterwards must remove it.
+    2. ``packed_seq_lens``, ``cu_seq_lens_q``, ``cu_seq_lens_k`` and ``seq_idx``, which must agree.
+    3. An ``attention_mask`` that numbers segments, or a 4-D one.
+    4. ``position_ids``: a position that does not grow begins a sequence. Positions of padding are ignored.
+    5. None of these: each row is one sequence, without the slots that the mask hides.
+
+    Inputs that contradict each other raise a :class:`fastpack.PackingError` that names both. So do
+
+    - lengths or offsets that don't sum to the number of real tokens, and sequences that run over the end of a row;
+    - a mask of another shape, with padding inside a sequence, or with negative or fractional values;
+    - positions that repeat inside a sequence, are negative or are not whole numbers. Positions that skip need
+      ``packed_seq_lens`` if no slot is padding, since a jump may also be a new sequence;
+    - ``max_length_q`` or ``max_length_k`` below the longest sequence;
+    - a packed batch that asks for a cache or for attention weights, which run the stock forward, or that reaches a
+      sequence classifier, which gives one result a row.
 
     The first label of each sequence is ignored in a packed batch: the loss shifts labels, so it would be predicted from
     the last token of the sequence before. Outputs per token go back to the batch's shape, with zeros in padding.
+
+    The model reads the lengths once a step, for which the host waits for the device, unless a collator did so
+    (:func:`fastpack.with_packed_seq_lens`).
 
     Attributes:
         lengths: N Python ints, each at least 1: the tokens of each sequence, in order.

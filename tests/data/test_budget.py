@@ -33,19 +33,19 @@ def indices(plan: BatchPlan) -> list[int]:
 
 def faults(plan: BatchPlan, lengths: list[int], ranks: int) -> list[str]:
     """What a plan breaks of its promises, worked out anew from its batches."""
-    found = []
+    broken = []
     if Counter(indices(plan)) != Counter(range(len(lengths))):
-        found.append("lost or seen twice")
+        broken.append("lost or seen twice")
     sums = [[sum(lengths[i] for i in batch) for batch in rank] for rank in plan.batches]
     if any(total > plan.max_tokens for rank in sums for total in rank):
-        found.append("over the budget")
+        broken.append("over the budget")
     if any(not batch for rank in plan.batches for batch in rank):
-        found.append("empty")
+        broken.append("empty")
     if len(plan.batches) != ranks or len({len(rank) for rank in plan.batches}) != 1:
-        found.append("not as many for each rank")
+        broken.append("not as many for each rank")
     if [list(rank) for rank in plan.tokens] != sums:
-        found.append("tokens are told wrongly")
-    return found
+        broken.append("token counts are wrong")
+    return broken
 
 
 @st.composite
@@ -84,8 +84,8 @@ def test_any_number_of_examples(lengths: list[int], budget: int, ranks: int) -> 
     [
         ([[(0, 1)], [(2,)]], []),
         ([[(0, 1)], [(1,)]], ["lost or seen twice"]),
-        ([[(0, 1, 2)], [()]], ["over the budget", "empty", "tokens are told wrongly"]),
-        ([[(0, 1), (2,)], []], ["not as many for each rank", "tokens are told wrongly"]),
+        ([[(0, 1, 2)], [()]], ["over the budget", "empty", "token counts are wrong"]),
+        ([[(0, 1), (2,)], []], ["not as many for each rank", "token counts are wrong"]),
     ],
 )
 def test_control_faults_are_found(batches: Any, want: list[str]) -> None:
@@ -283,17 +283,17 @@ def test_refused(lengths: Any, changed: dict[str, Any], message: str) -> None:
 def test_more_micro_batches_than_needed(lengths: list[int], ranks: int, data: st.DataObject) -> None:
     assume(len(lengths) >= ranks)
     most = len(lengths) // ranks
-    wanted = data.draw(st.integers(1, most))
+    expected = data.draw(st.integers(1, most))
     try:
-        plan = plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks, micro_batches=wanted)
+        plan = plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks, micro_batches=expected)
     except PackingError:
         with pytest.raises(PackingError):
             plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks)
         return
-    assert plan.micro_batches >= wanted
+    assert plan.micro_batches >= expected
     assert sorted(i for rank in plan.batches for batch in rank for i in batch) == list(range(len(lengths)))
     assert all(tokens <= 64 for rank in plan.tokens for tokens in rank)
-    if plan.micro_batches > wanted:
+    if plan.micro_batches > expected:
         assert plan == plan_batches(lengths, 64, seed=0, epoch=0, ranks=ranks)
 
 
@@ -305,9 +305,9 @@ def test_more_micro_batches_than_examples() -> None:
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=30), data=st.data())
 def test_split(lengths: list[int], data: st.DataObject) -> None:
     parts = data.draw(st.integers(1, len(lengths)))
-    found = split(lengths, 40, COST, parts)
-    assert sorted(i for batch in found for i in batch) == list(range(len(lengths)))
-    assert len(found) >= parts
-    for batch in found:
+    batches = split(lengths, 40, COST, parts)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    assert len(batches) >= parts
+    for batch in batches:
         assert batch == sorted(batch)
         assert sum(lengths[i] for i in batch) <= 40 or len(batch) == 1

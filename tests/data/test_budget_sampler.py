@@ -87,23 +87,23 @@ def process(rank: int, folder: str) -> None:
     """One of two: the same data, then other data on the second."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     batches = TokenBudgetSampler(like_alpaca(100), 2048)
-    found = {"rank": batches.rank, "ranks": batches.ranks, "batches": list(batches)}
+    result = {"rank": batches.rank, "ranks": batches.ranks, "batches": list(batches)}
     for name, lengths in {"other": like_alpaca(100, rank), "too_long": [3, 3000 * rank + 1]}.items():
         try:
             TokenBudgetSampler(lengths, 2048)
         except PackingError as error:
-            found[name] = str(error)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+            result[name] = str(error)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
     torch.distributed.destroy_process_group()
 
 
 def test_two_processes(tmp_path: Path) -> None:
     """Other data on one of them raises on both, and neither waits for the other for ever."""
     torch.multiprocessing.spawn(process, (str(tmp_path),), nprocs=2)
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [(one["rank"], one["ranks"]) for one in found] == [(0, 2), (1, 2)]
-    assert sorted(i for one in found for batch in one["batches"] for i in batch) == list(range(100))
-    for one in found:
+    result = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert [(one["rank"], one["ranks"]) for one in result] == [(0, 2), (1, 2)]
+    assert sorted(i for one in result for batch in one["batches"] for i in batch) == list(range(100))
+    for one in result:
         assert "lengths is not the same on every rank" in one["other"]
         assert "lengths is not the same on every rank" in one["too_long"]
 

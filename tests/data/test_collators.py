@@ -24,8 +24,8 @@ from fastpack.packing.inputs import read_packing
 
 def collated(kind: str) -> dict[str, Any]:
     batch = INPUT_KINDS[kind](make_sequences(VOCAB))
-    found: dict[str, Any] = fastpack.with_packed_seq_lens(lambda examples: dict(batch))(None)
-    return found
+    result: dict[str, Any] = fastpack.with_packed_seq_lens(lambda examples: dict(batch))(None)
+    return result
 
 
 def run(model: Any, batch: dict[str, Any]) -> Result:

@@ -48,16 +48,16 @@ def pairs_of(*lengths: tuple[int, int, int], seed: int = 0) -> list[Example]:
     ]
 
 
-def check(batch: Example, wanted: list[tuple[list[int], list[int]]]) -> None:
+def check(batch: Example, expected: list[tuple[list[int], list[int]]]) -> None:
     """That a batch holds these ids and labels, one sequence each."""
     packed = batch["packed_seq_lens"]
     ids, labels, positions = (batch[key] for key in ("input_ids", "labels", "position_ids"))
     assert isinstance(packed, PackedSeqLens)
     assert ids.shape == labels.shape == positions.shape == packed.padding.batch_shape == (1, packed.total_tokens)
     assert all(x.dtype == torch.int64 for x in (ids, labels, positions))
-    assert packed.total_tokens == sum(len(x) for x, _ in wanted)
-    assert packed.lengths == tuple(len(x) for x, _ in wanted)
-    for (want_ids, want_labels), (start, stop) in zip(wanted, pairwise(packed.cu_seqlens.tolist()), strict=True):
+    assert packed.total_tokens == sum(len(x) for x, _ in expected)
+    assert packed.lengths == tuple(len(x) for x, _ in expected)
+    for (want_ids, want_labels), (start, stop) in zip(expected, pairwise(packed.cu_seqlens.tolist()), strict=True):
         assert ids[0, start:stop].tolist() == want_ids
         assert labels[0, start:stop].tolist() == [IGNORE_INDEX, *want_labels[1:]]
         assert positions[0, start:stop].tolist() == list(range(len(want_ids)))
@@ -79,11 +79,13 @@ def test_every_token_once(rows: list[tuple[list[int], int]]) -> None:
 @settings(deadline=None)
 def test_every_token_of_pairs_once(rows: list[tuple[list[int], ...]]) -> None:
     examples = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, c, r in rows]
-    wanted = [(p + x, [IGNORE_INDEX] * len(p) + x) for kind in (1, 2) for p, x in ((row[0], row[kind]) for row in rows)]
+    expected = [
+        (p + x, [IGNORE_INDEX] * len(p) + x) for kind in (1, 2) for p, x in ((row[0], row[kind]) for row in rows)
+    ]
     batch = PackedPreferenceCollator()(examples)
-    check(batch, wanted)
+    check(batch, expected)
     with pytest.raises(AssertionError):
-        check(batch, wanted[::-1] if wanted[0] != wanted[-1] else [])
+        check(batch, expected[::-1] if expected[0] != expected[-1] else [])
 
 
 @given(pairs, st.data())
@@ -98,9 +100,9 @@ def test_padding_in_between_belongs_to_no_sequence(rows: list[tuple[list[int], .
             left, right = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))
             padded[-1][f"{kind}_input_ids"] = torch.tensor([0] * left + ids + [0] * right)
             padded[-1][f"{kind}_attention_mask"] = torch.tensor([0] * left + [1] * len(ids) + [0] * right)
-    want, found = PackedPreferenceCollator()(plain), PackedPreferenceCollator()(padded)
-    assert found["packed_seq_lens"].lengths == want["packed_seq_lens"].lengths
-    assert all(torch.equal(found[key], want[key]) for key in ("input_ids", "labels", "position_ids"))
+    want, result = PackedPreferenceCollator()(plain), PackedPreferenceCollator()(padded)
+    assert result["packed_seq_lens"].lengths == want["packed_seq_lens"].lengths
+    assert all(torch.equal(result[key], want[key]) for key in ("input_ids", "labels", "position_ids"))
 
 
 def test_what_examples_may_hold() -> None:
@@ -208,8 +210,8 @@ def stock_padded(examples: list[Example]) -> tuple[Tensor, dict[str, Tensor]]:
         kept[row, : len(example["input_ids"])] = torch.tensor(example["completion_mask"])
     model = tiny_model("llama", attn_implementation="sdpa")
     labels = ids.masked_fill(kept == 0, IGNORE_INDEX)
-    found = run(model, model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
-    return found.loss, found.grads
+    result = run(model, model, {"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return result.loss, result.grads
 
 
 def test_the_loss_is_that_of_the_padded_batch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +224,8 @@ def test_the_loss_is_that_of_the_padded_batch(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError("the batch was read again")
 
     monkeypatch.setattr(reading, "_to_host", read)
-    found = run(model, model, batch)
-    assert compare(Result(found.logits, found.loss, found.grads), Result(found.logits, loss, grads)).worst <= (
+    result = run(model, model, batch)
+    assert compare(Result(result.logits, result.loss, result.grads), Result(result.logits, loss, grads)).worst <= (
         FLOAT32_BOUND
     )
     batch["labels"][0, 12] = 5  # the control: a prompt's token, were it trained, shows

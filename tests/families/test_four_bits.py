@@ -1,4 +1,4 @@
-"""Families whose attention runs on rows of its own, with weights in 4 bits, from which no mask takes its dtype."""
+"""Families whose attention runs on rows of its own, with 4-bit weights, from which no mask takes its dtype."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 
 def in_4_bits(model: nn.Module, compute_dtype: torch.dtype = torch.float32) -> Any:
-    """The same with NF4 projections that compute in this dtype."""
-    found = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and "lm_head" not in name]
-    for name, linear in found:
+    """Return the same model with NF4 projections that compute in this dtype."""
+    linears = [(name, m) for name, m in model.named_modules() if type(m) is nn.Linear and "lm_head" not in name]
+    for name, linear in linears:
         wide = linear.bias is not None
         new = bitsandbytes.nn.Linear4bit(
             linear.in_features, linear.out_features, bias=wide, compute_dtype=compute_dtype, quant_type="nf4"
@@ -41,7 +41,10 @@ def test_exact(model_type: str) -> None:
 
 
 def test_float32_hidden_states_under_autocast() -> None:
-    """As after ``prepare_model_for_kbit_training``. A-X-K2 fills the mask with the least number of their dtype."""
+    """The model is as ``prepare_model_for_kbit_training`` leaves it.
+
+    A-X-K2 fills the mask with the smallest number of the hidden states' dtype.
+    """
     sequences = make_sequences(76 + FIRST_PLAIN)
     model = in_4_bits(build_tiny("axk2"), torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Every family in which attention alone mixes tokens: shared prefixes change nothing, and what is random is seen."""
+"""In every family in which attention alone mixes tokens, sharing prefixes changes nothing, and randomness is found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LEFT_OUT = "layerdrop"
 
 
 def sequences() -> list[Tensor]:
-    """Two completions of three prompts, and one prompt alone."""
+    """Return two completions of three prompts, and one prompt alone."""
     prompts = [plain_tokens(1, n, seed=n)[0] for n in (9, 1, 14)]
     completions = [plain_tokens(1, n, seed=100 + n)[0] for n in (3, 8, 11, 5, 2, 7)]
     return [*(torch.cat([prompts[i % 3], c]) for i, c in enumerate(completions)), prompts[2]]
@@ -57,24 +57,24 @@ def test_exact(model_type: str) -> None:
     model = TINY.build(model_type)
     if model_type in IN_FLOAT64:
         model = model.double()
-    wanted = run_alone(model, sequences())
+    expected = run_alone(model, sequences())
     fastpack.patch(model, share_prefixes="auto")
-    found = compare(together(model), wanted)
+    result = compare(together(model), expected)
     runtime = runtime_of(find_parts(model).backbone)
     assert runtime is not None
     sharing = runtime.sharing
     assert sharing is not None
     assert (sharing.stats.shared, sharing.stats.saved) == (1, SAVED), sharing.stats
     bound = FLOAT32_BOUND
-    if found.worst > bound:  # families that amplify rounding: no more than without
+    if result.worst > bound:  # families that amplify rounding: no more than without
         fastpack.patch(model)
-        bound = max(bound, 2 * compare(together(model), wanted).worst)
-    assert found.worst <= bound, found
+        bound = max(bound, 2 * compare(together(model), expected).worst)
+    assert result.worst <= bound, result
 
 
 @pytest.mark.parametrize("share_prefixes", [None, "auto"])
 def test_several_streams_of_hidden_states(share_prefixes: Any) -> None:
-    """Gemma 3n has four, ``[4, B, S, H]``: each is put back."""
+    """Gemma 3n has four streams, ``[4, B, S, H]``, and each is re-padded."""
     model: Any = TINY.build("gemma3n_text")
     batch = INPUT_KINDS["padded right"](sequences())
     given = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -102,16 +102,16 @@ def test_refused(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ELIGIBLE)
 def test_what_is_random_is_seen(model_type: str) -> None:
-    """For each of a config's probabilities and noises: a forward in training draws numbers, and sharing knows."""
+    """For each of a config's probabilities and noises: a training forward draws numbers, and sharing finds it."""
     settings = find_parts(build_tiny(model_type)).backbone.config.to_dict()
     names = [name for name in settings if any(word in name for word in ("drop", "jitter", "noise"))]
     for name in {*names} - {*NO_NOISE.get(model_type, ())}:
         model = build_tiny(model_type, **{name: 0.25})
-        found = list(PrefixSharing()._random(find_parts(model).backbone))
-        assert not found, "nothing is, in evaluation"
+        result = list(PrefixSharing()._random(find_parts(model).backbone))
+        assert not result, "nothing is, in evaluation"
         model.train()
-        found = list(PrefixSharing()._random(find_parts(model).backbone))
-        assert bool(found) == (draws(model) and name != LEFT_OUT), (name, found)
+        result = list(PrefixSharing()._random(find_parts(model).backbone))
+        assert bool(result) == (draws(model) and name != LEFT_OUT), (name, result)
 
 
 def draws(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A form is proved for the source that it was proved on, and for no other: upstream changes, and others replace."""
+"""A spec holds for the source that it was proved on, and for no other: upstream changes, and users replace code."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def alone(model: Any) -> torch.Tensor:
     return torch.cat([model(input_ids=s[None], use_cache=False).logits[0] for s in IDS[0].split(LENGTHS)])
 
 
-def relative(found: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((found - reference).abs().max() / reference.abs().max())
+def relative(result: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((result - reference).abs().max() / reference.abs().max())
 
 
 def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ def doubled(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def hidden(function: FunctionType) -> FunctionType:
-    """The same function, without a file that its source could be read in."""
+    """Return the same function without a file from which its source could be read."""
     return FunctionType(function.__code__.replace(co_filename="<nowhere>"), function.__globals__)
 
 
@@ -54,16 +54,18 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_someone_replaced_since_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also behind a first patch of the same family."""
+def test_replaced_code_is_honoured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds after a first patch of the same family, too."""
     fastpack.patch(build_tiny("llama"))
     where, attribute, value = REPLACED[name]
     before = alone(build_tiny("llama").eval())
     monkeypatch.setattr(where, attribute, value)
     after = alone(build_tiny("llama").eval())
     assert relative(after, before) > 0.01, "the replacement computes something else"
-    told = pytest.warns(FastpackWarning, match="a twin of it does not match") if name == "a helper" else nullcontext()
-    with told:
+    warning = (
+        pytest.warns(FastpackWarning, match="a twin of it does not match") if name == "a helper" else nullcontext()
+    )
+    with warning:
         model = fastpack.patch(build_tiny("llama").eval())
     assert fastpack.report(model).skipped
     assert not fastpack.report(model).matched
@@ -71,17 +73,17 @@ def test_what_someone_replaced_since_is_honoured(name: str, monkeypatch: pytest.
         assert relative(model(input_ids=IDS, packed_seq_lens=LENGTHS).logits[0], after) <= FULL_BOUND
 
 
-def test_a_source_that_nobody_can_read_has_no_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = source_hash(llama.LlamaMLP)
+def test_an_unreadable_source_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
+    readable = source_hash(llama.LlamaMLP)
     monkeypatch.setattr(llama.LlamaMLP, "forward", hidden(llama.LlamaMLP.forward))
-    assert source_hash(llama.LlamaMLP) == UNREADABLE != known
+    assert source_hash(llama.LlamaMLP) == UNREADABLE != readable
 
 
 @pytest.mark.parametrize(("model_type", "cls"), [("qwen2_moe", Qwen2MoeAttention), ("phimoe", PhimoeAttention)])
-def test_a_window_in_the_mask_alone_outlives_its_form(
+def test_a_window_in_the_mask_alone_outlives_its_spec(
     model_type: str, cls: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers' interface is not told of it, so that an unknown attention runs on rows, with masks."""
+    """transformers' interface does not get the window, so that an unknown attention runs on rows, with masks."""
     stock = cls.forward
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

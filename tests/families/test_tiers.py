@@ -1,4 +1,4 @@
-"""Every family of transformers' causal-LM mapping, on whichever tier it is exact: nothing leaks, nothing crashes."""
+"""Every family of transformers' causal-LM mapping is exact on its tier: nothing leaks, nothing crashes."""
 
 from __future__ import annotations
 
@@ -42,46 +42,49 @@ EACH = [f for f in ALL if f.model_type in model_types()]
 @pytest.mark.sample(45)
 @pytest.mark.parametrize("model_type", HERE)
 def test_exact(model_type: str) -> None:
-    """Each kind of input, at ``use_cache``'s default, and both kinds of checkpointing; and the control is off."""
+    """Each kind of input is exact, at ``use_cache``'s default, and with both kinds of checkpointing.
+
+    The control is not.
+    """
     model = fastpack.patch(TINY.build(model_type))
     tier = fastpack.report(model).tier
-    found = oracle_of(model_type, TINY).prove(model)
-    assert found.problem is None
-    assert found.nearest.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
+    result = oracle_of(model_type, TINY).prove(model)
+    assert result.problem is None
+    assert result.nearest.bound <= 20 * FULL_BOUND, "stock is nearly as exact as float32 allows"
     assert tier != "stock"
-    assert len(found.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
+    assert len(result.checks) == len(INPUT_KINDS) + len(checkpointings(model)) + 1
     assert tier == TIERS.get(model_type, tier), "fastpack families says another one"
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "mamba2"])
 def test_a_leak_is_seen(model_type: str) -> None:
-    """The stock model takes every kind of input too, and does not tell sequences apart in all of them."""
-    found = oracle_of(model_type, TINY).prove(TINY.build(model_type))
-    assert (found.problem or "").startswith("not exact")
-    assert {check.what: check.error for check in found.checks}["packed_seq_lens"] > 0.1
+    """The stock model takes every kind of input too, and does not separate the sequences of some."""
+    result = oracle_of(model_type, TINY).prove(TINY.build(model_type))
+    assert (result.problem or "").startswith("not exact")
+    assert {check.what: check.error for check in result.checks}["packed_seq_lens"] > 0.1
 
 
 def test_what_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too far off, no number at all, or a control that could not have told."""
+    """The error is too large or no number, or the control could not have seen a leak."""
     errors = {"padded right": 1e-6, "padded left": 1e-5}
     oracle = Oracle([], [], FULL_BOUND, torch.float32)
 
-    def found(errors: dict[str, float], control: float) -> Verification:
+    def result(errors: dict[str, float], control: float) -> Verification:
         off = Error(logits=control, loss=0.0, grads=0.0, embeddings=0.0)
         monkeypatch.setattr(Oracle, "error", lambda *_: off)
         return oracle.judge(torch.nn.Linear(1, 1), errors)
 
-    assert found(errors, 0.9).problem is None
+    assert result(errors, 0.9).problem is None
     for error in (2e-4, float("inf")):
-        problem = found({**errors, "packed_seq_lens": error}, 0.9).problem
+        problem = result({**errors, "packed_seq_lens": error}, 0.9).problem
         assert (problem or "").startswith("not exact: packed_seq_lens")
     for control in (1e-3, float("nan"), float("inf")):
-        assert (found(errors, control).problem or "").startswith("can't tell: control")
+        assert (result(errors, control).problem or "").startswith("can't tell: control")
 
 
 @pytest.mark.parametrize("family", EACH, ids=[f.model_type for f in EACH])
 def test_the_tier_that_was_promised_ran(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Re-padded mixers were given rows, and what has a form has its fast forward; each kind as often as it is there."""
+    """Re-padded mixers get rows, and classes with a spec run their fast forward, as often as there are modules."""
     model, sequences = TINY.build(family.model_type), make_sequences()
     fastpack.patch(model)
     report = fastpack.report(model)
@@ -109,7 +112,7 @@ def test_the_tier_that_was_promised_ran(family: Family, monkeypatch: pytest.Monk
 
 
 def counted(forward: Any, rows: list[int]) -> Any:
-    """The forward, which notes the longest second dimension that it is given: the tokens of a row."""
+    """Wrap a forward so that it notes its longest second dimension, the tokens of a row."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor) and a.ndim >= 2]
@@ -129,7 +132,7 @@ def test_refused(model_type: str) -> None:
 
 
 def test_the_whole_mapping_is_accounted_for() -> None:
-    """A new release can't slip through: what is new fails here by its name, or in test_exact."""
+    """A new release can't be missed: a new family fails here by its name, or in test_exact."""
     assert len(UNTRIED) <= 11
     assert len(REPADDED_FAMILIES) <= 25
     assert not {family.model_type for family in REPADDED_FAMILIES} & {*MOST_USED}

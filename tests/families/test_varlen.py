@@ -1,4 +1,4 @@
-"""Every family of the varlen tier gives what each sequence alone gives, through our attention, layer by layer."""
+"""Every family of the varlen tier equals each sequence alone, through our attention, layer by layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ each_family = pytest.mark.parametrize("family", HERE, ids=[f.model_type for f in
 
 @dataclass(frozen=True)
 class Case:
-    """A family, a tiny stock model of it, and what that gives for each sequence alone."""
+    """A family, a tiny stock model of it, and its results for each sequence alone."""
 
     family: Family
     model: nn.Module
@@ -76,7 +76,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[AttentionCall]:
-    """Every call that reached a backend."""
+    """Record every call that reaches a backend."""
     made: list[AttentionCall] = []
 
     def recorded(run: Callable[[AttentionCall], Tensor]) -> Callable[[AttentionCall], Tensor]:
@@ -103,7 +103,7 @@ def test_every_kind_of_input(case: Case, kind: str, calls: list[AttentionCall]) 
 
 
 def test_negative_control(case: Case) -> None:
-    """The same check fails on naive concatenation: it can tell a leak from rounding."""
+    """The same check fails on naive concatenation, so that it can tell a leak from rounding."""
     ids = flat(case.sequences)["input_ids"]
     with torch.no_grad():
         logits = case.model(input_ids=ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False).logits
@@ -124,7 +124,7 @@ def test_generate_is_stock(model_type: str) -> None:
 @pytest.mark.parametrize("duplicate", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox"])
 def test_another_stock_attention_after_patching(model_type: str, duplicate: Callable[[Any], Any]) -> None:
-    """The stock path attends as the config says now; masks are made for that, None for sdpa's causal ones."""
+    """The stock path attends as the config says now, with masks made for that; sdpa's causal masks are None."""
     stock: Any = tiny_model(model_type).eval()
     model = duplicate(fastpack.patch(copy.deepcopy(stock)))
     sequences = make_sequences(VOCAB)
@@ -134,13 +134,13 @@ def test_another_stock_attention_after_patching(model_type: str, duplicate: Call
     for name in ("sdpa", "eager", "sdpa"):
         stock.set_attn_implementation(name)
         model.set_attn_implementation(name)
-        wanted, found = (m(prompt, use_cache=True) for m in (stock, model))
-        assert torch.equal(found.logits, wanted.logits)
-        wanted, found = (
+        expected, result = (m(prompt, use_cache=True) for m in (stock, model))
+        assert torch.equal(result.logits, expected.logits)
+        expected, result = (
             m(prompt[:, :3], past_key_values=past.past_key_values, use_cache=True)
-            for m, past in ((stock, wanted), (model, found))
+            for m, past in ((stock, expected), (model, result))
         )
-        assert torch.equal(found.logits, wanted.logits)
+        assert torch.equal(result.logits, expected.logits)
         assert torch.equal(model.generate(prompt, **settings), stock.generate(prompt, **settings))
         assert compare(run_batch(model, sequences, "padded left"), alone).worst <= FLOAT32_BOUND
     fastpack.unpatch(model)
@@ -148,7 +148,7 @@ def test_another_stock_attention_after_patching(model_type: str, duplicate: Call
 
 
 def test_the_table() -> None:
-    """Alphabetical, without doubles, and apart from the fast families."""
+    """The table is alphabetical, without duplicates, and apart from the fast families."""
     names = [family.model_type for family in VARLEN_FAMILIES if not family.drops_packing]
     assert names == sorted(set(names))
     assert not {*names} & {family.model_type for family in FAST_FAMILIES}
@@ -158,7 +158,7 @@ def test_the_table() -> None:
 
 @each_family
 def test_upstream(family: Family) -> None:
-    """The classes exist, call the attention interface, and hand it the window that the backbone's masks have."""
+    """The classes exist, call the attention interface, and pass it the window that the backbone's masks have."""
     module = importlib.import_module(family.module)
     for name in family.attention:
         source = inspect.getsource(getattr(module, name).forward)
@@ -174,5 +174,5 @@ def backbone_source(family: Family) -> str:
 
 
 def windowed(family: Family) -> bool:
-    """True where the backbone builds windowed masks."""
+    """Return whether the backbone builds windowed masks."""
     return "create_sliding_window_causal_mask" in backbone_source(family)

@@ -1,4 +1,4 @@
-"""How often the fused loss's op ran, for every test that asks."""
+"""Count how often the fused loss's op runs, for tests that request it."""
 
 from __future__ import annotations
 

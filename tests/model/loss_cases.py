@@ -1,4 +1,4 @@
-"""Shared by the tests of the fused loss: what heads do, how it is run without logits, and how often the op ran."""
+"""Shared by the tests of the fused loss: heads, runs without logits, and counts of the op's calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRAITS: dict[str, dict[str, Any]] = {
 
 
 class Calls:
-    """The calls of the op: how many rows each saw, and how many labels it was told are kept."""
+    """The calls of the op: the number of rows of each, and its number of kept labels."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -45,7 +45,7 @@ def grads_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def run_fused(model: nn.Module, sequences: list[Tensor], kind: str, reference: Result, **kwargs: Any) -> Result:
-    """As :func:`oracle.run_batch`, but there are no logits to compare."""
+    """Run a batch as :func:`oracle.run_batch` does, without logits to compare."""
     batch = to_device(INPUT_KINDS[kind](sequences), next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
     out = model(**batch, **{"num_items_in_batch": trained_tokens(sequences), **kwargs})
@@ -61,7 +61,7 @@ def check(
     bound: float = FLOAT32_BOUND,
     kinds: Iterable[str] = ("padded left", "TRL's keywords"),
 ) -> None:
-    """The loss and every gradient are those of each sequence alone, and the op ran, once a batch."""
+    """Check that the loss and every gradient equal those of each sequence alone, and that the op runs once a batch."""
     sequences = make_sequences(VOCAB)
     for kind in kinds:
         calls.rows.clear()

@@ -1,4 +1,4 @@
-"""What comes beside ids, mask and labels: taken along token by token, run as stock, or refused."""
+"""Arguments beside ids, mask and labels: un-padded with the tokens, run by the stock forward, or refused."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_per_token(model_type: str, name: str, config: dict[str, Any]) -> None:
     with torch.no_grad():
         stock = model(**batch).logits
         other = model(**{**batch, name: 1 - NUMBERS}).logits
-        found = fastpack.patch(model)(**batch).logits
+        result = fastpack.patch(model)(**batch).logits
     real = MASK.bool()
-    assert relative(found[real], stock[real]) <= FLOAT32_BOUND
+    assert relative(result[real], stock[real]) <= FLOAT32_BOUND
     assert relative(other[real], stock[real]) > 1e-2, "the check can fail"
 
 
@@ -57,7 +57,7 @@ def test_what_is_about_rows_is_refused(model_type: str, name: str, value: torch.
 
 
 def embedded(model: Any) -> dict[str, Any]:
-    """A batch of embeddings, and what else the model would make of ids."""
+    """Return a batch of embeddings, and the arguments that the model would otherwise derive from ids."""
     backbone = getattr(model.base_model, "language_model", model.base_model)
     embeds = backbone.get_input_embeddings()(IDS)
     if hasattr(backbone, "reverse_embedding"):
@@ -76,12 +76,12 @@ def test_what_layers_read_of_ids_beside_embeddings(model_type: str, labels: bool
         stock = model(**batch, use_cache=False)
         name = "ple_input_ids" if "ple_input_ids" in batch else "per_layer_inputs"
         other = model(**{**batch, name: batch[name].flip(1)}, use_cache=False).logits
-        found = fastpack.patch(model)(**batch)
+        result = fastpack.patch(model)(**batch)
     real = MASK.bool()
-    assert relative(found.logits[real], stock.logits[real]) <= FLOAT32_BOUND
+    assert relative(result.logits[real], stock.logits[real]) <= FLOAT32_BOUND
     assert relative(other[real], stock.logits[real]) > 1e-3, "the check can fail"
     if labels:
-        assert abs(float(found.loss - stock.loss)) <= FLOAT32_BOUND
+        assert abs(float(result.loss - stock.loss)) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_media_are_refused(model_type: str, media: dict[str, Any]) -> None:
     ],
 )
 def test_tokens_that_attend_in_both_directions_are_refused(model_type: str, name: str, attends: Any) -> None:
-    """Images of Gemma, prompts of HRM. Processors send the argument with text too, all zeros."""
+    """Gemma marks images, and HRM prompts. Processors send the argument with text too, all zeros."""
     model = build_tiny(model_type).eval()
     if attends is not None:
         model.config.get_text_config().use_bidirectional_attention = attends
@@ -121,8 +121,8 @@ def test_tokens_that_attend_in_both_directions_are_refused(model_type: str, name
     real = MASK.bool()
     with torch.no_grad():
         stock, seen = model(**batch).logits, model(**images).logits
-        found = fastpack.patch(model)(**batch).logits
-    assert relative(found[real], stock[real]) <= FLOAT32_BOUND
+        result = fastpack.patch(model)(**batch).logits
+    assert relative(result[real], stock[real]) <= FLOAT32_BOUND
     assert relative(seen[real], stock[real]) > 1e-2, "the check can fail"
     with pytest.raises(fastpack.UnsupportedModelError, match=f"^{name} came with numbers other than 0"):
         model(**images)
@@ -137,8 +137,8 @@ def test_marks_that_no_mask_reads(model_type: str, name: str, settings: dict[str
     batch = {"input_ids": IDS, "attention_mask": MASK, name: torch.ones_like(IDS)}
     with torch.no_grad():
         stock = model(**batch).logits
-        found = fastpack.patch(model)(**batch).logits
-    assert relative(found[MASK.bool()], stock[MASK.bool()]) <= FLOAT32_BOUND
+        result = fastpack.patch(model)(**batch).logits
+    assert relative(result[MASK.bool()], stock[MASK.bool()]) <= FLOAT32_BOUND
 
 
 @pytest.mark.sample(1)
@@ -158,16 +158,16 @@ def test_xlnet_generates_as_stock() -> None:
     assert torch.equal(fastpack.patch(model).generate(IDS[:1], **settings), stock)
 
 
-def test_positions_may_skip_where_lengths_are_told() -> None:
-    """As PoSE trains long contexts, in rows that are all real tokens (Zhu et al., arXiv:2309.10400)."""
+def test_positions_may_skip_beside_lengths() -> None:
+    """PoSE trains long contexts so, in rows of real tokens alone (Zhu et al., arXiv:2309.10400)."""
     model = build_tiny("llama").eval()
     positions = torch.cat([torch.arange(6), torch.arange(6) + 20]).expand(3, -1)
     with torch.no_grad():
         stock = model(input_ids=IDS, position_ids=positions, attention_mask=torch.ones_like(IDS)).logits
         fastpack.patch(model)
-        found = model(input_ids=IDS, position_ids=positions, packed_seq_lens=[12] * 3).logits
+        result = model(input_ids=IDS, position_ids=positions, packed_seq_lens=[12] * 3).logits
         plain = model(input_ids=IDS).logits
-    assert relative(found, stock) <= FLOAT32_BOUND
+    assert relative(result, stock) <= FLOAT32_BOUND
     assert relative(plain, stock) > 1e-2
     with pytest.raises(fastpack.PackingError, match="jump by 15"):
         model(input_ids=IDS, position_ids=positions)

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error before anything is changed."""
+"""Bad input raises a clear error before anything is changed."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_an_attention_forward_that_someone_replaced() -> None:
 
 
 def test_an_attention_forward_that_is_its_own() -> None:
-    """As accelerate's hooks leave it behind when they are removed."""
+    """accelerate's hooks leave such a forward behind when they are removed."""
     model = tiny_model("llama")
     layer = model.model.layers[0].self_attn
     layer.forward = layer.forward
@@ -218,7 +218,7 @@ def test_a_packed_batch_into_a_sequence_classifier() -> None:
 @pytest.mark.parametrize("given", ["ids", "another padding id", "embeddings", "prompts"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_a_classifier_that_would_pool_padding(given: str, side: str) -> None:
-    """Padding holds zeros: the pooled result would be zero, and send no gradient back."""
+    """Padding holds zeros: the pooled result would be zero, without a gradient."""
     from peft import PromptTuningConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification
 
@@ -244,7 +244,7 @@ def test_a_classifier_that_would_pool_padding(given: str, side: str) -> None:
 
 
 def test_lost_packing_is_loud() -> None:
-    """A layer that drops keywords must not leak: its attention notices."""
+    """A layer that drops keywords must not leak: its attention raises."""
     model = fastpack.patch(tiny_model("llama"))
     layer = model.model.layers[0]
     stock = layer.forward

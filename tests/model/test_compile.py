@@ -29,7 +29,7 @@ SAME_SIZES = (33, 19, 1, 7, 19)
 
 
 def collate(lengths: tuple[int, ...], *, bucketed: bool = True, seed: int = 0, device: str = "cpu") -> dict[str, Any]:
-    """What a collator would make: ids and labels ``[1, T]`` with their lengths."""
+    """Return a batch as a collator makes it: ids and labels ``[1, T]`` with their lengths."""
     ids = torch.cat(make_sequences(VOCAB, lengths, seed))[None].to(device)
     packed = PackedSeqLens.from_lengths(lengths, device=device)
     if not bucketed:
@@ -40,7 +40,7 @@ def collate(lengths: tuple[int, ...], *, bucketed: bool = True, seed: int = 0, d
 
 
 def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
-    """Logits, loss and every gradient of one step."""
+    """Return logits, loss and every gradient of one step."""
     model.zero_grad(set_to_none=True)
     out = function(**batch)
     loss = out.loss if "labels" in batch else out.last_hidden_state.square().mean()
@@ -52,21 +52,21 @@ def step(function: Any, batch: dict[str, Any], model: nn.Module) -> Result:
 
 
 def alone(model: nn.Module, lengths: tuple[int, ...] = LENGTHS) -> Result:
-    """The same from a stock model on each sequence alone."""
+    """Return the same from a stock model that runs each sequence alone."""
     return run_alone(model, make_sequences(VOCAB, lengths))
 
 
-def against(found: Result, stock: Result) -> float:
-    """How far loss and gradients of a step are from those of sequences alone; its logits have bucket padding."""
-    return error(Result([found.loss], found.loss, found.grads), Result([stock.loss], stock.loss, stock.grads))
+def against(result: Result, stock: Result) -> float:
+    """Return the error of a step's loss and gradients against sequences alone; the logits have bucket padding."""
+    return error(Result([result.loss], result.loss, result.grads), Result([stock.loss], stock.loss, stock.grads))
 
 
-def error(found: Result, reference: Result) -> float:
-    return compare(found, reference).worst
+def error(result: Result, reference: Result) -> float:
+    return compare(result, reference).worst
 
 
 def calls_of_ours(graph: torch.fx.GraphModule) -> int:
-    """How often a graph, or one inside it, attends through the operator."""
+    """Count the calls of the attention operator in a graph and in the graphs inside it."""
     nodes = [n for g in graph.modules() if isinstance(g, torch.fx.GraphModule) for n in g.graph.nodes]
     return sum("packed_attention" in str(node.target) for node in nodes)
 
@@ -74,7 +74,7 @@ def calls_of_ours(graph: torch.fx.GraphModule) -> int:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
 def test_one_graph_with_the_results_of_eager(family: str) -> None:
-    """And those of other lengths of the same sizes come from the same graph, which holds none of them."""
+    """Other lengths of the same sizes run the same graph, which holds no length."""
     model = fastpack.patch(tiny_model(family))
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
@@ -92,7 +92,7 @@ def test_one_graph_with_the_results_of_eager(family: str) -> None:
 
 @pytest.mark.slow
 def test_experts_are_balanced_however_much_is_bucket_padding() -> None:
-    """Over real tokens alone, and nothing is compiled anew (transformers breaks it where it collects routers)."""
+    """The balance is over real tokens alone, in one compilation (transformers breaks it to collect routers)."""
     traits = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "experts_implementation": "batched_mm"}
     model = fastpack.patch(tiny_model("mixtral", num_hidden_layers=1, **traits))
     compiler = CompileCounterWithBackend("eager")
@@ -107,7 +107,7 @@ def test_experts_are_balanced_however_much_is_bucket_padding() -> None:
 
 @pytest.mark.slow
 def test_lengths_alone_and_a_bare_backbone() -> None:
-    """Lengths need not be rounded up, nor the batch to its bucket by the collator; sizes become symbolic."""
+    """A collator need not round lengths up, nor pad the batch to its bucket; sizes become symbolic."""
     from transformers import AutoModel
 
     model = fastpack.patch(tiny_model("llama", auto=AutoModel, num_hidden_layers=1))
@@ -126,7 +126,7 @@ def test_lengths_alone_and_a_bare_backbone() -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("patch_first", [True, False])
 def test_lora_with_checkpointing(patch_first: bool) -> None:
-    """With transformers' hook that gives embeddings a gradient, which alone would break the graph."""
+    """transformers' hook that gives embeddings a gradient would break the graph by itself."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
@@ -143,22 +143,22 @@ def test_lora_with_checkpointing(patch_first: bool) -> None:
     compiler = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     batch = collate(LENGTHS)
-    found = step(compiled, batch, model)
-    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
-    assert against(found, stock) <= FLOAT32_BOUND
+    result = step(compiled, batch, model)
+    assert error(result, step(model, batch, model)) <= FLOAT32_BOUND
+    assert against(result, stock) <= FLOAT32_BOUND
     assert calls_of_ours(compiler.graphs[0]) == 1
     assert "checkpoint" in str(compiler.graphs[0].graph)
 
 
 def test_fused_loss_and_graphs() -> None:
-    """The loss without logits compiles too; recordings step aside."""
+    """The loss without logits compiles too, and recordings are skipped."""
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1), loss="fused", graphs="auto")
     batch = collate(LENGTHS)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert compiled(**batch).logits is None
-    found, wanted = step(compiled, batch, model), step(model, batch, model)
-    assert error(found, wanted) <= FLOAT32_BOUND
-    assert against(found, alone(tiny_model("llama", num_hidden_layers=1))) <= FLOAT32_BOUND
+    result, expected = step(compiled, batch, model), step(model, batch, model)
+    assert error(result, expected) <= FLOAT32_BOUND
+    assert against(result, alone(tiny_model("llama", num_hidden_layers=1))) <= FLOAT32_BOUND
 
 
 def test_under_autocast() -> None:
@@ -166,16 +166,16 @@ def test_under_autocast() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     batch = collate(LENGTHS)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = step(compiled, batch, model), step(model, batch, model)
+        result, expected = step(compiled, batch, model), step(model, batch, model)
     exact = step(model, batch, model)
-    assert 1e-4 < error(found, exact) <= 1.5 * error(wanted, exact)
-    assert relative(wanted.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
+    assert 1e-4 < error(result, exact) <= 1.5 * error(expected, exact)
+    assert relative(expected.logits[0], exact.logits[0]) > 1e-4, "it ran in bfloat16"
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("bare", "labels"), [(False, True), (False, False), (True, False)])
 def test_a_padded_batch_breaks_once(bare: bool, labels: bool) -> None:
-    """Its lengths are read between two regions; all tensor operations are in one."""
+    """Its lengths are read between two regions, and one region has all tensor operations."""
     from transformers import AutoModel
 
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1, **({"auto": AutoModel} if bare else {})))
@@ -213,7 +213,7 @@ def test_a_padded_batch_as_one_graph_is_refused_with_the_way_out() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "rope_type"), [("phi3", "longrope"), ("llama", "dynamic")])
 def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
-    """LongRoPE's, of which there are two sets, as one graph; dynamic NTK's with breaks, to know the long lengths."""
+    """LongRoPE with its two sets compiles as one graph; dynamic NTK with breaks, to know the longest lengths."""
     rope: dict[str, Any] = {"rope_type": rope_type, "rope_theta": 1e4}
     if rope_type == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "original_max_position_embeddings": 16}
@@ -223,15 +223,15 @@ def test_frequencies_by_length_compile(family: str, rope_type: str) -> None:
         settings = {"max_position_embeddings": 16}
     model = fastpack.patch(tiny_model(family, num_hidden_layers=1, rope_parameters=rope, **settings))
     batch = collate(LENGTHS, bucketed=False)
-    wanted = model(**batch).logits
+    expected = model(**batch).logits
     whole = torch.compile(model, fullgraph=True, backend="eager")
     if rope_type == "longrope":
-        assert relative(whole(**batch).logits, wanted) <= FLOAT32_BOUND
+        assert relative(whole(**batch).logits, expected) <= FLOAT32_BOUND
     else:
         with pytest.raises((torch._dynamo.exc.Unsupported, GuardOnDataDependentSymNode)):
             whole(**batch)
     torch.compiler.reset()
-    assert relative(torch.compile(model, backend="eager")(**batch).logits, wanted) <= FLOAT32_BOUND
+    assert relative(torch.compile(model, backend="eager")(**batch).logits, expected) <= FLOAT32_BOUND
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_numbered_mask_with_a_cache_raises_when_compiled_too() -> None:
 
 
 def test_first_labels_are_ignored_whoever_read_the_lengths() -> None:
-    """Also eagerly, and where the batch's own lengths were rounded up and came with labels that were not masked."""
+    """This holds eagerly too, and for lengths that were rounded up and came with labels that are not masked."""
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS, bucketed=False)
     loss = model(**batch).loss
@@ -293,7 +293,7 @@ class Partitions:
 def test_activation_memory_budget() -> None:
     model = fastpack.patch(tiny_model("llama", num_hidden_layers=1))
     batch = collate(LENGTHS)
-    wanted = step(model, batch, model)
+    expected = step(model, batch, model)
     stock = alone(tiny_model("llama", num_hidden_layers=1))
     compiler = Partitions()
     from torch._functorch import config
@@ -303,9 +303,9 @@ def test_activation_memory_budget() -> None:
         torch.compiler.reset()
         with fastpack.activation_memory_budget(fraction):
             assert config.activation_memory_budget == fraction
-            found = step(torch.compile(model, fullgraph=True, backend=compiler), batch, model)
-        assert error(found, wanted) <= FLOAT32_BOUND
-        assert against(found, stock) <= FLOAT32_BOUND
+            result = step(torch.compile(model, fullgraph=True, backend=compiler), batch, model)
+        assert error(result, expected) <= FLOAT32_BOUND
+        assert against(result, stock) <= FLOAT32_BOUND
         assert config.activation_memory_budget == before
     full, half, none = compiler.saved
     assert none < half < full

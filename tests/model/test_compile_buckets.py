@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("compile_anew")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, gqa: bool) -> Tensor:
-    """Each sequence alone."""
+    """Attend within each sequence alone."""
     out = [
         F.scaled_dot_product_attention(
             *(x[a:b].transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=gqa
@@ -41,7 +41,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, gq
 def varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: list[int], gqa: bool
 ) -> Tensor:
-    """A kernel that torch knows as an operator, as its own varlen one is."""
+    """A kernel that torch knows as an operator, like torch's own varlen kernel."""
     assert window == [-1, 0]
     assert int(cu_seqlens.diff().max()) <= longest
     return attend(q, k, v, cu_seqlens, scale, gqa)
@@ -72,8 +72,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _back(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    found = torch.ops.fastpack_tests.varlen_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.gqa)
-    return *found, *[None] * 5
+    result = torch.ops.fastpack_tests.varlen_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.gqa)
+    return *result, *[None] * 5
 
 
 varlen.register_autograd(_back, setup_context=_keep)
@@ -96,7 +96,7 @@ def fake_varlen_attn(
 
 
 def read_lengths(call: AttentionCall) -> Tensor:
-    """Negative control: what a backend that looked at the lengths would do."""
+    """Negative control: a backend that reads the lengths."""
     assert sum(call.packed.lengths) == call.packed.total_tokens
     return torch_varlen.run(call)
 
@@ -122,7 +122,7 @@ FEW = 6
 def test_no_more_compilations_than_buckets(
     monkeypatch: pytest.MonkeyPatch, dynamic: bool | None, broken: str | None, loss: Any
 ) -> None:
-    """Of either pass, with the gradients of sequences alone; and each of two mistakes costs more."""
+    """Both passes compile once a bucket, with the gradients of sequences alone; each of two mistakes costs more."""
     leaks = broken == "lengths are read"
     run = read_lengths if leaks else torch_varlen.run
     backend = SimpleNamespace(run=run, rejects=lambda shape: None, SERVES=torch_varlen.SERVES)
@@ -138,9 +138,9 @@ def test_no_more_compilations_than_buckets(
     for lengths in RANDOM_BATCHES[: FEW if broken else None]:
         buckets.add(collate(lengths)["packed_seq_lens"].bucket)
         batch = collate(lengths, bucketed=broken != "no buckets")
-        found = step(compiled, batch, model)
-        assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
-        assert against(found, alone(stock, lengths)) <= FLOAT32_BOUND
+        result = step(compiled, batch, model)
+        assert error(result, step(model, batch, model)) <= FLOAT32_BOUND
+        assert against(result, alone(stock, lengths)) <= FLOAT32_BOUND
     torch_varlen._asks_for_groups.cache_clear()  # type: ignore[attr-defined]
     assert 3 <= len(buckets) <= 8
     frames, forwards, backwards = map(len, (compiler.graphs, compiler.fw_graphs, compiler.bw_graphs))
@@ -164,7 +164,7 @@ ON_A_GPU = [
 @pytest.mark.gpu
 @pytest.mark.parametrize(("attention", "loss"), ON_A_GPU)
 def test_on_a_gpu(attention: str, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own kernel inside the graph, others as an operator; compiled by inductor, as exact as eager."""
+    """Torch's own kernel inside the graph, others as an operator: compiled by inductor, as exact as eager."""
     monkeypatch.setattr(linear_cross_entropy, "CHUNK_TRAINED", 64)  # several to a batch
     model = tiny_model("llama", head_dim=16).to("cuda", torch.bfloat16)
     wide = fastpack.patch(copy.deepcopy(model).float(), attention="reference")
@@ -177,9 +177,9 @@ def test_on_a_gpu(attention: str, loss: Any, monkeypatch: pytest.MonkeyPatch) ->
         batch = collate(lengths, device="cuda")
         buckets.add(batch["packed_seq_lens"].bucket)
         true = step(wide, batch, wide)
-        found, eager = (step(run, batch, model) for run in (compiled, model))
-        assert (found.logits[0].ndim == 0) == (eager.logits[0].ndim == 0) == (loss is not None)
-        assert off(found, true) <= 1.5 * off(eager, true)
+        result, eager = (step(run, batch, model) for run in (compiled, model))
+        assert (result.logits[0].ndim == 0) == (eager.logits[0].ndim == 0) == (loss is not None)
+        assert off(result, true) <= 1.5 * off(eager, true)
     assert compiler.frame_count <= len(buckets)
     graph = str(compiler.graphs[0].graph)
     assert ("packed_attention" in graph) == (attention not in ("torch_varlen", "auto"))
@@ -191,7 +191,7 @@ def test_on_a_gpu(attention: str, loss: Any, monkeypatch: pytest.MonkeyPatch) ->
     [(None, True, "inductor"), (False, True, "aot_eager"), (False, False, "aot_eager")],
 )
 def test_no_more_compilations_than_buckets_on_a_gpu(dynamic: bool | None, bucketed: bool, backend: str) -> None:
-    """With torch's own kernel and the loss without logits, and each frame has one backward; more without buckets."""
+    """With torch's own kernel and the loss without logits each frame has one backward; without buckets it has more."""
     model = fastpack.patch(
         tiny_model("llama", head_dim=16, num_hidden_layers=1).to("cuda", torch.bfloat16), loss="fused"
     )
@@ -201,9 +201,9 @@ def test_no_more_compilations_than_buckets_on_a_gpu(dynamic: bool | None, bucket
     for lengths in RANDOM_BATCHES[: None if bucketed else FEW]:
         buckets.add(collate(lengths)["packed_seq_lens"].bucket)
         batch = collate(lengths, bucketed=bucketed, device="cuda")
-        found, eager = (step(run, batch, model) for run in (compiled, model))
-        assert found.grads.keys() == eager.grads.keys()
-        assert relative(found.loss, eager.loss) <= 1e-2
+        result, eager = (step(run, batch, model) for run in (compiled, model))
+        assert result.grads.keys() == eager.grads.keys()
+        assert relative(result.loss, eager.loss) <= 1e-2
     assert "packed_attention" not in str(compiler.graphs[0].graph)
     if not bucketed:
         assert compiler.frame_count > len(buckets)

@@ -39,7 +39,7 @@ TRACED = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_older_is_collected() -> Iterator[None]:
-    """A third of the time would go into looking through all that was imported, for each of these models."""
+    """Freeze older objects: the garbage collector would spend a third of the time on imported modules."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -49,13 +49,13 @@ def _nothing_older_is_collected() -> Iterator[None]:
 
 
 def plain(module: nn.Module) -> dict[str, Any]:
-    """What a module was told beside its weights; not which layer it is in."""
-    told = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
-    return {name: value for name, value in told.items() if name != "layer_idx"}
+    """Return a module's settings beside its weights, without the layer's index."""
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, bool | int | float | str)}
+    return {name: value for name, value in settings.items() if name != "layer_idx"}
 
 
 def one_of_each_kind(model: Any) -> Any:
-    """Without the last layers, as long as they compute what an earlier one does."""
+    """Remove the last layers if they compute the same as an earlier one."""
     layers, kinds = model.base_model.layers, getattr(model.config, "layer_types", None)
     known = [(kinds and kinds[i], str(layer), list(map(plain, layer.modules()))) for i, layer in enumerate(layers)]
     while known[-1] in known[:-1]:
@@ -65,10 +65,10 @@ def one_of_each_kind(model: Any) -> Any:
 
 
 def traced(graph: torch.fx.GraphModule) -> set[str]:
-    """The functions of our layers that the operations of a graph come from."""
+    """Return the functions of our layers from which a graph's operations come."""
     stacks = (str(node.meta.get("stack_trace", "")) for node in graph.graph.nodes)
     frame = re.compile(r'fastpack/(?:layers|model)/(\w+)\.py", line \d+, in (\w+)')
-    return {".".join(found) for stack in stacks for found in frame.findall(stack)}
+    return {".".join(match) for stack in stacks for match in frame.findall(stack)}
 
 
 @pytest.mark.sample(8)
@@ -87,8 +87,8 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
     for lengths in (LENGTHS, SAME_SIZES):
         batch = collate(lengths)
         eager.append(seeded(model, batch))
-        found = error(seeded(compiled, batch), eager[-1])
-        assert found <= FLOAT32_BOUND
+        result = error(seeded(compiled, batch), eager[-1])
+        assert result <= FLOAT32_BOUND
     assert len(compiler.graphs) == len(compiler.fw_graphs) == len(compiler.bw_graphs) == 1
     (graph,) = compiler.graphs
     assert (report.tier, report.skipped) == ("fast", ())
@@ -103,32 +103,32 @@ def test_one_graph_of_the_fast_forwards(model_type: str) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("model_type", ["cohere", "gemma2", "granite", "mixtral"])
 def test_fused_loss_of_heads(model_type: str) -> None:
-    """Of those that scale their logits, cap or divide them, and of one that hands routers on."""
+    """Heads that scale their logits, cap or divide them, and one that returns router logits."""
     model = fastpack.patch(one_of_each_kind(tiny_model(model_type)), loss="fused")
     batch = collate(LENGTHS)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    found = step(compiled, batch, model)
+    result = step(compiled, batch, model)
     assert compiled(**batch).logits is None
-    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
+    assert error(result, step(model, batch, model)) <= FLOAT32_BOUND
     stock = alone(one_of_each_kind(tiny_model(model_type)))
-    assert against(found, stock) <= FLOAT32_BOUND
+    assert against(result, stock) <= FLOAT32_BOUND
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
-    """The compiler is handed bitsandbytes' operator for the weights, and plain LoRA."""
+    """The compiler gets bitsandbytes' operator for the weights, and plain LoRA."""
     stock = alone(with_lora(nf4(tmp_path)))
     model = fastpack.patch(with_lora(nf4(tmp_path)), loss=loss)
     assert fastpack.report(model).projections == {"4-bit + lora": 14}
     compiler = AotEagerAndRecordGraphs()
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     batch = collate(LENGTHS)
-    found = step(compiled, batch, model)
-    assert error(found, step(model, batch, model)) <= FLOAT32_BOUND
-    assert against(found, stock) <= FLOAT32_BOUND
-    assert len(found.grads) == 28, "A and B of 14 projections"
-    assert all(grad.any() for grad in found.grads.values())
+    result = step(compiled, batch, model)
+    assert error(result, step(model, batch, model)) <= FLOAT32_BOUND
+    assert against(result, stock) <= FLOAT32_BOUND
+    assert len(result.grads) == 28, "A and B of 14 projections"
+    assert all(grad.any() for grad in result.grads.values())
     assert len(compiler.graphs) == len(compiler.bw_graphs) == 1
     assert calls_of_ours(compiler.graphs[0]) == 2
     assert all("bitsandbytes" in str(graph.graph) for graph in (*compiler.fw_graphs, *compiler.bw_graphs))
@@ -137,7 +137,7 @@ def test_lora_over_4_bits(loss: Any, tmp_path: Path) -> None:
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("reentrant", [None, False])
 def test_lora_over_4_bits_under_autocast(reentrant: bool | None, tmp_path: Path) -> None:
-    """As PEFT prepares it, without checkpointing and with it; norms and embeddings are trained too."""
+    """The model is prepared by PEFT, with and without checkpointing; norms and embeddings are trained too."""
 
     def build() -> Any:
         return qlora(tmp_path, torch.bfloat16, torch.bfloat16, prepared=True, reentrant=reentrant)
@@ -149,8 +149,8 @@ def test_lora_over_4_bits_under_autocast(reentrant: bool | None, tmp_path: Path)
     compiler = AotEagerAndRecordGraphs()
     compiled = torch.compile(model, fullgraph=True, backend=compiler)
     with torch.autocast("cpu", torch.bfloat16):
-        found, wanted = step(compiled, batch, model), step(model, batch, model)
-    ours, allowed = compare(found, true, half=True), compare(wanted, true, half=True)
+        result, expected = step(compiled, batch, model), step(model, batch, model)
+    ours, allowed = compare(result, true, half=True), compare(expected, true, half=True)
     assert 1e-4 < ours.grads <= 1.5 * allowed.grads, (ours, allowed)
     assert ours.logits <= 1.5 * allowed.logits
     assert len(compiler.graphs) == len(compiler.bw_graphs) == 1

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` meets inside a patched model: the attention operator, facts known once, kernels by name."""
+"""What ``torch.compile`` meets inside a patched model: the attention operator, cached constants, kernels by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("compile_anew")
 
 @pytest.mark.parametrize(("backend", "more"), [("segments", {"window": WINDOW}), ("reference", {"softcap": 2.0})])
 def test_the_operator(backend: str, more: dict[str, Any]) -> None:
-    """Torch's own checks (schema, fake results, gradients under the compiler), and the results of the backend."""
+    """Torch's own checks pass (schema, fake results, gradients under the compiler), and results equal the backend's."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((68, 4, 8), (68, 2, 8), (68, 2, 8))
     q, k, v = (torch.randn(size, generator=generator, requires_grad=True) for size in sizes)
@@ -35,13 +35,13 @@ def test_the_operator(backend: str, more: dict[str, Any]) -> None:
     packed = PackedSeqLens.from_lengths([31, 1, 36])
     call = AttentionCall(q, k, v, packed, 0.3, sinks=sinks, **more)
     inputs = [x for x in (q, k, v, sinks) if x is not None]
-    wanted = BACKENDS[backend].run(call)
-    grad = torch.randn(wanted.shape, generator=generator)
+    expected = BACKENDS[backend].run(call)
+    grad = torch.randn(expected.shape, generator=generator)
     with torch.autocast("cpu", torch.bfloat16):  # does not reach into it
-        found = opaque.run(backend, call)
-        grads = torch.autograd.grad(found, inputs, grad)
-    assert relative(found, wanted) <= FLOAT32_BOUND
-    for ours, theirs in zip(grads, torch.autograd.grad(wanted, inputs, grad), strict=True):
+        result = opaque.run(backend, call)
+        grads = torch.autograd.grad(result, inputs, grad)
+    assert relative(result, expected) <= FLOAT32_BOUND
+    for ours, theirs in zip(grads, torch.autograd.grad(expected, inputs, grad), strict=True):
         assert relative(ours, theirs) <= FLOAT32_BOUND
     offsets = (packed.cu_seqlens, packed.position_ids)
     arguments = (q, k, v, sinks, *offsets, 36, 0.3, call.window, call.softcap, backend)
@@ -74,13 +74,13 @@ def test_facts_known_once_are_constants(value: Any) -> None:
 
 
 def test_kernels_by_name_are_not_traced() -> None:
-    """Where the compiler gives way, they run outside of what it compiles."""
+    """At a graph break they run outside of the compiled code."""
     x, weight = torch.randn(3, 8), torch.ones(8)
 
     def norm(x: Tensor) -> Tensor:
         return rms_norm(x, weight, 1e-6, implementation="triton")
 
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass 'auto'"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="pass kernels='auto'"):
         torch.compile(norm, fullgraph=True, backend="eager")(x)
 
 
@@ -100,7 +100,7 @@ def test_what_a_gpu_is_asked_can_be_traced(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("newer", [False, True])
 def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
-    """One string is one variant; the ninth raises under torch's own limit, and the thirteenth under this one."""
+    """One string is one variant: the ninth raises under torch's own limit, and the thirteenth under ours."""
     from torch._dynamo import config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
@@ -128,8 +128,8 @@ def test_more_variants_than_torch_compiles_by_itself(newer: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [pytest.param("bamba", marks=pytest.mark.slow), "emu3", "gemma3"])
-def test_batch_after_batch_where_a_scope_carries_the_packing(model_type: str) -> None:
-    """What a scope holds is there before the first batch: a compiler guards on it."""
+def test_batch_after_batch_with_a_packing_context(model_type: str) -> None:
+    """The packing context has its fields before the first batch, since a compiler guards on them."""
     model = fastpack.patch(build_tiny(model_type).train())
     compiled = torch.compile(model, backend="eager")
     for lengths in ([5, 7], [5, 7], [4, 8], [6, 9]):

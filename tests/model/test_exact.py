@@ -1,4 +1,4 @@
-"""Packed and padded inputs give what each sequence alone gives: logits, loss and every gradient, in float32."""
+"""Packed and padded inputs give the logits, the loss and every gradient of each sequence alone, in float32."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_every_kind_of_input(model_type: str, kind: str, calls: Calls) -> None:
 
 @pytest.mark.parametrize("model_type", FAST)
 def test_negative_control(model_type: str) -> None:
-    """The same check fails on naive concatenation: it can tell a leak from rounding."""
+    """The same check fails on naive concatenation, so that it can tell a leak from rounding."""
     model = tiny_model(model_type)
     sequences = make_sequences(VOCAB)
     alone = run_alone(model, sequences)
@@ -145,7 +145,7 @@ ROPE["dynamic, pairs side by side"] = ("cohere2", ROPE["dynamic"][1])
 
 
 def fresh_alone(build: Callable[[], nn.Module], sequences: list[Tensor]) -> list[Tensor]:
-    """Each sequence in a model of its own: the stock dynamic modules remember the longest they have seen."""
+    """Run each sequence in a model of its own: the stock dynamic modules remember the longest one."""
     return [build()(input_ids=s[None], use_cache=False).logits[0].detach() for s in sequences]
 
 
@@ -188,7 +188,7 @@ def test_rows_and_batches_of_padding_alone() -> None:
     assert all(p.grad is not None and not p.grad.any() for p in model.model.parameters())
 
 
-def test_everything_per_token_is_put_back() -> None:
+def test_every_output_per_token_is_repadded() -> None:
     model = tiny_model("mixtral")
     batch = padded(make_sequences(VOCAB), "left")
     real = batch["attention_mask"].bool()

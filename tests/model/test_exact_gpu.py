@@ -42,7 +42,7 @@ def test_families(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", *EXPERTS])
 def test_float32(model_type: str) -> None:
-    """Also for experts, whose routing flips between any two runs in bf16, so that no bound would mean anything.
+    """Experts are included: their routing flips between any two runs in bf16, so that no bound would have a meaning.
 
     Some (gpt-oss, Granite) amplify rounding: two batches of the stock model differ by more than the bound.
     """
@@ -101,7 +101,7 @@ def test_autocast_over_float32_weights(dtype: torch.dtype) -> None:
 
 
 def test_one_synchronisation_a_step() -> None:
-    """Layers never wait for the device: a packed batch whose lengths were checked before raises no sync at all."""
+    """Layers never wait for the device: a packed batch with checked lengths raises no synchronisation at all."""
     model = fastpack.patch(build("llama", torch.bfloat16))
     sequences = make_sequences(VOCAB, LENGTHS)
     ids = torch.cat(sequences)[None].cuda()

@@ -1,4 +1,4 @@
-"""``num_items_in_batch`` as transformers' ``Trainer`` counts it, and the loss of each sequence alone all the same."""
+"""``num_items_in_batch`` as transformers' ``Trainer`` counts it gives the loss of each sequence alone."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ NAIVE_BOUND = 1e-2
 
 
 def counted(labels: Tensor) -> Tensor:
-    """What ``Trainer._get_num_items_in_batch`` counts."""
+    """Return the count of ``Trainer._get_num_items_in_batch``."""
     return labels[..., 1:].ne(-100).sum()
 
 
 def run(model: Any, batch: dict[str, Any], num_items: int | Tensor, alone: Result) -> Result:
-    """Loss and gradients; the logits are not looked at, since a fused loss has none."""
+    """Return loss and gradients, without logits, since a fused loss has none."""
     model.zero_grad(set_to_none=True)
     loss = model(**batch, num_items_in_batch=num_items).loss
     loss.backward()
@@ -88,7 +88,7 @@ def test_each_micro_batch_is_corrected_by_its_own_share(loss: Any) -> None:
 
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_a_batch_with_nothing_to_train_is_zero(loss: Any) -> None:
-    """Only first labels, of two sequences padded left; or none at all."""
+    """The batch has only first labels, of two sequences padded left, or no label at all."""
     model = fastpack.patch(tiny_model("llama"), loss=loss)
     batch = padded(SEQUENCES[:2], "left")
     for labels in (batch["labels"].clone(), torch.full_like(batch["labels"], -100)):
@@ -132,17 +132,17 @@ def test_compiled_as_one_graph(loss: Any) -> None:
     assert count > TRAINED
     for step, num_items in enumerate((count, count, int(count))):
         model.zero_grad(set_to_none=True)
-        found = compiled(**batch, num_items_in_batch=num_items).loss
-        found.backward()
-        assert relative(found, alone.loss) <= FLOAT32_BOUND
+        result = compiled(**batch, num_items_in_batch=num_items).loss
+        result.backward()
+        assert relative(result, alone.loss) <= FLOAT32_BOUND
         for name, parameter in model.named_parameters():
             assert relative(parameter.grad, alone.grads[name]) <= FLOAT32_BOUND, name
         assert compiler.frame_count == (1 if step < 2 else 2)
 
 
 def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
-    found = padded([torch.tensor(e["input_ids"]) for e in examples], side)
-    return {name: values[:-1] for name, values in found.items()}  # without the row of padding
+    result = padded([torch.tensor(e["input_ids"]) for e in examples], side)
+    return {name: values[:-1] for name, values in result.items()}  # without the row of padding
 
 
 @pytest.mark.sample(1)
@@ -155,7 +155,7 @@ def collate(examples: list[dict[str, Any]], side: str) -> dict[str, Tensor]:
 def test_transformers_trainer_padded_left_trains_as_padded_right(
     model_type: str, control: tuple[str, Any], loss: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the side, patched losses are those of the stock model padded right.
+    """On either side, patched losses equal those of the stock model padded right.
 
     Of Llama's labels the ``Trainer`` leaves out those that are first in such rows, of GPT-2's none, on either side.
     """
@@ -182,13 +182,13 @@ def test_nothing_waits_for_the_gpu() -> None:
     count = counted(labels)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = [
+        result = [
             without_first_labels(head, {"packed_seq_lens": packed, "labels": labels, "num_items_in_batch": num_items})
             for num_items in (count, 500)
         ]
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    kept, share = (each["num_items_in_batch"] for each in found)
+    kept, share = (each["num_items_in_batch"] for each in result)
     assert kept == TRAINED
     assert relative(share, 500 * kept / count) <= FLOAT32_BOUND
 

@@ -1,4 +1,4 @@
-"""Heads and labels: on padding, for a loss of the user's own, of some of the logits alone."""
+"""Heads and labels: labels at padding, a user's own loss, and labels of some of the logits."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ NAIVE_BOUND = 1e-3
 
 
 def padded_with_the_end() -> dict[str, Tensor]:
-    """As Alpaca's own collator pads, with a tokenizer whose end token is its padding: the end of each text is trained,
-    and masked."""
+    """Pad as Alpaca's own collator does, with a tokenizer whose end token pads.
+
+    The end of each text is trained, and masked.
+    """
     columns = max(LENGTHS) + 1
     ids = torch.full((len(LENGTHS), columns), END)
     labels = torch.full((len(LENGTHS), columns), -100)
@@ -44,7 +46,7 @@ def loss_and_grads(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dic
 
 
 def off_by(model: nn.Module, batch: dict[str, Any], stock: tuple[Tensor, dict[str, Tensor]]) -> float:
-    """The larger of loss and gradients."""
+    """Return the larger error of loss and gradients."""
     loss, grads = loss_and_grads(model, batch)
     assert grads.keys() == stock[1].keys()
     return max(relative(loss, stock[0]), *(relative(grads[name], stock[1][name]) for name in grads))
@@ -67,7 +69,7 @@ def test_an_end_that_is_padding_too_is_learned(model_type: str, loss: Any, num_i
 
 
 def padded_to_the_maximum(ends: int = 4) -> dict[str, Tensor]:
-    """As tutorials pad: ``padding="max_length"``, labels a copy of the ids, padding's own among them."""
+    """Pad as tutorials do, with ``padding="max_length"`` and labels that copy the ids, padding included."""
     columns = max(LENGTHS) + ends
     real = torch.arange(columns) < torch.tensor(LENGTHS)[:, None]
     ids = torch.randint(3, VOCAB, real.shape, generator=torch.Generator().manual_seed(0)) * real
@@ -80,8 +82,10 @@ def padded_to_the_maximum(ends: int = 4) -> dict[str, Tensor]:
 def test_labels_at_padding_are_no_items(
     model_type: str, loss: Any, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ``Trainer`` counts them, and they are dropped: the loss is a mean over what is trained all the same, or its
-    share of ``steps`` such batches."""
+    """The ``Trainer`` counts labels at padding, which are dropped.
+
+    The loss still is a mean over the trained labels, or its share of ``steps`` such batches.
+    """
     model = tiny_model(model_type) if model_type == "llama" else build_tiny(model_type)
     batch = padded_to_the_maximum()
     real = batch["attention_mask"].bool()
@@ -97,12 +101,12 @@ def test_labels_at_padding_are_no_items(
             {n: g * (kept - len(LENGTHS)) / kept for n, g in stock[1].items()},
         )
     fastpack.patch(model, loss=loss)
-    wanted = (stock[0] / steps, {name: grad / steps for name, grad in stock[1].items()})
-    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) < FLOAT32_BOUND
+    expected = (stock[0] / steps, {name: grad / steps for name, grad in stock[1].items()})
+    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, expected) < FLOAT32_BOUND
     monkeypatch.setattr(
         head_module, "without_padding", lambda head, arguments, targets: arguments["num_items_in_batch"]
     )
-    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, wanted) > NAIVE_BOUND
+    assert off_by(model, {**batch, "num_items_in_batch": counted * steps}, expected) > NAIVE_BOUND
 
 
 @pytest.mark.parametrize("loss", [None, "fused"])
@@ -120,7 +124,7 @@ def test_negative_control(loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mean_of_rows(logits: Tensor, labels: Tensor, vocab_size: int, *, weight: Tensor | None = None, **_: Any) -> Tensor:
-    """A mean over each row first."""
+    """Return the mean of each row's mean."""
     targets = functional.pad(labels, (0, 1), value=-100)[:, 1:]
     each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
     each = each if weight is None else each * weight
@@ -147,7 +151,7 @@ def test_a_loss_of_ones_own_gets_the_padded_batch(model_type: str, weighted: boo
 
 
 def unshifted(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
-    """Of labels that a collator has shifted."""
+    """Return the loss of labels that a collator has shifted."""
     return functional.cross_entropy(logits.reshape(-1, vocab_size).float(), labels.flatten(), ignore_index=-100)
 
 
@@ -201,10 +205,10 @@ def test_experts_are_balanced_over_tokens_whatever_their_segments_number(
     lengths = [count for row in segments for number in (1, 2, 3) if (count := int((row == number).sum()))]
     given = {"labels": ids} if labels else {}
     numbered = model(input_ids=ids, attention_mask=segments, **given)
-    told = model(input_ids=ids, attention_mask=(segments > 0).long(), packed_seq_lens=lengths, **given)
-    assert relative(numbered.aux_loss, told.aux_loss) <= FLOAT32_BOUND
+    with_lengths = model(input_ids=ids, attention_mask=(segments > 0).long(), packed_seq_lens=lengths, **given)
+    assert relative(numbered.aux_loss, with_lengths.aux_loss) <= FLOAT32_BOUND
     if labels:
-        assert relative(numbered.loss, told.loss) <= FLOAT32_BOUND
+        assert relative(numbered.loss, with_lengths.loss) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("keep", [4, torch.tensor([1, 5, 6, 8])])
@@ -215,14 +219,14 @@ def test_labels_of_some_of_the_logits(keep: int | Tensor) -> None:
     batch = {"input_ids": ids, "labels": ids[:, places], "logits_to_keep": keep}
     with torch.no_grad():
         stock = model(**batch)
-        found = fastpack.patch(model)(**batch)
-    assert relative(found.loss, stock.loss) <= FLOAT32_BOUND
-    assert relative(found.logits, stock.logits) <= FLOAT32_BOUND
+        result = fastpack.patch(model)(**batch)
+    assert relative(result.loss, stock.loss) <= FLOAT32_BOUND
+    assert relative(result.logits, stock.logits) <= FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("keep", [1, 5, torch.tensor([10, 11])])
 def test_layers_that_share_keys_run_on_every_token(keep: int | Tensor) -> None:
-    """Gemma 4's backbone leaves out tokens of such layers whose logits nobody wants."""
+    """Gemma 4's backbone drops the tokens without requested logits from such layers."""
     model = build_tiny("gemma4_text").eval()
     assert model.config.num_kv_shared_layers
     ids = plain_tokens(3, 12, seed=0)
@@ -231,5 +235,5 @@ def test_layers_that_share_keys_run_on_every_token(keep: int | Tensor) -> None:
     kept = mask[:, -keep:] if isinstance(keep, int) else mask[:, keep]
     with torch.no_grad():
         stock = model(input_ids=ids, attention_mask=mask, logits_to_keep=keep, use_cache=False).logits
-        found = fastpack.patch(model)(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
-    assert relative(found[kept.bool()], stock[kept.bool()]) <= FLOAT32_BOUND
+        result = fastpack.patch(model)(input_ids=ids, attention_mask=mask, logits_to_keep=keep).logits
+    assert relative(result[kept.bool()], stock[kept.bool()]) <= FLOAT32_BOUND

@@ -38,7 +38,7 @@ from fastpack.packing.seqlens import PackedSeqLens
 
 
 def alone_with_experts(model: Any, sequences: list[Tensor]) -> Result:
-    """Each sequence alone, with the load-balancing loss of all of them: it is no sum over sequences."""
+    """Run each sequence alone, with the load-balancing loss of all of them, which is no sum over sequences."""
     counted = run_alone(model, sequences, output_router_logits=False)
     model.zero_grad(set_to_none=True)
     routed = [model(input_ids=s[None], use_cache=False).router_logits for s in sequences]
@@ -67,7 +67,7 @@ def test_every_fast_family(model_type: str, op_calls: Calls) -> None:
 
 @pytest.mark.parametrize("model_type", [name for name in TRAITS if "output_router_logits" not in TRAITS[name]])
 def test_what_a_head_does_beside_its_product_shows(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the test above: the same head without its scale or softcap."""
+    """Negative control of the test above: the same head without its scale or softcap."""
     model = tiny_model(model_type, **TRAITS[model_type])
     sequences = make_sequences(VOCAB)
     alone = run_alone(model, sequences)
@@ -114,7 +114,7 @@ def test_what_the_mean_divides_by(settings: dict[str, Any], op_calls: Calls) -> 
 
 
 def test_ignored_labels_are_left_out(op_calls: Calls) -> None:
-    """Completion-only training: four labels of five are ignored."""
+    """Completion-only training ignores four labels of five."""
     results = []
     for fused in (None, "fused"):
         model = fastpack.patch(tiny_model("llama"), loss=fused)
@@ -131,7 +131,7 @@ def test_ignored_labels_are_left_out(op_calls: Calls) -> None:
 
 @pytest.mark.parametrize("fused", [None, "fused"])
 def test_no_logits_are_made(fused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest tensor of a step; a vocabulary so large that it would be the logits."""
+    """With such a large vocabulary, the largest tensor of a step would be the logits."""
     monkeypatch.setattr(op, "CHUNK_TRAINED", 16)
     vocab = 1500
 
@@ -177,12 +177,12 @@ def test_a_batch_of_padding_alone() -> None:
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_everything_else_is_put_back(side: str) -> None:
-    wanted: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+def test_every_other_output_is_repadded(side: str) -> None:
+    expected: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
     batch = padded(make_sequences(VOCAB), side)
-    stock = fastpack.patch(tiny_model("mixtral"))(**batch, **wanted)
+    stock = fastpack.patch(tiny_model("mixtral"))(**batch, **expected)
     model = fastpack.patch(tiny_model("mixtral"), loss="fused")
-    ours = model(**batch, **wanted)
+    ours = model(**batch, **expected)
     assert type(ours) is type(stock)
     assert ours.logits is None
     for key in ("loss", "aux_loss"):
@@ -190,13 +190,13 @@ def test_everything_else_is_put_back(side: str) -> None:
     for key in ("hidden_states", "router_logits"):
         for a, b in zip(ours[key], stock[key], strict=True):
             assert torch.equal(a, b)
-    as_tuple = model(**batch, **wanted, return_dict=False)
+    as_tuple = model(**batch, **expected, return_dict=False)
     assert torch.equal(as_tuple[0], ours.loss)
     assert len(as_tuple) == len(ours.to_tuple())
 
 
 def test_noise_on_embeddings(op_calls: Calls) -> None:
-    """NEFTune's batch is not un-padded before the embedding; the loss runs on real tokens all the same."""
+    """With NEFTune a batch is not un-padded before the embedding, and the loss still runs on real tokens."""
     results = []
     for fused in (None, "fused"):
         model = fastpack.patch(tiny_model("llama"), loss=fused)

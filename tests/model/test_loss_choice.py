@@ -1,4 +1,4 @@
-"""When the fused loss runs and when the stock one does, and what trainers make of it."""
+"""When the fused loss runs and when the stock loss runs, and how trainers use them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def with_loss(model: Any) -> Any:
 
 
 def with_decorated_loss(model: Any) -> Any:
-    """Which has the stock one's names."""
+    """Replace the loss by a decorated one, with the names of the stock loss."""
     stock = model.loss_function
     model.loss_function = functools.wraps(stock)(lambda *args, **kwargs: 2 * stock(*args, **kwargs))
     return model
@@ -88,13 +88,13 @@ def with_dropout(model: Any) -> Any:
         (lambda: with_decorated_loss(tiny_model("llama")), "loss_function"),
         (lambda: with_hook(tiny_model("llama")), "hooks"),
         (lambda: with_dropout(tiny_model("llama")), "dropout"),
-        (lambda: tiny_model("gpt2"), "not one that the fused loss was proved on"),
+        (lambda: tiny_model("gpt2"), "was not proved with the fused loss"),
     ],
 )
 def test_a_head_that_keeps_its_stock_loss(build: Callable[[], Any], reason: str, op_calls: Calls) -> None:
     model = fastpack.patch(build(), loss="fused")
-    (found,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    assert reason in found
+    (skipped,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
+    assert reason in skipped
     out = model(**padded(make_sequences(VOCAB), "left"))
     assert out.logits is not None
     assert out.loss is not None
@@ -105,8 +105,8 @@ def test_a_classifier_keeps_its_stock_loss() -> None:
     from transformers import AutoModelForSequenceClassification
 
     model = fastpack.patch(tiny_model("llama", auto=AutoModelForSequenceClassification, num_labels=3), loss="fused")
-    (found,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
-    assert "no causal LM" in found
+    (skipped,) = [why for what, why in fastpack.report(model).skipped if what == "loss"]
+    assert "no causal LM" in skipped
 
 
 @pytest.mark.parametrize("change", [with_loss, with_hook])
@@ -134,25 +134,25 @@ def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}])
 def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls: Calls) -> None:
-    """Loss by loss, with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
+    """Losses agree with ``num_items_in_batch`` over accumulated batches; evaluation still gets its logits."""
     steps = 8 // settings.get("gradient_accumulation_steps", 1)
     arguments = plain_config(tmp_path, max_steps=steps, **settings)
-    found, evaluated = [], []
+    trained, evaluated = [], []
     for fused in (None, "fused"):
         model = tiny_model("llama", attn_implementation="sdpa")
         if fused:
             fastpack.patch(model, loss="fused")
         trainer = Trainer(model, arguments, data_collator=collate, train_dataset=rows(), eval_dataset=rows(6, seed=1))
-        found.append(losses(trainer))
+        trained.append(losses(trainer))
         prediction = trainer.predict(trainer.eval_dataset)
         evaluated.append(prediction.metrics["test_loss"])
         assert prediction.predictions.shape[-1] == VOCAB
     assert len(op_calls.rows) == 8
     # in bf16 two runs drift apart over the steps: one step is held to plain torch's own error in test_loss_heads.py
     bound = 2e-2 if settings.get("bf16") else FLOAT32_BOUND
-    assert len(found[0]) == steps
-    assert len(set(found[1])) > steps // 2
-    for a, b in zip(found[1], found[0], strict=True):
+    assert len(trained[0]) == steps
+    assert len(set(trained[1])) > steps // 2
+    for a, b in zip(trained[1], trained[0], strict=True):
         assert abs(a - b) <= bound * abs(b)
     assert evaluated[1] == pytest.approx(evaluated[0], rel=bound)
 
@@ -160,8 +160,8 @@ def test_transformers_trainer(settings: dict[str, Any], tmp_path: Path, op_calls
 @pytest.mark.sample(1)
 @pytest.mark.usefixtures("accelerate_afresh")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_trainer_that_brings_its_own_loss_keeps_it(when: str, tmp_path: Path, op_calls: Calls) -> None:
-    """TRL replaces the head's forward; a model patched before or after leaves TRL's loss in force."""
+def test_a_trainer_with_its_own_loss_keeps_it(when: str, tmp_path: Path, op_calls: Calls) -> None:
+    """TRL replaces the head's forward. A patch before or after leaves TRL's loss in force."""
     results = []
     for fused in (None, "fused"):
         model = tiny_model("llama", attn_implementation="sdpa")
@@ -171,7 +171,7 @@ def test_a_trainer_that_brings_its_own_loss_keeps_it(when: str, tmp_path: Path, 
         if fused and when == "after":
             fastpack.patch(model, loss="fused")
         if fused:
-            assert "TRL's trainers bring a loss" in dict(fastpack.report(trainer).skipped)["loss"]
+            assert "TRL's trainers have their own loss" in dict(fastpack.report(trainer).skipped)["loss"]
         results.append(losses(trainer))
     check_equal(results[1], results[0])
     assert not op_calls.rows

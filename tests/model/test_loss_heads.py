@@ -1,4 +1,4 @@
-"""Heads of the fused loss: tied, under LoRA, kept by PEFT, frozen, 4-bit; under checkpointing and autocast."""
+"""Heads of the fused loss: tied, with LoRA, copied by PEFT, frozen, 4-bit; with checkpointing and autocast."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_gradient_checkpointing(use_reentrant: bool, op_calls: Calls) -> None:
 
 
 def test_autocast(op_calls: Calls) -> None:
-    """bf16 over float32 weights: no farther from float32 than the stock loss is."""
+    """bf16 over float32 weights is no farther from float32 than the stock loss."""
     sequences = make_sequences(VOCAB)
     results = []
     exact = run_alone(tiny_model("llama"), sequences)

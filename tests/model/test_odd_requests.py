@@ -1,4 +1,4 @@
-"""Settings and arguments that few ask for: as exact as the usual ones, or refused before anything runs."""
+"""Rare settings and arguments: as exact as the usual ones, or refused before anything runs."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ PACKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", PACKED)
 @pytest.mark.parametrize("model_type", ["llama", "bloom", "gptj", "mamba", "trocr", "rwkv"])
 def test_packed_batches_are_refused_on_the_stock_path(model_type: str, how: str, asked: str, labels: bool) -> None:
-    """Heads that hand no packing on ran the stock forward over the whole row."""
+    """Heads that drop the packing would run the stock forward over the whole row."""
     model = fastpack.patch(build_tiny(model_type))
     batch = {"input_ids": IDS, **PACKED[how], **({"labels": IDS} if labels else {})}
-    with pytest.raises(PackingError, match="Those run the stock forward"):
+    with pytest.raises(PackingError, match="These run the stock forward"):
         model(**batch, **{asked: True})
     out = model(input_ids=IDS, attention_mask=torch.ones_like(IDS), **{asked: True})
     assert out.logits.shape[:2] == IDS.shape
@@ -60,7 +60,7 @@ ROPE: dict[str, dict[str, Any]] = {
 
 
 class Operations(TorchDispatchMode):
-    """How many operations ran under it."""
+    """Count the operations that run inside."""
 
     count = 0
 
@@ -89,7 +89,7 @@ def test_frequencies_of_each_length_with_positions_along_several_axes(model_type
 def test_positions_that_go_on_are_refused_where_lengths_are_read_from_them(kind: str) -> None:
     model = fastpack.patch(with_rope("llama", kind))
     positions = torch.cat([torch.arange(9), torch.arange(7) + 12])[None]
-    with pytest.raises(PackingError, match="go on above those of the one before"):
+    with pytest.raises(PackingError, match="continue above those of the sequence before"):
         model(input_ids=IDS, position_ids=positions, packed_seq_lens=[*LENGTHS])
     offsets = torch.cat([torch.arange(9) + 30, torch.arange(7) + 20])[None]
     assert model(input_ids=IDS, position_ids=offsets, packed_seq_lens=[*LENGTHS]).logits.isfinite().all()
@@ -102,12 +102,12 @@ def test_positions_that_go_on_are_refused_under_hooks_of_accelerate_too() -> Non
     model = fastpack.patch(with_rope("llama", "dynamic"))
     add_hook_to_module(model.model.rotary_emb, ModelHook())
     ids = torch.full((1, 7), 5)
-    with pytest.raises(PackingError, match="go on above those of the one before"):
+    with pytest.raises(PackingError, match="continue above those of the sequence before"):
         model(input_ids=ids, packed_seq_lens=[3, 4], position_ids=torch.tensor([[0, 1, 2, 9, 10, 11, 12]]))
 
 
 def test_positions_are_looked_at_only_where_somebody_needs_it() -> None:
-    """Each look would wait for the device, at every step of a trainer that passes them."""
+    """Each check would wait for the device, at every step of a trainer that passes positions."""
     packed = PackedSeqLens.from_lengths([*LENGTHS])
     usual, by_length = fastpack.patch(tiny_model("llama")), fastpack.patch(with_rope("llama", "dynamic"))
     looks = []
@@ -137,7 +137,7 @@ def test_frequencies_of_each_length_for_a_kind_of_layer_that_there_is_none_of() 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "minicpm3"])
 def test_latent_attention_with_more_key_value_heads_than_heads(model_type: str) -> None:
-    """A setting that it does not read, and whose default is made for more heads."""
+    """The module does not read this setting, whose default is made for more heads."""
     model = build_tiny(model_type, num_key_value_heads=128).train()
     alone = run_alone(model, make_sequences(VOCAB))
     check_exact(fastpack.patch(model), alone)
@@ -172,7 +172,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("model_type", "settings"), VARIANTS)
 def test_variants_of_a_family(model_type: str, settings: dict[str, Any]) -> None:
-    """Whose modules mix tokens elsewhere, or count them over the whole batch: they run on rows."""
+    """Their modules mix tokens elsewhere, or count them over the whole batch, so they run on rows."""
     model = build_tiny(model_type, **settings).train()
     alone = run_alone(model, make_sequences(VOCAB))
     fastpack.patch(model)

@@ -1,4 +1,4 @@
-"""What a forward makes goes when nobody holds it any more: logits and graphs are the most of a step's memory."""
+"""A forward's tensors are freed when nobody refers to them: logits and graphs are most of a step's memory."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_nothing_waits_for_a_collection(model_type: str, kind: str) -> None:
     batch = INPUT_KINDS[kind](make_sequences(76 + FIRST_PLAIN))
     for backward in (True, False):
         out = model(**batch, output_hidden_states=True)
-        held = [weakref.ref(tensor) for tensor in (out.logits, *out.hidden_states)]
+        references = [weakref.ref(tensor) for tensor in (out.logits, *out.hidden_states)]
         if backward:
             out.loss.backward()
         del out
-        assert not any(ref() is not None for ref in held)
+        assert not any(ref() is not None for ref in references)

@@ -30,7 +30,7 @@ def build(model_type: str) -> Any:
 
 
 def flattened(start: int, **further: Any) -> dict[str, Any]:
-    """As transformers' collator makes them."""
+    """Flatten a batch as transformers' collator does."""
     collate = DataCollatorWithFlattening(return_tensors="pt", position_ids_start=start, **further)
     return dict(collate([{"input_ids": s.tolist()} for s in SEQUENCES]))
 
@@ -83,7 +83,7 @@ def test_one_start_for_all() -> None:
 
 
 def test_others_take_no_such_start() -> None:
-    """Which count from 0 by themselves: theirs is 0, 1, 2, ... alone."""
+    """Modules that count from 0 themselves take 0, 1, 2, ... alone."""
     model = fastpack.patch(build("big_bird"))
     with pytest.raises(PackingError, match=r"do not count 0, 1, 2, \.\.\. in each sequence came"):
         model(**flattened(PADDING + 1))
@@ -103,7 +103,7 @@ def test_a_padded_batch_with_the_positions_that_the_model_makes(side: str) -> No
 
 
 def test_embeddings_and_ids_of_padding_among_the_tokens() -> None:
-    """The model leaves such ids out of its count, and counts every embedding."""
+    """The model skips padding ids in its count, and counts every embedding."""
     model = build("roberta")
     ids = SEQUENCES[2].clone()
     ids[4] = PADDING
@@ -116,7 +116,7 @@ def test_embeddings_and_ids_of_padding_among_the_tokens() -> None:
     fastpack.patch(model)
     packed = {"packed_seq_lens": [len(ids)]}
     assert relative(model(input_ids=ids[None], **packed).logits, alone) <= FLOAT32_BOUND
-    found = model(inputs_embeds=embeddings, position_ids=counted, **packed).logits
-    assert relative(found, of_embeddings) <= FLOAT32_BOUND
+    result = model(inputs_embeds=embeddings, position_ids=counted, **packed).logits
+    assert relative(result, of_embeddings) <= FLOAT32_BOUND
     with pytest.raises(PackingError, match="past ids of padding"):
         model(input_ids=ids[None], position_ids=counted, **packed)

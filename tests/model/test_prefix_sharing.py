@@ -57,14 +57,14 @@ def patched(model: Any) -> Any:
 
 
 def seen_by(layers: Any) -> list[int]:
-    """How many tokens each call of a decoder layer is given, from now on."""
-    found: list[int] = []
+    """Record the number of tokens of each call of a decoder layer from now on."""
+    result: list[int] = []
     for layer in layers:
         layer.register_forward_pre_hook(
-            lambda _, args, kwargs: found.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
+            lambda _, args, kwargs: result.append((args[0] if args else kwargs["hidden_states"]).shape[1]),
             with_kwargs=True,
         )
-    return found
+    return result
 
 
 @pytest.fixture
@@ -118,18 +118,18 @@ def test_what_is_shared(name: str) -> None:
     alone = run_alone(model, sequences)
     patched(model)
     for kind in ("padded both sides", "packed_seq_lens"):
-        found = run_batch(model, sequences, kind)
+        result = run_batch(model, sequences, kind)
         if name == "single tokens":  # nothing is predicted
-            assert relative(torch.cat(found.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
+            assert relative(torch.cat(result.logits), torch.cat(alone.logits)) <= FLOAT32_BOUND
         else:
-            error = compare(found, alone)
+            error = compare(result, alone)
             assert error.worst <= FLOAT32_BOUND, (kind, error)
     assert sharing(model).stats.saved == 2 * (sum(map(len, sequences)) - nodes(sequences)) > 0
 
 
 @pytest.mark.parametrize("kind", ["first", "longer", "other"])
 def test_negative_control(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token too many is shared, or the wrong sequences: the comparison sees it, and so do the ids."""
+    """With one shared token too many, or the wrong sequences, the comparison fails, and so does the check of ids."""
     model, sequences = tiny_model("llama"), pairs()
     alone = run_alone(model, sequences)
     true = find_prefixes([len(s) for s in sequences], torch.cat(sequences))
@@ -143,7 +143,7 @@ def test_negative_control(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *_: wrong)
     patched(model)
     sharing(model).least_saved = 0.0
-    with pytest.raises(PackingError, match="said to begin alike"):
+    with pytest.raises(PackingError, match="sequences that began alike now differ"):
         run_batch(model, sequences, "padded left")
     monkeypatch.setattr(
         fastpack.packing.prefixes.SharedTokens, "keep_ids", lambda self, ids: ids.index_select(1, self.copies.first)
@@ -215,15 +215,15 @@ def test_fused_loss() -> None:
 @pytest.mark.parametrize("model_type", ["mixtral", "granitemoe"])
 @pytest.mark.parametrize("loss", [None, "fused"])
 def test_router_logits_and_hidden_states(model_type: str, loss: Any) -> None:
-    """The load-balancing loss counts every token of every sequence, as it does without sharing."""
+    """The load-balancing loss counts every token of every sequence, as without sharing."""
     model: Any = tiny_model(model_type, router_aux_loss_coef=0.5)
     batch = padded(pairs(), "right")
     real = batch["attention_mask"].bool()
-    wanted: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
+    expected: dict[str, Any] = {"output_hidden_states": True, "output_router_logits": True, "use_cache": False}
 
     def run() -> Any:
         model.zero_grad(set_to_none=True)
-        out = model(**batch, **wanted)
+        out = model(**batch, **expected)
         out.loss.backward()
         return out, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -263,7 +263,7 @@ def examples() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("size", ["its own", "filled up"])
 def test_the_collator_of_pairs(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefixes are found with the batch: the model looks for none, and reads no ids."""
+    """The collator finds prefixes with the batch: the model finds none, and reads no ids."""
     model = tiny_model("llama", max_position_embeddings=256)
     sequences = pairs()
     alone = run_alone(model, sequences)
@@ -290,12 +290,12 @@ def test_a_batch_that_was_changed_behind_its_collator() -> None:
     model = patched(tiny_model("llama"))
     batch = PackedPreferenceCollator()(examples())
     batch["input_ids"][0, 3] += 1
-    with pytest.raises(PackingError, match="input_ids are not those"):
+    with pytest.raises(PackingError, match="input_ids changed after"):
         model(**batch)
 
 
 def test_other_collators() -> None:
-    """Supervised examples with a system prompt, and whatever is wrapped."""
+    """Supervised examples with a system prompt, and any wrapped collator."""
     rows = [{"input_ids": torch.cat([words(15, 9), s]).tolist()} for s in pairs()]
     assert PackedSFTCollator()(rows)["packed_seq_lens"].prefixes.saved == SAVED + 7 * 15
     wrapped = fastpack.with_packed_seq_lens(lambda sequences: padded(sequences, "left"))
@@ -304,11 +304,11 @@ def test_other_collators() -> None:
 
 @pytest.mark.parametrize("kind", INPUT_KINDS)
 def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one copy: the door looks for prefixes once more only where lengths were made without ids."""
+    """Both come in one copy: prefixes are found again only if lengths were made without ids."""
     model = patched(tiny_model("llama"))
     looked: list[int] = []
-    found = find_prefixes
-    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *a: looked.append(1) or found(*a))
+    original = find_prefixes
+    monkeypatch.setattr("fastpack.packing.seqlens.find_prefixes", lambda *a: looked.append(1) or original(*a))
     run_batch(model, pairs(), kind)
     assert not looked
     lengths = fastpack.PackedSeqLens.from_lengths([len(s) for s in pairs()])
@@ -318,7 +318,7 @@ def test_ids_come_with_the_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_copies_of_the_model() -> None:
-    """They come back patched, and count for themselves; undoing it undoes all of it."""
+    """Copies are patched too, and count by themselves; undoing the patch undoes all of it."""
     model, sequences = tiny_model("llama"), pairs()
     alone = run_alone(model, sequences)
     patched(model)
@@ -350,7 +350,7 @@ def test_float32_on_a_gpu(model_type: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", BACKENDS)
 def test_bfloat16_on_a_gpu(attention: str) -> None:
-    """On every backend: at most 1.5 times plain torch's own error."""
+    """On every backend the error is at most 1.5 times plain torch's own."""
     from gpu_cases import build as build_real
     from gpu_cases import check
 

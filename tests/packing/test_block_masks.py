@@ -88,10 +88,10 @@ def test_read_as_its_numbers_are(form: str, data: st.DataObject) -> None:
         before = data.draw(st.integers(0, 10 - len(row)))
         rows.append([0] * before + row + [0] * (10 - len(row) - before))
     numbers = T(rows)
-    want, found = read((2, 10), numbers), read((2, 10), FORMS[form](seen_in(numbers)))
-    assert found.lengths == want.lengths
-    assert found.position_ids.tolist() == want.position_ids.tolist()
-    ours, theirs = found.padding, want.padding
+    want, result = read((2, 10), numbers), read((2, 10), FORMS[form](seen_in(numbers)))
+    assert result.lengths == want.lengths
+    assert result.position_ids.tolist() == want.position_ids.tolist()
+    ours, theirs = result.padding, want.padding
     assert (ours.is_empty, ours.starts_rows) == (theirs.is_empty, theirs.starts_rows)
     assert (ours.indices is None) == (theirs.indices is None)
     assert ours.indices is None or theirs.indices is None or torch.equal(ours.indices, theirs.indices)
@@ -180,8 +180,8 @@ def test_other_tiers(model_type: str) -> None:
     """Where mixers, or the whole model, run on rows, and where keywords are dropped on the way to attention."""
     model = build_tiny(model_type).train()
     alone = run_alone(model, SEQUENCES)
-    found = run(fastpack.patch(model), neat_packing(with_positions=False))
-    assert compare(found, alone).worst <= 5 * FLOAT32_BOUND, "the gradients of keys' biases are nothing but rounding"
+    result = run(fastpack.patch(model), neat_packing(with_positions=False))
+    assert compare(result, alone).worst <= 5 * FLOAT32_BOUND, "the gradients of keys' biases are nothing but rounding"
 
 
 def test_the_balance_of_experts_is_over_real_tokens() -> None:
@@ -230,9 +230,9 @@ def test_a_cache_is_stocks() -> None:
     model = tiny_model("llama", attn_implementation="sdpa").eval()
     batch = {k: v for k, v in neat_packing().items() if k not in ("labels", "numbers")}
     stock = model(**batch, use_cache=True)
-    found = fastpack.patch(model)(**batch, use_cache=True)
-    assert torch.equal(found.logits, stock.logits)
-    assert found.past_key_values.get_seq_length() == SHAPE[1]
+    result = fastpack.patch(model)(**batch, use_cache=True)
+    assert torch.equal(result.logits, stock.logits)
+    assert result.past_key_values.get_seq_length() == SHAPE[1]
 
 
 def test_a_window() -> None:
@@ -246,8 +246,8 @@ def test_a_window() -> None:
     assert compare(run(model, {**batch, "attention_mask": batch["numbers"]}), alone).worst <= FLOAT32_BOUND
     short = {key: value[:, :8] for key, value in batch.items() if key not in ("attention_mask", "labels")}
     mask = added(seen_in(short.pop("numbers")))
-    found = model(**short, attention_mask=mask).logits[0, :7]
-    assert relative(found, alone.logits[0]) <= FLOAT32_BOUND, "no sequence is longer than the window"
+    result = model(**short, attention_mask=mask).logits[0, :7]
+    assert relative(result, alone.logits[0]) <= FLOAT32_BOUND, "no sequence is longer than the window"
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "deepseek_v4", "gpt_oss", "gemma3_text", "ministral3"])
@@ -331,6 +331,6 @@ def test_compiled_with_one_break() -> None:
     batch = neat_packing()
     real = batch.pop("numbers") > 0
     compiler = CompileCounterWithBackend("eager")
-    found = torch.compile(fastpack.patch(model), backend=compiler)(**batch).logits[real]
-    assert relative(found, torch.cat(alone.logits)) <= FLOAT32_BOUND
+    result = torch.compile(fastpack.patch(model), backend=compiler)(**batch).logits[real]
+    assert relative(result, torch.cat(alone.logits)) <= FLOAT32_BOUND
     assert sum(any(node.op.startswith("call") for node in graph.graph.nodes) for graph in compiler.graphs) == 1

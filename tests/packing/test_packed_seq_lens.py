@@ -1,4 +1,4 @@
-"""What stands in a batch, taken out and put back; labels; copies, devices, and what is kept with the lengths."""
+"""Un-padding and re-padding, labels, copies, devices, and values that are kept with the lengths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MASKS = {
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_round_trip_and_its_gradient(mask: list[list[int]]) -> None:
-    """What stands at padding, NaN included, reaches neither the result nor a gradient."""
+    """Values at padding, NaN included, reach neither the result nor a gradient."""
     real = (torch.tensor(mask) != 0)[..., None]
     packed = read((2, 4), torch.tensor(mask))
     x = torch.randn(2, 4, 3, 2).where(real[..., None], torch.tensor(float("nan"))).requires_grad_()

@@ -1,4 +1,4 @@
-"""Where sequences begin and end, read from every spelling of a batch.
+"""Where sequences begin and end, read from every form of a batch.
 
 What is put back where is in ``test_packed_seq_lens.py``, contradictory batches in ``test_packing_errors.py``.
 """

@@ -65,8 +65,8 @@ def test_waste_and_number_of_buckets() -> None:
 
 def test_number_of_sequences() -> None:
     """Four values between two powers of two."""
-    found = {Bucket.of([1] * count).sequences for count in range(1, 255)}
-    assert found == {16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256}
+    result = {Bucket.of([1] * count).sequences for count in range(1, 255)}
+    assert result == {16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256}
 
 
 @given(lists_of_lengths)

@@ -230,12 +230,12 @@ CONTRADICTIONS: dict[str, tuple[tuple[int, int], dict[str, Any], tuple[str, ...]
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_contradiction_raises_and_names_both_sides(name: str) -> None:
-    shape, arguments, said = CONTRADICTIONS[name]
+    shape, arguments, message = CONTRADICTIONS[name]
     with pytest.raises(PackingError) as caught:
         read(shape, **arguments)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, FastpackError)
-    for fragment in said:
+    for fragment in message:
         assert fragment in str(caught.value)
 
 
@@ -248,7 +248,7 @@ def test_a_block_mask_raises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lengths", "said"),
+    ("lengths", "message"),
     [
         ([], "at least 1"),
         ([3, 0], "at least 1"),
@@ -258,8 +258,8 @@ def test_a_block_mask_raises() -> None:
         (T([1.0, 2.0]), "whole"),
     ],
 )
-def test_from_lengths_raises(lengths: Any, said: str) -> None:
-    with pytest.raises(PackingError, match=said):
+def test_from_lengths_raises(lengths: Any, message: str) -> None:
+    with pytest.raises(PackingError, match=message):
         PackedSeqLens.from_lengths(lengths)
 
 

@@ -67,8 +67,8 @@ def test_positions_count() -> None:
     assert find_prefixes((3, 3), ids, torch.tensor([0, 1, 2, 4, 5, 6])).saved == 0
 
 
-def test_at_the_door() -> None:
-    """Found now, or as they were found before; bucket padding is one more sequence."""
+def test_found_now_or_before() -> None:
+    """Prefixes are found now, or taken from an earlier search; bucket padding is one more sequence."""
     sequences = pairs()
     packed, ids = packed_of(sequences), torch.cat(sequences)[None]
     assert packed.prefixes_in(ids).saved == SAVED

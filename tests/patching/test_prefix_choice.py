@@ -66,7 +66,7 @@ def test_refused_families(model_type: str, why: str) -> None:
 def test_frequencies_of_their_own_are_refused() -> None:
     model = tiny_model("phi3", **LONGROPE)
     before = fingerprint(model)
-    with pytest.raises(PatchError, match="frequencies depend on how long"):
+    with pytest.raises(PatchError, match="frequencies depend on the length"):
         patched(model)
     assert fingerprint(model) == before
     fastpack.patch(model)
@@ -138,7 +138,7 @@ def test_padding_alone() -> None:
     assert (sharing(model).stats.tokens, whole(model)) == (0, "there is one sequence")
 
 
-DROPOUT = "is random, and copies of a token have each their own"
+DROPOUT = "is random, and differs between copies of a token"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_other_inputs() -> None:
     wanted = model(inputs_embeds=embeds, attention_mask=mask).logits
     patched(model)
     assert torch.equal(model(inputs_embeds=embeds, attention_mask=mask).logits, wanted)
-    assert whole(model) == "inputs_embeds came with the batch, and may differ where ids are the same"
+    assert whole(model) == "inputs_embeds came with the batch, and may differ between equal ids"
 
 
 @pytest.mark.parametrize("columns", [True, False])

@@ -155,7 +155,7 @@ def test_a_trainer_that_brings_a_loss(tmp_path: Path) -> None:
     assert not skipped_loss(model), "it calls ours"
     model.forward = trainer.model.forward  # what its constructor does
     (why,) = skipped_loss(model)
-    assert "TRL's trainers bring a loss" in why
+    assert "TRL's trainers have their own loss" in why
     assert not any(note.startswith("loss: fused") for note in fastpack.report(model).notes)
     assert skipped_loss(fastpack.patch(tiny_model("llama").model, loss="fused")) == ["a bare backbone has none"]
     trainer = plain(tmp_path)

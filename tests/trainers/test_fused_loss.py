@@ -185,7 +185,7 @@ KEPT: dict[str, tuple[Any, str]] = {
     "class": (lambda folder: trainer_of(folder, cls=OfTheUser), "its user's"),
     "instance": (lambda folder: with_own_loss(trainer_of(folder)), "its user's"),
     "experts": (lambda folder: trainer_of(folder, tiny_model("mixtral"), router_aux_loss_coef=0.5), "experts"),
-    "head": (lambda folder: trainer_of(folder, tiny_model("gpt2")), "not one that the fused loss was proved on"),
+    "head": (lambda folder: trainer_of(folder, tiny_model("gpt2")), "was not proved with the fused loss"),
 }
 
 
