@@ -16,7 +16,7 @@ from typing import Any, TypeVar, Unpack
 from torch import nn
 
 from fastpack.errors import PatchError
-from fastpack.layers.stock_attention import say_parallelism, sequence_parallelism
+from fastpack.layers.stock_attention import describe_parallelism, sequence_parallelism
 from fastpack.model.unwrap import models_of, packages_of
 from fastpack.ops.implementation import Implementation
 from fastpack.patching.apply import apply, plan_all, restore
@@ -32,7 +32,7 @@ from fastpack.patching.options import (
     not_a_choice,
 )
 from fastpack.patching.report import PatchReport
-from fastpack.patching.state import BUDGET, FUSED_LOSS, kept_on, options_of
+from fastpack.patching.state import BUDGET, FUSED_LOSS, options_of, trainer_record
 from fastpack.patching.twin import match_by_twin
 from fastpack.patching.verify import verify
 from fastpack.trainers.padded_metrics import note_on_padding
@@ -237,7 +237,7 @@ def _refuse_spread_sequences(target: object) -> None:
     spread = sequence_parallelism(getattr(getattr(target, "accelerator", None), "parallelism_config", None))
     if spread is not None:
         whose = f"the accelerator of this {type(target).__name__}"
-        raise PatchError(f"{say_parallelism(spread, whose)} Nothing was changed.")
+        raise PatchError(f"{describe_parallelism(spread, whose)} Nothing was changed.")
 
 
 def unpatch(target: T) -> T:
@@ -280,7 +280,7 @@ def patched(target: T, **options: Unpack[PatchKeywords]) -> Iterator[T]:
         The target itself, patched.
     """
     before = [(model, options_of(model)) for model in models_of(target)]
-    budget, fused = kept_on(target, BUDGET), kept_on(target, FUSED_LOSS)
+    budget, fused = trainer_record(target, BUDGET), trainer_record(target, FUSED_LOSS)
     try:
         yield patch(target, **options)
     finally:
@@ -297,8 +297,8 @@ def _plan_trainer(target: object, loss: Loss, max_tokens: int | TokenBudget | No
 
     Nothing is changed before it is called. The budget is set over the loss.
     """
-    budgeted = max_tokens is not None or kept_on(target, BUDGET) is not None
-    fused = not isinstance(target, nn.Module) and (loss is not None or kept_on(target, FUSED_LOSS) is not None)
+    budgeted = max_tokens is not None or trainer_record(target, BUDGET) is not None
+    fused = not isinstance(target, nn.Module) and (loss is not None or trainer_record(target, FUSED_LOSS) is not None)
     if not (budgeted or fused):
         return do_nothing
     from fastpack.trainers.budget import plan_budget  # heavy: these import transformers' trainer

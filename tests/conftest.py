@@ -107,7 +107,7 @@ def accelerate_afresh() -> Iterator[None]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count the calls of each fused Function of the layers."""
-    from fastpack.layers import mlp, projections
+    from fastpack.layers import mlp, project
 
     found: dict[str, int] = {}
 
@@ -120,8 +120,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
         monkeypatch.setattr(module, name, counted)
 
-    count(projections, "project")
-    count(projections, "add_updates")
+    count(project, "project")
+    count(project, "add_updates")
     count(mlp, "gated_mlp")
     return found
 

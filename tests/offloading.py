@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.transfer import HostChannel, HostPool, Rates
 

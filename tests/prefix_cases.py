@@ -9,8 +9,8 @@ import torch
 from tiny import VOCAB
 from torch import Tensor
 
+from fastpack.model.model_runtime import runtime_of
 from fastpack.model.prefix_sharing import PrefixSharing
-from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
 
 PROMPTS = (12, 1, 19, 7)

@@ -19,7 +19,7 @@ from fastpack.cuda_graphs.runner import GraphRunner
 from fastpack.cuda_graphs.stack import Stack
 from fastpack.cuda_graphs.step import RecordedStep
 from fastpack.model import backbone as causal_lm
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 from fastpack.packing.buckets import TOKEN_STEPS
 
 SMALL, LARGE = (7, 1, 19, 19, 33), (30, 41, 29, 2, 44)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fastpack.exactness import tiny
-from fastpack.exactness.special import VOCAB, WINDOW
+from fastpack.exactness.family_settings import VOCAB, WINDOW
 
 __all__ = ["EXPERTS", "FAST", "HEAD_DIM", "VOCAB", "WINDOW", "tiny_config", "tiny_model"]
 

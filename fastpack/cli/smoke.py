@@ -25,7 +25,7 @@ from fastpack.cli import UsageError, require_file
 from fastpack.cli.flags import POSITIVE, make_parser
 from fastpack.errors import BackendUnavailableError
 from fastpack.exactness import tiny
-from fastpack.exactness.special import HEADS, KV_HEADS, NOT_BUILT, TRAITS
+from fastpack.exactness.family_settings import HEADS, KV_HEADS, NOT_BUILT, TRAITS
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES
 from fastpack.families.spec import TIERS

@@ -103,20 +103,20 @@ class GraphRunner:
         self.recorder.clear()
 
     @contextmanager
-    def looking_ahead(self, backbone: ModelLike) -> Iterator[None]:
+    def early_snapshot(self, backbone: ModelLike) -> Iterator[None]:
         """Read the stack's state before the lengths are waited for.
 
         With PEFT this takes 2 ms, in which the device still works. A :meth:`run` inside the context uses this state,
         unless the backbone has hooks of its own, which may change modules.
         """
-        self._snapshot = self.look_ahead(backbone)
+        self._snapshot = self.take_snapshot(backbone)
         try:
             yield
         finally:
             self._snapshot = None
 
-    def look_ahead(self, backbone: ModelLike) -> StackSnapshot | None:
-        """Return the stack's state for :meth:`believe`; None if it would not be used.
+    def take_snapshot(self, backbone: ModelLike) -> StackSnapshot | None:
+        """Return the stack's state for :meth:`use_snapshot`; None if it would not be used.
 
         This is for callers that don't see the end of the call. Code that runs before :meth:`run` must not change the
         modules: the change would go unnoticed.
@@ -124,7 +124,7 @@ class GraphRunner:
         hooked = has_hooks(backbone) or "_hf_hook" in backbone.__dict__
         return None if hooked or not torch.is_grad_enabled() or self._given_up else self._take_snapshot(backbone)
 
-    def believe(self, snapshot: StackSnapshot | None, packed: PackedSeqLens) -> None:
+    def use_snapshot(self, snapshot: StackSnapshot | None, packed: PackedSeqLens) -> None:
         """Let :meth:`run` use this state if it gets this batch next, without reading the stack again."""
         self._snapshot = None if snapshot is None else snapshot._replace(packed=packed)
 

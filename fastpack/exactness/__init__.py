@@ -5,8 +5,8 @@
   families, for twins and for tests.
 - ``runs.py`` compares passes of ``probe.py``, some of which differ in rounding alone. It serves a user's own model, of
   which there is no copy in a finer dtype.
-- ``choices.py`` makes one pass choose the experts that another chose.
+- ``expert_choices.py`` makes one pass choose the experts that another chose.
 - ``verification.py`` holds the verdict.
-- ``tiny.py`` builds a small model of every family, with the family's own settings from ``special.py``; ``twins.py``
+- ``tiny.py`` builds a small model of every family, with the family's own settings from ``family_settings.py``; ``twins.py``
   builds one from a user's own class and config.
 """

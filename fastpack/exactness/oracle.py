@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness.choices import Choices, choosers_of, recorded, replayed
+from fastpack.exactness.expert_choices import Choices, choosers_of, recorded, replayed
 from fastpack.exactness.inputs import INPUT_KINDS, make_sequences, single, taken_for_one, unpadded
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half
 from fastpack.exactness.verification import Check, Verification

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness.choices import Choices, recorded, replayed
+from fastpack.exactness.expert_choices import Choices, recorded, replayed
 from fastpack.exactness.inputs import packed, rows_of, single, taken_for_one
 from fastpack.exactness.probe import Nudge, Probe, joined, mean, without
 from fastpack.exactness.rule import CONTROL, Error, Result, bound_of, compare, compare_draws, is_half

@@ -2,8 +2,8 @@
 
 One rule makes a config small (:func:`shrink`). Families share the names of their settings (``hidden_size``,
 ``d_model``, ``n_embd``), so each name has one small value, which every class that declares the name gets. Layers are
-picked from the config's own pattern, two of each kind, in order. :mod:`fastpack.exactness.special` holds the settings
-of single families.
+picked from the config's own pattern, two of each kind, in order. :mod:`fastpack.exactness.family_settings` holds the
+settings of single families.
 
 On a GPU heads should be as wide as real ones: ``head_dim=64`` makes every width four times as large.
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastpack.exactness.special import (
+from fastpack.exactness.family_settings import (
     ACTIVE,
     BEYOND,
     EXPERTS,

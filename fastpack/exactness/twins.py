@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpack.exactness.family_settings import HEAD_DIM
 from fastpack.exactness.inputs import LENGTHS
-from fastpack.exactness.special import HEAD_DIM
 from fastpack.exactness.tiny import AFTER_PLAIN, FIRST_PLAIN, SPREAD, shrink
 
 ACTING = {

@@ -65,7 +65,7 @@ def _roberta(model_type: str, name: str, package: str = "", file: str = "") -> F
         package=package,
         file=file,
         mixers={f"{name}Embeddings": _POSITIONS},
-        by_choice=True,
+        causal_if_decoder=True,
     )
 
 
@@ -76,7 +76,7 @@ def _old_bert(model_type: str, name: str, package: str = "") -> Family:
         f"{name}Model",
         package=package,
         mixers={f"{name}SelfAttention": _MASKED},
-        by_choice=True,
+        causal_if_decoder=True,
         since=((5, 23), "attends in both directions, also where its config says is_decoder"),
     )
 
@@ -309,7 +309,7 @@ MIXER_FAMILIES: tuple[Family, ...] = (
     Family("gpt_neo", "GPTNeoModel", mixers={"GPTNeoSelfAttention": _MASKED}),
     Family("gpt_neox_japanese", "GPTNeoXJapaneseModel", mixers={"GPTNeoXJapaneseAttention": _MASKED}),
     Family("gptj", "GPTJModel", mixers={"GPTJAttention": _MASKED}),
-    Family("mpt", "MptModel", mixers={"MptAttention": MixerSpec("hidden", kept=("position_bias",))}),
+    Family("mpt", "MptModel", mixers={"MptAttention": MixerSpec("hidden", unchanged=("position_bias",))}),
     Family(
         "mvp",
         "MvpDecoder",

@@ -169,7 +169,7 @@ class MixerSpec:
             ``sliding_attention`` or ``chunked_attention``, unless ``in_every_layer``.
         in_every_layer: whether that window or chunk holds in every layer, whatever ``layer_types`` lists.
         alibi: the name of an argument ``[H, 1, T]``, which becomes ``[n H, 1, L]`` for n rows of L slots.
-        kept: the names of arguments that are passed on unchanged.
+        unchanged: the names of arguments that are passed on unchanged.
         left_out: the names of keywords that are not passed, such as positions that the module makes itself.
         counts_from: the name of an attribute that holds the padding id, if the module makes positions that count from
             the next number on and skip tokens with that id; else None.
@@ -185,7 +185,7 @@ class MixerSpec:
     chunk: str | None = None
     in_every_layer: bool = False
     alibi: str | None = None
-    kept: tuple[str, ...] = ()
+    unchanged: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     counts_from: str | None = None
     states: int = 0
@@ -212,7 +212,8 @@ class Family:
         repadded: whether the whole backbone runs on rows of equal length, since no module of it can be wrapped alone.
         drops_packing: whether a module, or the head, drops the keyword ``packed_seq_lens`` on its way to the attention.
         file: the name of the modeling file, if it is not that of the sub-package.
-        by_choice: whether the model is causal only if its config has ``is_decoder=True``, and an encoder otherwise.
+        causal_if_decoder: whether the model is causal only if its config has ``is_decoder=True``, and an encoder
+            otherwise.
         repadded_if: the names of config settings, with any of which the family is a re-padded model.
         refused_if: the config settings with which the family can't be exact, each with the reason.
         alibi: the name of the backbone's method that makes ALiBi's biases from a 2-D mask, or None.
@@ -248,7 +249,7 @@ class Family:
     repadded: bool = False
     drops_packing: bool = False
     file: str = ""
-    by_choice: bool = False
+    causal_if_decoder: bool = False
     repadded_if: tuple[str, ...] = ()
     refused_if: dict[str, str] = field(default_factory=dict)
     alibi: str | None = None

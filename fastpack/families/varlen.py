@@ -128,17 +128,17 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
     Family("persimmon", "PersimmonModel", ("PersimmonAttention",)),
     Family("phi", "PhiModel", ("PhiAttention",)),
     # a module, or the head, drops the keyword packed_seq_lens
-    Family("bert", "BertModel", ("BertSelfAttention",), drops_packing=True, by_choice=True),
+    Family("bert", "BertModel", ("BertSelfAttention",), drops_packing=True, causal_if_decoder=True),
     Family(
         "bert-generation",
         "BertGenerationEncoder",
         ("BertGenerationSelfAttention",),
         package="bert_generation",
         drops_packing=True,
-        by_choice=True,
+        causal_if_decoder=True,
     ),
-    Family("electra", "ElectraModel", ("ElectraSelfAttention",), drops_packing=True, by_choice=True),
-    Family("ernie", "ErnieModel", ("ErnieSelfAttention",), drops_packing=True, by_choice=True),
+    Family("electra", "ElectraModel", ("ElectraSelfAttention",), drops_packing=True, causal_if_decoder=True),
+    Family("ernie", "ErnieModel", ("ErnieSelfAttention",), drops_packing=True, causal_if_decoder=True),
     Family(
         "gemma3n_text",
         "Gemma3nTextModel",
@@ -166,6 +166,6 @@ VARLEN_FAMILIES: tuple[Family, ...] = (
         since=((5, 13), "has attention that no interface serves"),
     ),
     Family("opt", "OPTDecoder", ("OPTAttention",), drops_packing=True),
-    Family("roc_bert", "RoCBertModel", ("RoCBertSelfAttention",), drops_packing=True, by_choice=True),
+    Family("roc_bert", "RoCBertModel", ("RoCBertSelfAttention",), drops_packing=True, causal_if_decoder=True),
     Family("stablelm", "StableLmModel", ("StableLmAttention",), drops_packing=True, fast={"StableLmMLP": LLAMA_MLP}),
 )

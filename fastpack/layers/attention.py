@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from fastpack.attention_dispatch import AttentionCall, attend
 from fastpack.families.spec import AnyAttentionSpec, AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 from fastpack.layers import latent_attention, shared_attention
-from fastpack.layers.projections import project_modules
+from fastpack.layers.project import project_modules
 from fastpack.layers.rope import Tables, normalise_and_rotate, repeated
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import as_row

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from fastpack.families.spec import AnyAttentionSpec, DecoderSpec
 from fastpack.layers.attention import attend_heads, attention_forward, drop, drops, project_qkv
 from fastpack.layers.mlp import mlp_block, mlp_forward
-from fastpack.layers.projections import fast_forward, project_modules
+from fastpack.layers.project import fast_forward, project_modules
 from fastpack.layers.runtime import Runtime
-from fastpack.offload import KEPT
+from fastpack.offload import ACTIVATION_SLOT
 from fastpack.ops.autograd import as_row
 from fastpack.ops.row_count import RowCount
 from fastpack.packing.mask import require_packing
@@ -123,9 +123,9 @@ def _run_mlp(
         spec.post_mlp is None and spec.residual_scale is None and not dropout and not drops(mlp, mlp_spec.out_dropout)
     )
     need_output = not (fuses and _is_run_again(layer))
-    kept = layer.__dict__.get(KEPT)
+    store = layer.__dict__.get(ACTIVATION_SLOT)
     out = mlp_block(
-        mlp, mlp_spec, runtime, x, norm=norm, residual=fuses, need_output=need_output, kept=kept, row_count=count
+        mlp, mlp_spec, runtime, x, norm=norm, residual=fuses, need_output=need_output, store=store, row_count=count
     )
     return out if fuses else _added(layer, spec, x, drop(mlp, mlp_spec.out_dropout, out), spec.post_mlp, dropout)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpack.layers.projections import project_modules
+from fastpack.layers.project import project_modules
 from fastpack.layers.rope import repeated
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.rope import apply_rope

@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 from fastpack.families.spec import MlpSpec
 from fastpack.layers.attention import drop
-from fastpack.layers.projections import project_modules, read_group, read_norm
+from fastpack.layers.project import project_modules, read_group, read_norm
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.autograd import reshaped
 from fastpack.ops.glu import activation_kind, gated
-from fastpack.ops.linear.gated_mlp import Kept, gated_mlp
-from fastpack.ops.linear.parts import Norm, Projection
+from fastpack.ops.linear.gated_mlp import ActivationStore, gated_mlp
+from fastpack.ops.linear.operands import Norm, Projection
 from fastpack.ops.row_count import RowCount
 from fastpack.utils.replacement import Replacement
 
@@ -34,7 +34,7 @@ def mlp_block(
     norm: nn.Module | None = None,
     residual: bool = False,
     need_output: bool = True,
-    kept: Kept | None = None,
+    store: ActivationStore | None = None,
     row_count: RowCount | None = None,
 ) -> Tensor:
     """Return the MLP of ``norm(x)``, plus x if ``residual``.
@@ -47,7 +47,7 @@ def mlp_block(
         norm: the norm before the MLP, or None.
         residual: whether to add x to the result.
         need_output: False in a recomputation for the backward, which never reads the result.
-        kept: stores gate and up between a checkpointed forward and its backward, or None.
+        store: stores gate and up between a checkpointed forward and its backward, or None.
         row_count: how many of the T tokens count.
     """
     inner, down = [getattr(module, name) for name in spec.gate_up], getattr(module, spec.down)
@@ -66,7 +66,7 @@ def mlp_block(
             norm=fused_norm,
             residual=adds,
             need_output=need_output,
-            kept=kept,
+            store=store,
             row_count=row_count,
             implementation=kernels,
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.errors import PatchError
-from fastpack.ops.linear.parts import Lora, Projection, product_dtype
+from fastpack.ops.linear.operands import Lora, Projection, product_dtype
 from fastpack.utils.classes import stock_class
 from fastpack.utils.hooks import carries_hooks
 from fastpack.utils.protocols import ConfigLike
@@ -50,7 +50,7 @@ def read_projection(module: nn.Module, *, at_rest: bool = False) -> Projection |
     return f"a {cls.__name__}"
 
 
-def takes(parts: Projection, dtype: torch.dtype) -> bool:
+def takes_dtype(parts: Projection, dtype: torch.dtype) -> bool:
     """Return whether a projection can be computed from its parts for an input of this dtype.
 
     Without autocast, bitsandbytes casts its input to its compute dtype and the result back; LoRA beside it does not.
@@ -96,7 +96,7 @@ def refuse_rows(modules: Iterable[nn.Module]) -> None:
             )
 
 
-def refuse_rows_at_the_door(model: nn.Module) -> None:
+def refuse_row_adapters(model: nn.Module) -> None:
     """Raise if an adapter that was added after the patch depends on the rows of a batch.
 
     It checks all modules only if PEFT's configs name such a method, else one.
@@ -355,7 +355,7 @@ def _why_called(module: nn.Module, stream: torch.dtype | None) -> str | None:
     parts = read_projection(module, at_rest=True)
     if isinstance(parts, str):
         return parts
-    if stream is None or takes(parts, stream) or torch.is_autocast_enabled(parts.weight.device.type):
+    if stream is None or takes_dtype(parts, stream) or torch.is_autocast_enabled(parts.weight.device.type):
         return None
     input_dtype, computed = _name(stream), _name(parts.dtype)
     half = parts.dtype if stream == torch.float32 else stream

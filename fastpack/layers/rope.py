@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fastpack.families.spec import AttentionSpec
-from fastpack.layers.projections import read_norm
+from fastpack.layers.project import read_norm
 from fastpack.layers.runtime import Runtime
-from fastpack.ops.linear.parts import Norm
+from fastpack.ops.linear.operands import Norm
 from fastpack.ops.rope import apply_rope, norm_rope
 
 Tables = tuple[Tensor, Tensor]

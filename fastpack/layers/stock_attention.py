@@ -122,7 +122,7 @@ def sequence_parallelism(config: Any) -> str | None:
     return next((f"{name}={size}" for name, size in sizes.items() if size > 1), None)
 
 
-def say_parallelism(spread: str, whose: str) -> str:
+def describe_parallelism(spread: str, whose: str) -> str:
     """Return why a model can't run with ``spread``, which :func:`sequence_parallelism` returned for ``whose``."""
     kind = "context" if spread.startswith("cp") else "sequence"
     return (
@@ -138,7 +138,7 @@ def accelerates_parallelism() -> str | None:
     if state is None:
         return None
     spread = sequence_parallelism(state._shared_state.get("parallelism_config"))
-    return None if spread is None else say_parallelism(spread, "accelerate's ParallelismConfig of this process")
+    return None if spread is None else describe_parallelism(spread, "accelerate's ParallelismConfig of this process")
 
 
 @constant

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpack.families.spec import Family
-from fastpack.layers.read_projection import refuse_rows_at_the_door
+from fastpack.layers.read_projection import refuse_row_adapters
 from fastpack.model.checks import (
     refuse_packed_stock,
     refuse_positions,
@@ -25,8 +25,8 @@ from fastpack.model.checks import (
     takes_stock_path,
 )
 from fastpack.model.equal_rows import repadded_forward
+from fastpack.model.model_runtime import ModelRuntime
 from fastpack.model.outputs import copy_to_all_tokens, repad_outputs
-from fastpack.model.runtime import ModelRuntime
 from fastpack.packing.inputs import read_packing, take_packing
 from fastpack.packing.mask import mask_placeholder
 from fastpack.packing.seqlens import PackedSeqLens
@@ -62,11 +62,11 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
     Raises:
         PackingError: see :func:`fastpack.packing.inputs.read_packing`; or a packed batch took the stock path.
         UnsupportedModelError: images or audio came with the batch.
-        PatchError: see :meth:`fastpack.model.runtime.Watch.check` and
+        PatchError: see :meth:`fastpack.model.model_runtime.UserChanges.check` and
             :meth:`fastpack.layers.stock_attention.StockAttention.check`.
     """
     backbone, family, runtime = patched.owner, patched.spec, patched.runtime
-    watch, context = runtime.watch, runtime.layers.context
+    watch, context = runtime.user_changes, runtime.layers.context
     graphs, offload, sharing = runtime.graphs, runtime.offload, runtime.sharing
     arguments = bind(type(backbone), args, kwargs)
     packing = take_packing(arguments)
@@ -107,14 +107,14 @@ def backbone_forward(patched: Replacement[Family, ModelRuntime], *args: Any, **k
         use_cache=False,
         return_dict=True,
     )
-    around = None if offload is None else offload.around
+    forward_context = None if offload is None else offload.forward_context
     if graphs is not None:
-        outputs = graphs.run(backbone, patched.stock, arguments, around)
+        outputs = graphs.run(backbone, patched.stock, arguments, forward_context)
     else:
         if context is not None:
             arguments = accepted(type(backbone).forward, arguments)
         with (
-            nullcontext() if around is None else around(backbone, packed.cu_seqlens.device),
+            nullcontext() if forward_context is None else forward_context(backbone, packed.cu_seqlens.device),
             nullcontext() if context is None else context.around(backbone, run),
         ):
             if family.repadded:
@@ -132,7 +132,7 @@ def refuse_adapters(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     if "peft_config" not in module.__dict__ or torch.compiler.is_compiling():
         return
     if not takes_stock_path(module, bind(type(module), args, kwargs)):
-        refuse_rows_at_the_door(module)
+        refuse_row_adapters(module)
 
 
 def pack(arguments: Mapping[str, Any], packing: Mapping[str, Any], *, prefixes: bool) -> PackedSeqLens:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastpack.families.spec import Family
-from fastpack.layers.mixers.rows import put_back, row_groups, take
+from fastpack.layers.mixers.rows import repad, row_groups, unpad
 from fastpack.packing.seqlens import PackedSeqLens
 from fastpack.utils.protocols import ModelLike
 from fastpack.utils.replacement import Forward
@@ -34,13 +34,13 @@ def repadded_forward(
         packed: the batch's packing.
 
     Raises:
-        PatchError: see :func:`fastpack.layers.mixers.rows.put_back`.
+        PatchError: see :func:`fastpack.layers.mixers.rows.unpad`.
     """
     groups = row_groups(packed, equal=True, among=exchange_inside(backbone))
     row_arguments = {name: value for name, value in arguments.items() if name not in _NOT_PASSED}
     row_arguments |= dict.fromkeys(family.disabled_caches, False)
     results = [
-        stock(**{name: take(value, rows, packed.total_tokens) for name, value in row_arguments.items()})
+        stock(**{name: repad(value, rows, packed.total_tokens) for name, value in row_arguments.items()})
         for rows in groups.groups
     ]
-    return put_back(results, groups, type(backbone).__name__)
+    return unpad(results, groups, type(backbone).__name__)

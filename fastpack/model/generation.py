@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fastpack.errors import PackingError
-from fastpack.model.runtime import ModelRuntime
+from fastpack.model.model_runtime import ModelRuntime
 from fastpack.packing.inputs import read_packing
 from fastpack.utils.replacement import Replacement
 from fastpack.utils.signatures import shape_of, source_of

@@ -21,8 +21,8 @@ from fastpack.model.checks import (
     takes_stock_path,
 )
 from fastpack.model.labels import (
-    hands_on,
     ignore_index_of,
+    passes_loss_keywords,
     shifts_labels,
     targets_of,
     without_first_labels,
@@ -36,8 +36,8 @@ from fastpack.model.loss import (
     has_stock_loss,
     is_trl_forward,
 )
+from fastpack.model.model_runtime import ModelRuntime, runtime_of
 from fastpack.model.outputs import repad_outputs
-from fastpack.model.runtime import ModelRuntime, runtime_of
 from fastpack.model.unwrap import find_parts, patched_backbone
 from fastpack.packing.inputs import take_packing
 from fastpack.packing.seqlens import PackedSeqLens
@@ -86,7 +86,7 @@ def head_forward(patched: PatchedHead, *args: Any, **kwargs: Any) -> Any:
     """
     backbone = patched.owner.base_model
     graphs = None if torch.compiler.is_compiling() else _graphs_of(backbone)
-    with nullcontext() if graphs is None else graphs.looking_ahead(backbone):
+    with nullcontext() if graphs is None else graphs.early_snapshot(backbone):
         return _run_head(patched, args, kwargs)
 
 
@@ -158,7 +158,7 @@ def _loss_on_real_tokens(head: HeadLike, packed: PackedSeqLens, arguments: Mappi
         return False
     cls = stock_class(head)
     own_head = cls.__module__.startswith("transformers.models.") and is_upstreams(cls.forward)
-    takes_targets = not shifts_labels(head) or (hands_on(head) and has_stock_loss(head))
+    takes_targets = not shifts_labels(head) or (passes_loss_keywords(head) and has_stock_loss(head))
     return own_head and takes_targets and not adds_noise(find_parts(head).backbone, packed)
 
 
@@ -192,12 +192,12 @@ def head_pre_hook(
     if not reads_packing(module, kind, runtime, args, kwargs):
         return None
     graphs = _graphs_of(module.base_model) if _leaves_modules_alone(module, forward) else None
-    snapshot = None if graphs is None else graphs.look_ahead(module.base_model)
+    snapshot = None if graphs is None else graphs.take_snapshot(module.base_model)
     args, kwargs = prepare_head(module, kind, runtime, args, kwargs)
     packed = kwargs.get("packed_seq_lens")
     if isinstance(packed, PackedSeqLens):
         if graphs is not None:
-            graphs.believe(snapshot, packed)
+            graphs.use_snapshot(snapshot, packed)
         if runtime.layers.context is not None:
             runtime.layers.context.offer(source_of(kwargs), packed)
     return args, without_first_labels(module, kwargs) if kind == "causal_lm" and shifts_labels(module) else kwargs
@@ -244,7 +244,7 @@ def prepare_head(
     if not torch.compiler.is_compiling():
         backbone_runtime = runtime_of(patched_backbone(head))
         if backbone_runtime is not None:  # before positions are read: context parallelism reorders them
-            backbone_runtime.watch.attention.check()
+            backbone_runtime.user_changes.attention.check()
     packed = arguments["packed_seq_lens"] = pack(
         arguments, take_packing(arguments), prefixes=runtime.sharing is not None
     )

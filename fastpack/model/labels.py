@@ -20,7 +20,7 @@ def shifts_labels(head: HeadLike) -> bool:
     """Return whether a head's own loss compares logits with the next label, so that no token predicts a first label."""
     if stock_class(head).__name__ in UNSHIFTED:
         return False
-    return not hands_on(head) or getattr(head.loss_function, "__name__", "") != "ForMaskedLMLoss"
+    return not passes_loss_keywords(head) or getattr(head.loss_function, "__name__", "") != "ForMaskedLMLoss"
 
 
 def without_first_labels(head: HeadLike, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -97,10 +97,10 @@ def targets_of(packed: PackedSeqLens, labels_BS: Tensor, ignore_index: int) -> T
 def ignore_index_of(head: HeadLike, arguments: Mapping[str, Any]) -> int:
     """Return the label that is ignored in a call of this head."""
     ignore_index: int = arguments.get("ignore_index", IGNORE_INDEX)
-    return ignore_index if hands_on(head) else IGNORE_INDEX
+    return ignore_index if passes_loss_keywords(head) else IGNORE_INDEX
 
 
-def hands_on(head: HeadLike) -> bool:
+def passes_loss_keywords(head: HeadLike) -> bool:
     """Return whether a head passes keywords on to transformers' loss."""
     return mentions(head, "loss_function")
 

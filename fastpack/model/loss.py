@@ -27,7 +27,7 @@ from fastpack.layers.read_projection import read_projection
 from fastpack.model.labels import targets_of
 from fastpack.ops.dequantize import dequantize
 from fastpack.ops.implementation import Implementation
-from fastpack.ops.linear.parts import Projection
+from fastpack.ops.linear.operands import Projection
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.ops.loss.linear_cross_entropy import Weight, linear_cross_entropy
 from fastpack.packing.seqlens import PackedSeqLens
@@ -175,7 +175,7 @@ def _serving(module: Any) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadProduct:
+class HeadMatmul:
     """A head's matmul with the vocabulary: the operands of :func:`linear_cross_entropy`.
 
     Attributes:
@@ -193,7 +193,7 @@ class HeadProduct:
     logit_scale: float
 
 
-def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
+def read_head(head: HeadLike, spec: HeadSpec) -> HeadMatmul | str:
     """Return the head's matmul with PEFT's adapters and copies as they are active now.
 
     Args:
@@ -207,7 +207,7 @@ def read_head(head: HeadLike, spec: HeadSpec) -> HeadProduct | str:
     if isinstance(projection, str):
         return projection
     lora = projection.lora
-    return HeadProduct(
+    return HeadMatmul(
         _weight(projection),
         projection.bias,
         None if lora is None else (lora.a, lora.b, lora.scale),
@@ -258,7 +258,7 @@ def fused_head(
     outputs = head.base_model(packed_seq_lens=packed, return_dict=True, **arguments)
     hidden = outputs.last_hidden_state
     product = read_head(head, spec)
-    assert isinstance(product, HeadProduct)  # fused_loss_serves has checked it
+    assert isinstance(product, HeadMatmul)  # fused_loss_serves has checked it
     loss = linear_cross_entropy(
         hidden.flatten(0, 1) if shift_labels is not None else packed.unpad(hidden)[0],
         product.weight,

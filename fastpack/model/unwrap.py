@@ -13,7 +13,7 @@ from fastpack.families.registry import family_of
 from fastpack.utils.protocols import HeadLike, ModelLike
 from fastpack.utils.sharding import is_sharded
 
-STATE = "_fastpack_state"
+STATE_ATTRIBUTE = "_fastpack_state"
 """The name of the backbone's attribute that holds the record of its patch."""
 
 
@@ -95,7 +95,7 @@ def patched_backbone(head: HeadLike) -> Any:
         PatchError: the backbone was replaced after the patch by a stock one.
     """
     backbone = find_parts(head).backbone
-    if STATE not in backbone.__dict__:
+    if STATE_ATTRIBUTE not in backbone.__dict__:
         raise PatchError(
             f"the {type(backbone).__name__} inside this {type(head).__name__} is not patched: it replaced the "
             "patched one, and would see packed sequences as one. Call fastpack.patch(model) again."
@@ -120,13 +120,13 @@ def refuse_wrapped(model: nn.Module, advice: str = _PATCH_FIRST) -> None:
         PatchError: the model, or its backbone, is wrapped by FSDP, DataParallel, DistributedDataParallel, DeepSpeed or
             ``torch.compile``.
     """
-    for module in (*way_in(model), *way_in(getattr(_innermost(model), "base_model", None))):
+    for module in (*wrapper_chain(model), *wrapper_chain(getattr(_innermost(model), "base_model", None))):
         wrapping = _wrapping(module)
         if wrapping is not None:
             raise PatchError(f"this model is already {wrapping}. {advice}")
 
 
-def refuse_kept_forward(model: nn.Module, head: HeadLike) -> None:
+def refuse_captured_forward(model: nn.Module, head: HeadLike) -> None:
     """Raise if a wrapper has captured the head's forward from before the patch (PEFT's adaption prompts).
 
     Args:
@@ -169,7 +169,7 @@ def _wrapping(module: nn.Module) -> str | None:
     return "sharded by FSDP2 (fully_shard)" if is_sharded(module) else None
 
 
-def way_in(model: object) -> Iterator[Any]:
+def wrapper_chain(model: object) -> Iterator[Any]:
     """Yield a module and the modules inside its wrappers, from outside to inside, down to transformers' model."""
     while isinstance(model, nn.Module):
         yield model
@@ -190,4 +190,4 @@ def _inside(module: Any) -> Any:
 
 def _innermost(model: Any) -> Any:
     """Return the innermost module inside wrappers; an object that is no module is returned as it is."""
-    return [model, *way_in(model)][-1]
+    return [model, *wrapper_chain(model)][-1]

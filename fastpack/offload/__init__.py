@@ -24,5 +24,5 @@ tensors".
 
 from __future__ import annotations
 
-KEPT = "_fastpack_kept"
+ACTIVATION_SLOT = "_fastpack_kept"
 """The attribute under which a running layer finds its :class:`~fastpack.offload.activations.Slot`."""

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fastpack.offload import KEPT
+from fastpack.offload import ACTIVATION_SLOT
 from fastpack.offload.saved import PendingTransfers, SavedStorage
 from fastpack.offload.transfer import HostChannel, Rates
 
@@ -214,11 +214,11 @@ def _has_backward(layer: nn.Module, args: Sequence[Any]) -> bool:
 def _run_with_slot(slot: Slot, layer: nn.Module, run: Callable[..., Any], *args: Any) -> Any:
     """Run a layer that carries a slot."""
     slot.begin()
-    layer.__dict__[KEPT] = slot
+    layer.__dict__[ACTIVATION_SLOT] = slot
     try:
         return run(*args)
     finally:
-        del layer.__dict__[KEPT]
+        del layer.__dict__[ACTIVATION_SLOT]
 
 
 @contextmanager

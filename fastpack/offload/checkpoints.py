@@ -50,21 +50,21 @@ class CheckpointOffload:
     Attributes:
         connect: makes the link to a device, or returns None if there can't be one; tests use another one.
         min_bytes: smaller tensors stay on the device.
-        products: whether gate and up are offloaded too, as far as copy time allows.
+        activations: whether gate and up are offloaded too, as far as copy time allows.
         stats: counts of forwards and offloaded tensors.
     """
 
     connect: Callable[[torch.device], Link | None] = connect_cuda
     min_bytes: int = MIN_BYTES
-    products: bool = False
+    activations: bool = False
     stats: OffloadStats = field(default_factory=OffloadStats)
     _channels: dict[tuple[torch.device, bool], HostChannel | None] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return an offload of the same settings, without buffers."""
-        return CheckpointOffload, (self.connect, self.min_bytes, self.products)
+        return CheckpointOffload, (self.connect, self.min_bytes, self.activations)
 
-    def around(
+    def forward_context(
         self, backbone: nn.Module, device: torch.device, *, recording: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context for a forward of the backbone; it does nothing if there is nothing to offload.
@@ -82,7 +82,7 @@ class CheckpointOffload:
             if not recording:  # one recording warms up several times and is replayed more often
                 self.stats.idle[reason] += 1
             return nullcontext()
-        return self.saving(decoder_layers(backbone) if self.products else (), recording=recording)
+        return self.saving(decoder_layers(backbone) if self.activations else (), recording=recording)
 
     @contextmanager
     def saving(self, layers: Sequence[nn.Module] = (), *, recording: bool = False) -> Iterator[None]:
@@ -164,7 +164,7 @@ class CheckpointOffload:
 
     def _counts_text(self, tensors: int, products: int) -> str:
         """Return counts of offloaded layer inputs and activations as text."""
-        return f"{tensors} layer inputs" + (f", and gate and up of {products} layers," if self.products else "")
+        return f"{tensors} layer inputs" + (f", and gate and up of {products} layers," if self.activations else "")
 
 
 def _checkpointing(layer: nn.Module) -> bool | None:

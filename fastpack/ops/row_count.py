@@ -12,7 +12,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from fastpack.ops.tile_plan import BLOCK_BELOW, schedule
+from fastpack.ops.tile_schedule import BLOCK_BELOW, schedule
 
 TERMS = 4
 """The most terms of a sum: three projections and LoRA's update."""
@@ -30,19 +30,19 @@ class RowCount:
     Attributes:
         rows: int32 ``[1]``, the number. It may change between replays of a CUDA graph that was recorded with it.
         tokens: T, the largest possible number.
-        products: the number of launches that have read ``rows``.
+        launches: the number of launches that have read ``rows``.
         work: the floating-point operations that those launches leave out for each row of bucket padding.
         flags: int32 ``[MOST_PROGRAMS]``, with which the programs of a launch wait for each other. They are zeros
             between launches, of which one runs at a time.
-        schedules: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, a :func:`fastpack.ops.tile_plan.schedule` for
-            each kind of launch and number of rows. The first entry is zeros (no tall tiles, no teams), for kinds that
-            have no entry of their own.
+        schedules: int32 ``[MOST_KINDS, ceil(T / BLOCK_BELOW) + 1, 3]``, a :func:`fastpack.ops.tile_schedule.schedule`
+            for each kind of launch and number of rows. The first entry is zeros (no tall tiles, no teams), for kinds
+            that have no entry of their own.
         kinds: each kind of launch that has an entry, and its index.
     """
 
     rows: Tensor
     tokens: int
-    products: int = 0
+    launches: int = 0
     work: int = 0
     flags: Tensor = field(init=False)
     schedules: Tensor = field(init=False)
@@ -53,17 +53,17 @@ class RowCount:
         self.flags = torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=self.rows.device)
         self.schedules = self.flags.new_zeros(MOST_KINDS, ceil(self.tokens / BLOCK_BELOW) + 1, 3)
 
-    def plans_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
+    def schedules_for(self, across: int, steps: int, programs: int, flattened: bool) -> Tensor:
         """Return the schedules of this kind of launch, int32 ``[ceil(T / BLOCK_BELOW) + 1, 3]``.
 
         They are computed at the first launch of a kind, without waiting for the device. A kind whose first launch is
         inside a recording gets zeros, as does every new kind once the table is full.
 
         Args:
-            across: as for :func:`fastpack.ops.tile_plan.schedule`.
-            steps: as for :func:`fastpack.ops.tile_plan.schedule`.
-            programs: as for :func:`fastpack.ops.tile_plan.schedule`.
-            flattened: as for :func:`fastpack.ops.tile_plan.schedule`.
+            across: as for :func:`fastpack.ops.tile_schedule.schedule`.
+            steps: as for :func:`fastpack.ops.tile_schedule.schedule`.
+            programs: as for :func:`fastpack.ops.tile_schedule.schedule`.
+            flattened: as for :func:`fastpack.ops.tile_schedule.schedule`.
         """
         kind = (across, steps, programs, flattened)
         if kind not in self.kinds:
@@ -78,7 +78,7 @@ class RowCount:
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
+class MatmulSum:
     """A sum of matmuls ``x_i [T, K_i] @ m_i [K_i, N]`` and a bias ``[N]``.
 
     Attributes:

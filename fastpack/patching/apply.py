@@ -15,7 +15,7 @@ from fastpack.layers.hf_attention import private_config, register_interface
 from fastpack.layers.mlp import mlp_forward
 from fastpack.layers.norm import norm_forward
 from fastpack.model.head import head_forward
-from fastpack.model.unwrap import STATE, Parts, find_parts, refuse_wrapped, way_in
+from fastpack.model.unwrap import STATE_ATTRIBUTE, Parts, find_parts, refuse_wrapped, wrapper_chain
 from fastpack.patching.changes import Attribute, Change, restore_copies, restore_head
 from fastpack.patching.match import Match
 from fastpack.patching.options import PatchOptions
@@ -85,8 +85,8 @@ def apply(plan: PatchPlan, options: PatchOptions) -> None:
     changes.append(plan.pre_hook)
     for change in changes:
         change.install()
-    plan.runtime.watch.configs += configs.values()
-    plan.backbone.__dict__[STATE] = PatchState(options, plan.report, plan.mixing, plan.runtime, changes)
+    plan.runtime.user_changes.configs += configs.values()
+    plan.backbone.__dict__[STATE_ATTRIBUTE] = PatchState(options, plan.report, plan.mixing, plan.runtime, changes)
 
 
 def restore(model: nn.Module) -> list[Restore]:
@@ -97,8 +97,8 @@ def restore(model: nn.Module) -> list[Restore]:
         if parts.head is not None:
             restore_head(parts.head)
         return []
-    restores: list[Restore] = [functools.partial(setattr, parts.backbone, STATE, state)]
-    del parts.backbone.__dict__[STATE]
+    restores: list[Restore] = [functools.partial(setattr, parts.backbone, STATE_ATTRIBUTE, state)]
+    del parts.backbone.__dict__[STATE_ATTRIBUTE]
     restores += [change.undo() for change in reversed(state.changes)]
     return restores + restore_copies(model, [change.module for change in state.changes])
 
@@ -127,7 +127,7 @@ def without_wrappers(model: nn.Module) -> Iterator[PatchState]:
     state = state_of(find_parts(model).backbone)
     assert state is not None
     with ExitStack() as later:
-        for module in way_in(model):
+        for module in wrapper_chain(model):
             wrapped = module.__dict__.get("_original_forward")  # accelerate's prepare() leaves it there
             if wrapped is not None and "_hf_hook" not in module.__dict__:
                 later.callback(setattr, module, "forward", module.__dict__["forward"])

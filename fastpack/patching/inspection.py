@@ -11,10 +11,10 @@ from fastpack.layers.read_projection import count_opaque, count_projections, not
 from fastpack.layers.rope_tables import unserved
 from fastpack.model.checks import learns_prompts, passes_a_cache
 from fastpack.model.loss import fused_loss_fails
-from fastpack.model.unwrap import find_parts, models_of, way_in
+from fastpack.model.unwrap import find_parts, models_of, wrapper_chain
 from fastpack.patching.changes import count_drop_ins, unfused
 from fastpack.patching.report import PatchReport
-from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, kept_on, state_of
+from fastpack.patching.state import BUDGET, FUSED_LOSS, PatchState, carries, state_of, trainer_record
 from fastpack.utils.classes import replaced_forward
 from fastpack.utils.protocols import TrainerLike
 
@@ -37,8 +37,8 @@ def inspect_patch(target: object, *more_notes: str) -> PatchReport:
         whole = head or backbone
         return PatchReport(type(whole).__name__, getattr(whole.config, "model_type", "?"))
     # since the patch, adapters may have changed, graphs may have been recorded, and the model may have moved
-    planned, mixing, fused = state.report, state.mixing, kept_on(target, FUSED_LOSS)
-    budget = kept_on(target, BUDGET)
+    planned, mixing, fused = state.report, state.mixing, trainer_record(target, FUSED_LOSS)
+    budget = trainer_record(target, BUDGET)
     notes = planned.notes + mixing.notes() + state.runtime.describe(backbone)
     if budget is not None:
         notes += (budget.describe(),)
@@ -72,7 +72,7 @@ def _notes_on_prompts(model: nn.Module) -> tuple[str, ...]:
         "PEFT's prompts pass a cache: every batch runs the stock forward, with its padding, whatever this report says"
         if passes_a_cache(wrapper)
         else "PEFT's prompts: for batches padded on the right"
-        for wrapper in filter(learns_prompts, way_in(model))
+        for wrapper in filter(learns_prompts, wrapper_chain(model))
     )
 
 
@@ -88,7 +88,7 @@ def _notes_on_liger(backbone: nn.Module, state: PatchState) -> tuple[str, ...]:
 
 def _why_no_fused_loss(head: nn.Module | None, state: PatchState, target: object) -> str | None:
     """Return why the loss that was asked for is not fused, as far as the target shows it now; or None."""
-    of_trainer = kept_on(target, FUSED_LOSS)
+    of_trainer = trainer_record(target, FUSED_LOSS)
     if of_trainer is not None and (rejected := of_trainer.rejects(target)) is not None:
         return str(rejected)
     if head is None:

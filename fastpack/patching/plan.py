@@ -37,9 +37,9 @@ from fastpack.model.checks import refuse_dropped_positions, replica_pre_hook
 from fastpack.model.generation import generate
 from fastpack.model.head import Head, HeadKind, head_forward, head_pre_hook
 from fastpack.model.loss import fused_loss_rejects
+from fastpack.model.model_runtime import ModelRuntime, UserChanges
 from fastpack.model.prefix_sharing import PrefixSharing, sharing_rejects
-from fastpack.model.runtime import ModelRuntime, Watch
-from fastpack.model.unwrap import Parts, find_parts, refuse_kept_forward, refuse_wrapped, way_in
+from fastpack.model.unwrap import Parts, find_parts, refuse_captured_forward, refuse_wrapped, wrapper_chain
 from fastpack.packing.context import PackingContext
 from fastpack.patching.backend_choice import attention_shape, serving_backends
 from fastpack.patching.match import Match, settle
@@ -112,9 +112,9 @@ def make_plan(model: nn.Module, options: PatchOptions, match: Match) -> PatchPla
     """
     refuse_wrapped(model)
     parts = find_parts(model)
-    refuse_kept_forward(model, parts.head)
+    refuse_captured_forward(model, parts.head)
     if parts.head is None:
-        for wrapper in way_in(model):
+        for wrapper in wrapper_chain(model):
             refuse_dropped_positions(wrapper)
     recognised = settle(recognise(parts), match, head=options.loss is not None)
     return plan_recognised(parts, recognised, options)
@@ -139,7 +139,7 @@ def plan_recognised(parts: Parts, recognised: Recognised, options: PatchOptions)
     replacements = (*around, *inside, *tables)
     through_interface = tuple(module for module in attentions if own[module] not in specs)
     computed = _computed_here(replacements, through_interface, family)
-    runtime.watch.classes.watch((each.module for each in replacements), forwards=computed)
+    runtime.user_changes.classes.watch((each.module for each in replacements), forwards=computed)
     report = _make_report(parts, recognised, options, runtime, replacements, attentions)
     return PatchPlan(
         backbone,
@@ -183,10 +183,10 @@ def _make_runtime(recognised: Recognised, options: PatchOptions, forms: Mapping[
     if options.offload is not None:
         from fastpack.offload.checkpoints import CheckpointOffload  # late, since heavy
 
-        offload = CheckpointOffload(products=options.offload == "activations")
+        offload = CheckpointOffload(activations=options.offload == "activations")
     return ModelRuntime(
         layers=Runtime(options.attention, options.kernels, context),
-        watch=Watch(
+        user_changes=UserChanges(
             order=LayerOrder.of(backbone), attention=recognised.attends_by, window=narrowest_window(backbone, forms)
         ),
         graphs=graphs,

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from fastpack.layers.hf_attention import register_interface
-from fastpack.model.runtime import ModelRuntime
-from fastpack.model.unwrap import STATE, find_parts, models_of
+from fastpack.model.model_runtime import ModelRuntime
+from fastpack.model.unwrap import STATE_ATTRIBUTE, find_parts, models_of
 from fastpack.patching.changes import Change
 from fastpack.patching.options import PatchOptions
 from fastpack.patching.report import PatchReport
@@ -19,7 +19,7 @@ BUDGET, FUSED_LOSS = "_fastpack_budget", "_fastpack_loss"
 """The attributes of a trainer that hold its token budget, and the loss that replaces its own."""
 
 
-def kept_on(target: object, name: str) -> Any:
+def trainer_record(target: object, name: str) -> Any:
     """Return a trainer's record under one of these names, or None; a model has none."""
     return getattr(target, "__dict__", {}).get(name)
 
@@ -49,7 +49,7 @@ def options_of(model: nn.Module) -> PatchOptions | None:
 
 def state_of(backbone: nn.Module) -> PatchState | None:
     """Return the record of the patch in force on a backbone, or None."""
-    return backbone.__dict__.get(STATE)
+    return backbone.__dict__.get(STATE_ATTRIBUTE)
 
 
 def carries(module: nn.Module, state: PatchState) -> bool:

@@ -29,7 +29,7 @@ def covered_family(parts: Parts) -> Family:
     outdated = too_old(family)
     if outdated is not None:
         raise UnsupportedModelError(f"{name} can't be patched: {outdated}. Nothing was changed.")
-    if family.by_choice and not config.is_decoder:
+    if family.causal_if_decoder and not config.is_decoder:
         raise UnsupportedModelError(
             f"{name} can't be patched: {family.model_type} is an encoder (bidirectional attention) unless its config "
             "says is_decoder=True, and packing is for decoders. Nothing was changed."

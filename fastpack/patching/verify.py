@@ -2,9 +2,9 @@
 
 The oracle is the stock model on each sequence alone. It is compared with the patched model by logits, by the gradient
 of every token's embedding, and by the gradients of all trained weights; :mod:`fastpack.exactness.rule` defines the
-errors. How far two correct results may be apart is measured on the stock model itself
-(:mod:`fastpack.exactness.runs`). Both models are made to choose the same experts (:mod:`fastpack.exactness.choices`),
-since a choice that flips with rounding says nothing.
+errors. How far two correct results may be apart is measured on the stock model itself (:mod:`fastpack.exactness.runs`).
+Both models are made to choose the same experts (:mod:`fastpack.exactness.expert_choices`), since a choice that flips
+with rounding says nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from fastpack.errors import PatchError
-from fastpack.exactness.choices import choosers_of
+from fastpack.exactness.expert_choices import choosers_of
 from fastpack.exactness.probe import Probe
 from fastpack.exactness.runs import DRAWS, Runs
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import fastpack
-from fastpack.exactness.special import HEAD_DIM
+from fastpack.exactness.family_settings import HEAD_DIM
 from fastpack.exactness.tiny import build_tiny
 from fastpack.utils.versions import versions_of
 

@@ -22,8 +22,8 @@ import torch
 
 import fastpack
 from fastpack.errors import BackendUnavailableError, PatchError, UnsupportedModelError
+from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.oracle import Oracle
-from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.verification import ContaminationError, InconclusiveError, Verification
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES

@@ -15,9 +15,9 @@ from fastpack.data.sampler import TokenBudgetSampler
 from fastpack.data.token_budget import TOO_LONG
 from fastpack.errors import PatchError
 from fastpack.patching.options import TokenBudget
-from fastpack.patching.state import BUDGET, kept_on
+from fastpack.patching.state import BUDGET, trainer_record
 from fastpack.trainers import loader, step_weights
-from fastpack.trainers.kinds import LossUnit, label_count_for, loss_unit_of
+from fastpack.trainers.loss_units import LossUnit, label_count_for, loss_unit_of
 from fastpack.utils.console import counted
 from fastpack.utils.protocols import ArgumentsLike, TrainerLike
 from fastpack.utils.replacement import Replacement
@@ -71,7 +71,7 @@ class BudgetState:
 
 def budget_of(target: object) -> BudgetState | None:
     """Return the token budget in force on a trainer, or None."""
-    return kept_on(target, BUDGET)
+    return trainer_record(target, BUDGET)
 
 
 def plan_budget(target: Any, max_tokens: int | TokenBudget | None, *, anew: bool = False) -> Callable[[], None]:

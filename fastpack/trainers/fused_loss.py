@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fastpack.model.loss import TOKEN_STATISTICS, TokenStatistics
 from fastpack.patching.inspection import why_no_fused_loss
 from fastpack.patching.options import Loss
-from fastpack.patching.state import FUSED_LOSS, kept_on
+from fastpack.patching.state import FUSED_LOSS, trainer_record
 from fastpack.trainers import step_weights
 from fastpack.trainers.budget import remove_budget
 from fastpack.utils.console import counted
@@ -64,7 +64,7 @@ class FusedLossState:
 
 def fused_loss_of(target: object) -> FusedLossState | None:
     """Return the state of a trainer's fused loss, or None."""
-    return kept_on(target, FUSED_LOSS)
+    return trainer_record(target, FUSED_LOSS)
 
 
 def plan_fused_loss(target: Any, loss: Loss) -> Callable[[], None] | None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fastpack.data.bin_packing import split
 from fastpack.data.token_budget import COST
 from fastpack.errors import PackingError
-from fastpack.trainers.kinds import (
+from fastpack.trainers.loss_units import (
     GRPO_LOSSES,
     Inputs,
     LabelCount,

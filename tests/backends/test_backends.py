@@ -1,7 +1,7 @@
 """Every backend computes packed causal attention, forward and gradients: what a CPU can show.
 
 ``reference`` and ``segments`` run as they are. Kernels that need a GPU or a package are called through stand-ins that
-check what they are given (``stand_ins.py``); the kernels themselves are measured in ``test_backends_gpu.py``.
+check what they are given (``fake_packages.py``); the kernels themselves are measured in ``test_backends_gpu.py``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import fake_packages
 import pytest
-import stand_ins
 import torch
 from attention_cases import (
     FACTORS,
@@ -164,7 +164,7 @@ FLASH_CASES = {
 
 @pytest.mark.parametrize(("generation", "case"), [(g, c) for g, cases in FLASH_CASES.items() for c in cases], ids=str)
 def test_flash_attn_call(generation: int, case: Case, capable_cpu: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = stand_ins.install_flash_attn(monkeypatch, generation)
+    calls = fake_packages.install_flash_attn(monkeypatch, generation)
     capable_cpu(9, 0)
     monkeypatch.setattr(flash_attn, "HALF_DTYPES", (torch.float64,))
     monkeypatch.setattr("fastpack.backends.limits.HALF_DTYPES", (torch.float64,))
@@ -181,7 +181,7 @@ def test_flash_attn_call(generation: int, case: Case, capable_cpu: Pretend, monk
 def test_flash_attn_4_takes_sinks_where_no_gradient_is_wanted(
     capable_cpu: Pretend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = stand_ins.install_flash_attn(monkeypatch, 4)
+    calls = fake_packages.install_flash_attn(monkeypatch, 4)
     capable_cpu(9, 0)
     monkeypatch.setattr(flash_attn, "HALF_DTYPES", (torch.float64,))
     case = Case(sinks=True)
@@ -193,7 +193,7 @@ def test_flash_attn_4_takes_sinks_where_no_gradient_is_wanted(
 
 
 def test_flash_attn_2_drops(capable_cpu: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = stand_ins.install_flash_attn(monkeypatch, 2, 3)
+    calls = fake_packages.install_flash_attn(monkeypatch, 2, 3)
     capable_cpu(9, 0)
     call = replace(Case().make(torch.bfloat16), dropout=0.1)
     flash_attn.run(call)
@@ -203,7 +203,7 @@ def test_flash_attn_2_drops(capable_cpu: Pretend, monkeypatch: pytest.MonkeyPatc
 def test_flash_attn_returns_the_output_of_a_pair(capable_cpu: Pretend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Early releases of generation 3 return the log-sum-exp too."""
     call = Case().make(torch.bfloat16)
-    stand_ins.module(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=lambda q, *_, **__: (q * 2, None))
+    fake_packages.module(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=lambda q, *_, **__: (q * 2, None))
     capable_cpu(9, 0)
     assert torch.equal(flash_attn.run(call), call.q * 2)
 
@@ -211,7 +211,7 @@ def test_flash_attn_returns_the_output_of_a_pair(capable_cpu: Pretend, monkeypat
 @pytest.mark.parametrize("asks_for_gqa", [False, True], ids=["torch 2.11", "torch 2.13"])
 @pytest.mark.parametrize("case", pairwise(CALLED_SAME_SIZES), ids=str)
 def test_torch_varlen_call(case: Case, asks_for_gqa: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = stand_ins.install_varlen_attn(monkeypatch, asks_for_gqa=asks_for_gqa)
+    calls = fake_packages.install_varlen_attn(monkeypatch, asks_for_gqa=asks_for_gqa)
     assert_exact(torch_varlen.run, case, torch.float64)
     limited = case.window is not None and case.window < max(LENGTHS[case.lengths])
     assert calls == [{"window_size": (case.window - 1 if limited else -1, 0)}]
@@ -219,7 +219,7 @@ def test_torch_varlen_call(case: Case, asks_for_gqa: bool, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("case", pairwise(CALLED), ids=str)
 def test_xformers_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = stand_ins.install_xformers(monkeypatch)
+    calls = fake_packages.install_xformers(monkeypatch)
     assert xformers._unusable() is None
     assert_exact(xformers.run, case, torch.float64)
     (call,) = calls
@@ -229,7 +229,7 @@ def test_xformers_call(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_xformers_builds_its_bias_once_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = stand_ins.install_xformers(monkeypatch)
+    calls = fake_packages.install_xformers(monkeypatch)
     call = Case(window=7).make(torch.float32)
     other = replace(call, window=None)
     for one in (call, call, other, other):

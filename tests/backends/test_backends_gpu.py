@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import fake_packages
 import pytest
-import stand_ins
 import torch
 from attention_cases import FACTORS, LENGTHS, Case, Outcome, assert_exact, measure, pairwise, without
 
@@ -76,8 +76,8 @@ def _never_eager() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install_flash_attn(monkeypatch, 2)
-    stand_ins.install_xformers(monkeypatch)
+    fake_packages.install_flash_attn(monkeypatch, 2)
+    fake_packages.install_xformers(monkeypatch)
 
 
 def serve(name: str, call: AttentionCall) -> None:
@@ -101,7 +101,7 @@ def test_exact(name: str, dtype: torch.dtype, case: Case) -> None:
 def test_later_generations_of_flash_attn(generation: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("THIS GPU: generations 3 and 4 are preferred on Hopper")
-    calls = stand_ins.install_flash_attn(monkeypatch, generation)
+    calls = fake_packages.install_flash_attn(monkeypatch, generation)
     for case in (Case(), Case(window=7), Case(window=1, groups=4), Case(lengths="long", head_dim=128)):
         assert_exact(partial(attend, attention="flash_attn"), case, BF16, "cuda")
     assert {call["generation"] for call in calls} == {generation}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import fake_packages
 import pytest
-import stand_ins
 import torch
 from attention_cases import Case
 from machines import A100, B200, BF16, DOUBLE, FLOAT, H100, HALF, RTX4090, T4, V100, Machine, shape
@@ -106,8 +106,8 @@ def test_the_table_is_in_order_of_preference() -> None:
 
 
 def test_packages_are_preferred_where_they_serve(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install_flash_attn(monkeypatch, 2)
-    stand_ins.install_xformers(monkeypatch)
+    fake_packages.install_flash_attn(monkeypatch, 2)
+    fake_packages.install_xformers(monkeypatch)
     machine(*A100)
     assert choose(shape()) == "flash_attn"
     machine(*H100)
@@ -150,7 +150,7 @@ def test_flash_attn_or_our_own_kernel(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stand_ins.install_flash_attn(monkeypatch, *generations)
+    fake_packages.install_flash_attn(monkeypatch, *generations)
     machine(*gpu)
     assert choose(shape(**lengths)) == expected
     assert choose(shape(**lengths), "flash_attn") == "flash_attn"
@@ -195,7 +195,7 @@ REASONS: list[tuple[str, AttentionShape, str]] = [
 def test_reason(
     name: str, requested: AttentionShape, message: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins.install_xformers(monkeypatch)
+    fake_packages.install_xformers(monkeypatch)
     machine(*H100)
     reason = BACKENDS[name].rejects(requested)
     assert reason is not None
@@ -219,7 +219,7 @@ def test_reason(
 def test_old_gpus(
     backend: Any, dtype: torch.dtype, gpu: tuple[int, int], wanted: str, machine: Machine, monkeypatch: Any
 ) -> None:
-    stand_ins.install_xformers(monkeypatch)
+    fake_packages.install_xformers(monkeypatch)
     machine(*gpu)
     message = f"needs compute capability {wanted}, this GPU has {gpu[0]}.{gpu[1]}"
     assert message in str(backend.rejects(shape(dtype=dtype)))
@@ -280,7 +280,7 @@ def test_int32_limit_of_flash_attention_2(
     head_dim: int, heads: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """(T + 128 N) x heads x head size rounded up to 32 must stay below 2^31 in a backward pass."""
-    stand_ins.install_flash_attn(monkeypatch, 2)
+    fake_packages.install_flash_attn(monkeypatch, 2)
     machine(*H100)
     sequences, per_token = 24, heads * ((head_dim + 31) // 32 * 32)
     limit = -(-(2**31) // per_token) - 128 * sequences  # the fewest tokens that reach 2^31

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fake_packages
 import pytest
-import stand_ins
 import torch
 from attention_cases import Case
 from machines import A100, B200, BF16, FLOAT, H100, HALF, RTX4090, T4, Machine, shape
@@ -45,7 +45,7 @@ def test_generation(
     capable_cpu: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    calls = stand_ins.install_flash_attn(monkeypatch, *installed)
+    calls = fake_packages.install_flash_attn(monkeypatch, *installed)
     capable_cpu(*gpu)
     call = replace(Case().make(BF16), **changes)
     assert flash_attn.rejects(call.shape) is None
@@ -85,7 +85,7 @@ def test_flash_attn_reason(
     machine: Machine,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    stand_ins.install_flash_attn(monkeypatch, *installed)
+    fake_packages.install_flash_attn(monkeypatch, *installed)
     machine(*gpu)
     assert message in str(flash_attn.rejects(requested))
 
@@ -94,7 +94,7 @@ def test_flash_attn_reason(
 def test_heads_whose_gradients_4_gets_wrong_are_served_forward(
     gpu: tuple[int, int], head_dim: int, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins.install_flash_attn(monkeypatch, 4)
+    fake_packages.install_flash_attn(monkeypatch, 4)
     machine(*gpu)
     requested = shape(head_dim=head_dim, value_dim=head_dim)
     assert flash_attn.rejects(requested) is not None
@@ -102,7 +102,7 @@ def test_heads_whose_gradients_4_gets_wrong_are_served_forward(
 
 
 def test_sinks_without_a_gradient_are_served_by_4(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install_flash_attn(monkeypatch, 4)
+    fake_packages.install_flash_attn(monkeypatch, 4)
     machine(*B200)
     assert flash_attn.rejects(shape(sinks=True, needs_grad=False)) is None
 
@@ -161,7 +161,7 @@ def test_a_broken_wheel_is_a_reason_not_a_crash(
 
 
 def test_xformers_without_cuda_kernels(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.install_xformers(monkeypatch, built_with_cuda=False)
+    fake_packages.install_xformers(monkeypatch, built_with_cuda=False)
     machine(*H100)
     reason = f"this xformers wheel holds no CUDA kernels for torch {torch.__version__}"
     assert xformers.rejects(shape()) == reason
@@ -171,7 +171,7 @@ def test_xformers_without_cuda_kernels(machine: Machine, monkeypatch: pytest.Mon
 
 
 def test_xformers_that_does_not_import(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.module(monkeypatch, "xformers")  # and nothing in it
+    fake_packages.module(monkeypatch, "xformers")  # and nothing in it
     machine(*H100)
     assert "does not import with torch" in str(xformers.rejects(shape()))
 
@@ -241,7 +241,7 @@ def test_what_the_linker_finds_is_left_to_it(
     linker: Linker, runtime: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linker.missing = ()
-    stand_ins.install_xformers(monkeypatch)
+    fake_packages.install_xformers(monkeypatch)
     machine(*H100)
     assert xformers.rejects(shape()) is None
     assert linker.requested == [xformers.RUNTIME]
@@ -260,7 +260,7 @@ def test_importing_fastpack_loads_nothing() -> None:
 def test_a_library_that_xformers_lacks_is_named_with_its_package(
     linker: Linker, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
+    fake_packages.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
     reason = str(xformers.rejects(shape()))
     assert reason.startswith("xformers needs libcudart.so.12, which is missing (pip install nvidia-cuda-runtime-cu12")
@@ -273,7 +273,7 @@ def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, mo
     from fastpack.backends.registry import BACKENDS
     from fastpack.cli import doctor
 
-    stand_ins.install_xformers(monkeypatch)
+    fake_packages.install_xformers(monkeypatch)
     machine(*H100)
     features: dict[str, dict[str, Any]] = {
         "softcap": {"softcap": 30.0},
@@ -292,7 +292,7 @@ def test_doctor_lists_the_features_that_each_backend_serves(machine: Machine, mo
 def test_another_library_that_xformers_lacks_is_not_this_one(
     linker: Linker, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins.install_xformers(monkeypatch, failed=of_the_linker("libtorch_cuda.so"))
+    fake_packages.install_xformers(monkeypatch, failed=of_the_linker("libtorch_cuda.so"))
     machine(*H100)
     assert "holds no CUDA kernels" in str(xformers.rejects(shape()))
 
@@ -300,7 +300,7 @@ def test_another_library_that_xformers_lacks_is_not_this_one(
 def test_an_xformers_imported_too_early_names_the_library_path(
     linker: Linker, runtime: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
+    fake_packages.install_xformers(monkeypatch, failed=of_the_linker(xformers.RUNTIME))
     machine(*H100)
     assert f"restart Python with LD_LIBRARY_PATH={runtime.parent}" in str(xformers.rejects(shape()))
 

@@ -28,8 +28,8 @@ from fastpack.cli import families
 from fastpack.cli.families import family_rows
 from fastpack.cli.main import main
 from fastpack.cli.smoke import MOST_USED, choose
+from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.inputs import INPUT_KINDS
-from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.refused import REFUSED
 from fastpack.families.registry import FAMILIES

@@ -25,7 +25,7 @@ from fastpack.cuda_graphs.recorder import CudaRecorder
 from fastpack.cuda_graphs.runner import WAITING
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.families.varlen import VARLEN_FAMILIES
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 from fastpack.packing.buckets import Bucket
 from fastpack.packing.inputs import read_packing
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import fastpack
-from fastpack.layers import attention, mlp, projections
+from fastpack.layers import attention, mlp, project
 
 LENGTHS = (7, 1, 19, 19, 33, 5)
 """Sequences dealt to the ranks in turn, which get 59 and 25 tokens: their losses are means over uneven numbers."""
@@ -192,7 +192,7 @@ def counted() -> Iterator[Counter[str]]:
         return function(*args, **kwargs)
 
     with contextlib.ExitStack() as stack:
-        for module, name in ((projections, "project"), (mlp, "gated_mlp"), (attention, "attend")):
+        for module, name in ((project, "project"), (mlp, "gated_mlp"), (attention, "attend")):
             counting = functools.partial(count, name, getattr(module, name))
             stack.enter_context(mock.patch.object(module, name, counting))
         yield found

@@ -16,7 +16,7 @@ from tiny import VOCAB, tiny_model
 from torch import Tensor, nn
 
 import fastpack
-from fastpack.layers.projections import read_norm
+from fastpack.layers.project import read_norm
 from fastpack.layers.read_projection import read_projection
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from fastpack.exactness.family_settings import BEYOND, NOT_BUILT, VOCAB, WINDOW
 from fastpack.exactness.inputs import make_sequences
-from fastpack.exactness.special import BEYOND, NOT_BUILT, VOCAB, WINDOW
 from fastpack.exactness.tiny import build, model_class, model_types, shrink
 
 LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

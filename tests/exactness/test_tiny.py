@@ -13,7 +13,7 @@ from tiny_measures import LEAST_INFLUENCE, LENGTH, ROWS, Measures, influence, me
 from torch import nn
 
 from fastpack.exactness import tiny
-from fastpack.exactness.special import NEEDS, TRAITS
+from fastpack.exactness.family_settings import NEEDS, TRAITS
 
 MANY_PARAMETERS = 1_000_000
 

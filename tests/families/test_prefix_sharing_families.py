@@ -11,12 +11,12 @@ from torch import Tensor
 
 import fastpack
 from fastpack.errors import PatchError
+from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.oracle import run_alone, run_batch
-from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families.registry import FAMILIES
+from fastpack.model.model_runtime import runtime_of
 from fastpack.model.prefix_sharing import PrefixSharing
-from fastpack.model.runtime import runtime_of
 from fastpack.model.unwrap import find_parts
 from fastpack.testing.record import Setting
 

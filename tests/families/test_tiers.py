@@ -13,10 +13,10 @@ import fastpack
 from fastpack.cli.families import family_rows
 from fastpack.cli.smoke import MOST_USED
 from fastpack.errors import UnsupportedModelError
+from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.inputs import INPUT_KINDS, LENGTHS, make_sequences
 from fastpack.exactness.oracle import Oracle, checkpointings
 from fastpack.exactness.rule import FULL_BOUND, Error
-from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import model_types
 from fastpack.exactness.verification import Verification
 from fastpack.families.fast import FAST_FAMILIES

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import liger_stand_in as stand_in
+import fake_liger as stand_in
 import pytest
 import torch
 from oracle import (
@@ -33,7 +33,7 @@ from tiny import VOCAB, tiny_model
 from transformers.models.llama import modeling_llama as llama
 
 import fastpack
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 
 ORDERS = ("Liger first", "fastpack first")
 Apply = Callable[[Any], None]

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fastpack
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 from fastpack.offload.saved import KEEP
 
 pytestmark = pytest.mark.usefixtures("no_collection")

@@ -35,7 +35,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fastpack
 from fastpack.cuda_graphs.recorder import CapturedPass
 from fastpack.exactness.tiny import build_tiny
-from fastpack.offload import KEPT, saved
+from fastpack.offload import ACTIVATION_SLOT, saved
 from fastpack.offload.activations import (
     CHECKPOINTING,
     KEEP,
@@ -97,7 +97,7 @@ def test_the_same_gradients_without_products(model_type: str, lora: bool, reentr
     assert f"and gate and up of {SENT} layers, of 1 forwards waited" in notes(model)
     assert "recomputed" not in notes(model)
     layers = backbone_of(model).layers
-    assert not any(KEPT in layer.__dict__ for layer in layers)
+    assert not any(ACTIVATION_SLOT in layer.__dict__ for layer in layers)
     assert not any("ActivationOffload" in str(layer.__dict__[CHECKPOINTING]) for layer in layers)
 
 
@@ -115,7 +115,7 @@ def test_where_a_scope_carries_the_packing(model_type: str, reentrant: bool) -> 
     for _ in range(2):
         assert equal(gradients(model), gradients(stock))
         assert [layer.__dict__[CHECKPOINTING] for layer in layers] == before
-    assert not any(KEPT in layer.__dict__ for layer in layers)
+    assert not any(ACTIVATION_SLOT in layer.__dict__ for layer in layers)
     assert offload(model).stats.tensors
 
 
@@ -192,7 +192,7 @@ def test_an_exception_puts_everything_back() -> None:
     handle.remove()
     gc.collect()  # the traceback's frames hold on to tensors
     assert [layer.__dict__[CHECKPOINTING] for layer in layers] == before
-    assert not any(KEPT in layer.__dict__ for layer in layers)
+    assert not any(ACTIVATION_SLOT in layer.__dict__ for layer in layers)
     assert (offload(model).stats.products, in_use(channel(model).pool)) == (4, 0)
     assert equal(gradients(model), gradients(prepared(tiny(), None)))
 

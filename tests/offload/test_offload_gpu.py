@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fastpack
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.tiny import build_tiny, plain_tokens
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 from fastpack.offload.checkpoints import CheckpointOffload
 from fastpack.offload.saved import KEEP
 from fastpack.offload.transfer import CudaLink, Rates

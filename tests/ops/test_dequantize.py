@@ -11,7 +11,7 @@ from op_checks import DEVICES, KERNEL_DTYPES, count_calls, relative
 from torch import Tensor
 
 from fastpack.ops.dequantize import definition, dequantize, kernel_rejects
-from fastpack.ops.linear.parts import Projection
+from fastpack.ops.linear.operands import Projection
 from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")

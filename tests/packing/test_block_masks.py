@@ -25,7 +25,7 @@ from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.exactness.tiny import build_tiny
 from fastpack.packing.block_masks import read_blocks
 from fastpack.packing.inputs import read_packing
-from fastpack.trainers.kinds import KINDS, lengths
+from fastpack.trainers.loss_units import LOSS_UNITS, lengths
 from fastpack.trainers.metrics.counting import count_batch
 
 T = torch.tensor
@@ -222,7 +222,7 @@ def test_counted_as_its_numbers_are() -> None:
     for with_labels in (True, False):
         ours, want = ({k: v for k, v in b.items() if with_labels or k != "labels"} for b in (batch, numbered))
         assert count_batch(ours) == count_batch(want)
-    assert lengths(batch, KINDS["Trainer"]) == lengths(numbered, KINDS["Trainer"]) == [20, 25]
+    assert lengths(batch, LOSS_UNITS["Trainer"]) == lengths(numbered, LOSS_UNITS["Trainer"]) == [20, 25]
 
 
 def test_a_cache_is_stocks() -> None:

@@ -36,7 +36,7 @@ from transformers.models.llama import modeling_llama as llama
 import fastpack
 from fastpack.errors import PatchError
 from fastpack.exactness.tiny import build_tiny
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 
 IDS = torch.arange(5, 15)[None]
 BATCH: dict[str, Any] = {"input_ids": IDS, "packed_seq_lens": [4, 6]}
@@ -286,7 +286,7 @@ def test_compiled_looks(whole: bool, monkeypatch: pytest.MonkeyPatch, compile_an
     """Guards notice attention that comes after the compilation, and forget it when it goes again."""
     model: Any = fastpack.patch(model_of("llama"))
     runtime = runtime_of(model.base_model)
-    watch = None if runtime is None else runtime.watch
+    watch = None if runtime is None else runtime.user_changes
     assert watch is not None
     attention = watch.attention
 

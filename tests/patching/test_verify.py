@@ -19,8 +19,8 @@ import fastpack
 from fastpack.attention_dispatch import BACKENDS
 from fastpack.backends.call import AttentionCall
 from fastpack.cli.main import main
+from fastpack.exactness.family_settings import NOT_BUILT
 from fastpack.exactness.rule import CONTROL, FULL_BOUND
-from fastpack.exactness.special import NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types
 from fastpack.exactness.verification import Check
 from fastpack.families.refused import REFUSED

@@ -21,7 +21,7 @@ from fastpack.errors import PatchError
 from fastpack.exactness.tiny import build_tiny
 from fastpack.patching.options import TokenBudget
 from fastpack.trainers import budget
-from fastpack.trainers.kinds import divides, label_count_for, loss_unit_of
+from fastpack.trainers.loss_units import divides, label_count_for, loss_unit_of
 
 BOUND = 1e-5
 SAME_STEPS = TokenBudget(60, same_steps=True)

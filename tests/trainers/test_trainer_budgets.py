@@ -15,8 +15,8 @@ import fastpack
 from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.patching.options import TokenBudget
-from fastpack.trainers.kinds import KINDS, piece
 from fastpack.trainers.loader import count_epochs
+from fastpack.trainers.loss_units import LOSS_UNITS, piece
 
 BUDGETS = {"sft": 60, "plain": 75, "dpo": 150, "reward": 150, "kto": 60}
 BOUND = 1e-5
@@ -152,10 +152,10 @@ def test_a_piece_has_the_lengths_of_its_rows() -> None:
     read = fastpack.with_packed_seq_lens(lambda examples: {**batch, "attention_mask": mask})(None)
     for inputs in (batch, given, read):
         for units, lengths in (([0, 3], [2, 1, 1]), ([2], [3]), ([1, 2], [3]), ([1], None)):
-            assert piece(inputs, units, KINDS["SFTTrainer"])["packed_seq_lens"] == lengths
-        assert piece(inputs, [1], KINDS["DPOTrainer"])["packed_seq_lens"] == [1]
+            assert piece(inputs, units, LOSS_UNITS["SFTTrainer"])["packed_seq_lens"] == lengths
+        assert piece(inputs, [1], LOSS_UNITS["DPOTrainer"])["packed_seq_lens"] == [1]
     nothing = fastpack.with_packed_seq_lens(lambda examples: {"input_ids": mask, "attention_mask": 0 * mask})(None)
-    assert piece(nothing, [0, 1], KINDS["SFTTrainer"])["packed_seq_lens"] is None
+    assert piece(nothing, [0, 1], LOSS_UNITS["SFTTrainer"])["packed_seq_lens"] is None
 
 
 class Killed(Exception):

@@ -43,8 +43,8 @@ import fastpack
 from fastpack.data.lengths import lengths_of
 from fastpack.errors import PackingError, PatchError
 from fastpack.patching.options import TokenBudget
-from fastpack.trainers.kinds import loss_unit_of
 from fastpack.trainers.loader import count_epochs, make_sampler
+from fastpack.trainers.loss_units import loss_unit_of
 
 BOUND = 1e-5
 

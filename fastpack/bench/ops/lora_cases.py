@@ -17,7 +17,7 @@ from fastpack.bench.models import LORA_RANK
 from fastpack.bench.ops.case import OURS, PLAIN, Case, Inputs, Maker
 from fastpack.ops.dequantize import definition, dequantize
 from fastpack.ops.linear.gated_mlp import gated_mlp
-from fastpack.ops.linear.parts import Lora, Projection
+from fastpack.ops.linear.operands import Lora, Projection
 from fastpack.ops.linear.projections import project
 
 LORA_SCALE = 2.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers import kernels as mixer_kernels
-from fastpack.layers.mixers.rows import Rows, put_back, row_groups, take
+from fastpack.layers.mixers.rows import Rows, repad, row_groups, unpad
 from fastpack.layers.runtime import Runtime
 from fastpack.layers.window_checks import CHUNKED, SLIDING, masked_size
 from fastpack.packing.mask import is_mask_placeholder
@@ -32,7 +32,7 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
     Without a packed batch, the stock forward runs unchanged.
 
     Raises:
-        PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.put_back`.
+        PatchError: see :meth:`PackingContext.required` and :func:`fastpack.layers.mixers.rows.unpad`.
     """
     module, spec, context = patched.owner, patched.spec, patched.runtime.context
     assert context is not None, "a mixer finds the packing there"
@@ -60,11 +60,11 @@ def mixer_forward(patched: Replacement[MixerSpec, Runtime], /, *args: Any, **kwa
             results.append(patched.stock(*positional, **named))
     what = type(module).__name__
     if spec.states:
-        return put_back([result[0] for result in results], groups, what), *[None] * spec.states
+        return unpad([result[0] for result in results], groups, what), *[None] * spec.states
     if spec.carried is not None:
-        rest = put_back([tuple(result[:-1]) for result in results], groups, what)
+        rest = unpad([tuple(result[:-1]) for result in results], groups, what)
         return *rest, _Carried(tuple(result[-1] for result in results))
-    return put_back(results, groups, what)
+    return unpad(results, groups, what)
 
 
 @dataclass(frozen=True)
@@ -143,11 +143,11 @@ def _argument(
     """Convert an argument of the whole batch to the rows' own; ``mask`` makes the placeholder's replacement."""
     if is_mask_placeholder(value):
         return mask(value.device)
-    if name in spec.kept:
+    if name in spec.unchanged:
         return value
     if name is not None and name == spec.alibi:  # [H, 1, T] for positions from 0 on, so that any row takes the first L
         return value[..., : rows.length].repeat(rows.count, 1, 1)
-    return take(value, rows, packed.total_tokens)
+    return repad(value, rows, packed.total_tokens)
 
 
 def packed_alibi(patched: Replacement[None, Runtime], mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:

@@ -136,7 +136,7 @@ def similar(lengths: Sequence[int], ratio: float, least: int) -> Iterator[list[i
     yield sorted(group)
 
 
-def take(x: object, rows: Rows, total: int) -> Any:
+def repad(x: object, rows: Rows, total: int) -> Any:
     """Re-pad an argument: bring each tensor with a dimension of T tokens, in any nesting, to the shape of the rows.
 
     ``[1, T, ...]`` becomes ``[n, L, ...]``; ``[1, heads, T, ...]`` becomes ``[n, heads, L, ...]``; positions
@@ -146,9 +146,9 @@ def take(x: object, rows: Rows, total: int) -> Any:
     if isinstance(x, torch.Size) and x[:2] == (1, total):
         return torch.Size((*rows.tokens.shape, *x[2:]))
     if isinstance(x, tuple | list):
-        return type(x)(take(item, rows, total) for item in x)
+        return type(x)(repad(item, rows, total) for item in x)
     if isinstance(x, dict):
-        return {key: take(item, rows, total) for key, item in x.items()}
+        return {key: repad(item, rows, total) for key, item in x.items()}
     if not isinstance(x, Tensor):
         return x
     if x.ndim >= 2 and x.shape[0] == 1 and x.shape[1] == total:
@@ -173,7 +173,7 @@ def _are_weights(results: Sequence[Tensor], shapes: Sequence[tuple[int, int]]) -
     return any(x.shape[1] != s for x, (_, s) in pairs) or all(x.shape[3] == s for x, (_, s) in pairs)
 
 
-def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
+def unpad(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
     """Un-pad the groups' results, in any nesting, to one result ``[1, T, ...]`` (``[T, ...]`` if rows were flattened).
 
     Raises:
@@ -181,10 +181,10 @@ def put_back(results: Sequence[Any], groups: RowGroups, what: str) -> Any:
     """
     first = results[0]
     if isinstance(first, tuple | list):
-        return type(first)(put_back(items, groups, what) for items in zip(*results, strict=True))
+        return type(first)(unpad(items, groups, what) for items in zip(*results, strict=True))
     if isinstance(first, dict):  # a ModelOutput is a dict; a row's pooled output has no place in a packed batch
         joined = {
-            key: None if key == "pooler_output" else put_back([result[key] for result in results], groups, what)
+            key: None if key == "pooler_output" else unpad([result[key] for result in results], groups, what)
             for key in first
         }
         return joined if type(first) is dict else type(first)(**joined)

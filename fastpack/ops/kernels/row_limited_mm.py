@@ -4,8 +4,8 @@ The definition is in :mod:`fastpack.ops.linear.row_limited_mm`.
 
 One program for each processor walks over tiles of the output, which have two heights. The terms of a tile are summed in
 registers, and its base is read at the end. A tile behind the last row that counts has no terms. Only the device knows
-how many tiles there are. It looks up in a table of :mod:`fastpack.ops.tile_plan` how many are tall and which programs
-share the last ones.
+how many tiles there are. It looks up in a table of :mod:`fastpack.ops.tile_schedule` how many are tall and which
+programs share the last ones.
 
 In the last round many programs would have no tile, so its tiles are shared by teams. A team has one program more than
 tiles, or several programs for one tile; each program takes equally many steps (Osama et al., "Stream-K",
@@ -35,8 +35,8 @@ from fastpack.ops.kernels.launch import (
     rows_that_count,
     wait_for_inputs,
 )
-from fastpack.ops.row_count import TERMS, RowCount, Sum
-from fastpack.ops.tile_plan import BLOCK_BELOW, BLOCK_T, MOST_MEMBERS
+from fastpack.ops.row_count import TERMS, MatmulSum, RowCount
+from fastpack.ops.tile_schedule import BLOCK_BELOW, BLOCK_T, MOST_MEMBERS
 
 BLOCK_N, BLOCK_K = 256, 64
 GROUP = 32
@@ -290,7 +290,7 @@ def _block(length: int) -> int:
     return BLOCK_K if length >= BLOCK_K else max(16, triton.next_power_of_2(length))
 
 
-def sum_matmuls(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
+def sum_matmuls(sums: Sequence[MatmulSum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
     """Write each ``sum of x_i [T, K_i] @ m_i [K_i, N]``, with its bias, into its output.
 
     Args:
@@ -324,7 +324,7 @@ def sum_matmuls(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs:
     parts = torch.empty(programs, BLOCK_T, BLOCK_N, dtype=torch.float32, device=first.device)
     across = sum(triton.cdiv(width, BLOCK_N) for width in columns)
     steps = sum(triton.cdiv(length, block) for length, block in zip(lengths[:number], blocks, strict=False))
-    schedule = count.plans_for(across, steps, programs, number == 1 and len(outs) == 1)
+    schedule = count.schedules_for(across, steps, programs, number == 1 and len(outs) == 1)
     with on_device(first):
         _matmul_kernel[(programs,)](
             count.rows, tokens, schedule, parts, count.flags, *bases,
@@ -336,7 +336,7 @@ def sum_matmuls(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs:
         )  # fmt: skip
 
 
-def go_together(sums: Sequence[Sum]) -> bool:
+def go_together(sums: Sequence[MatmulSum]) -> bool:
     """Return whether one launch can compute several sums.
 
     They need one or two terms with the shapes and strides of the first sum's, and all or none have a bias.

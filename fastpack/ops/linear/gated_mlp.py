@@ -26,7 +26,7 @@ from fastpack.ops.implementation import Implementation
 from fastpack.ops.kinds import ActivationKind
 from fastpack.ops.linear.lora_glu import Factors, lora_glu_backward, lora_glu_forward
 from fastpack.ops.linear.lora_matmul import expand_forward, factors
-from fastpack.ops.linear.parts import Norm, Projection, ProjectionSettings, tensors_of
+from fastpack.ops.linear.operands import Norm, Projection, ProjectionSettings, tensors_of
 from fastpack.ops.linear.projections import (
     backward_to_input,
     backward_to_weights,
@@ -39,7 +39,7 @@ from fastpack.ops.linear.projections import (
 from fastpack.ops.row_count import RowCount
 
 
-class Kept(Protocol):
+class ActivationStore(Protocol):
     """A store for gate and up, between a checkpointed forward and the recomputation before its backward."""
 
     def save(self, outputs: Sequence[Tensor], x: Tensor) -> None:
@@ -58,7 +58,7 @@ def gated_mlp(
     norm: Norm | None = None,
     residual: bool = False,
     need_output: bool = True,
-    kept: Kept | None = None,
+    store: ActivationStore | None = None,
     row_count: RowCount | None = None,
     implementation: Implementation = "auto",
 ) -> Tensor:
@@ -73,7 +73,7 @@ def gated_mlp(
         residual: add x to the result.
         need_output: False if checkpointing recomputes the MLP only for its backward: the matmul with ``down`` is left
             out, and the result is uninitialised.
-        kept: a store in which gate and up may wait for the recomputation.
+        store: a store in which gate and up may wait for the recomputation.
         row_count: how many of the T tokens are real; see :func:`fastpack.ops.linear.projections.project`.
         implementation: as for :func:`fastpack.ops.linear.projections.project`.
 
@@ -92,7 +92,7 @@ def gated_mlp(
     )
     weight = None if norm is None else norm.weight
     return _GatedMlp.apply(
-        *settings, norm, activation, (residual, need_output, kept), x, weight,
+        *settings, norm, activation, (residual, need_output, store), x, weight,
         *tensors_of([*inner, down]),
     )  # fmt: skip
 
@@ -107,7 +107,7 @@ class _GatedMlp(torch.autograd.Function):
         down: ProjectionSettings,
         norm: Norm | None,
         activation: ActivationKind,
-        options: tuple[bool, bool, Kept | None],
+        options: tuple[bool, bool, ActivationStore | None],
         x: Tensor,
         norm_weight: Tensor | None,
         *flat: Tensor | None,

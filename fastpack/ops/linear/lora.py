@@ -17,7 +17,7 @@ from torch import Tensor
 from fastpack.ops.autograd import differentiable_once
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.linear.lora_matmul import expand_backward, expand_forward, expand_updates, shrink_backward
-from fastpack.ops.linear.parts import Lora, ProjectionSettings, product_dtype
+from fastpack.ops.linear.operands import Lora, ProjectionSettings, product_dtype
 from fastpack.ops.linear.projections import backward_to_weights, needs_input_again
 
 

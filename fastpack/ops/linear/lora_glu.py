@@ -18,7 +18,7 @@ from torch import Tensor
 from fastpack.ops.glu import gated_backward, gated_forward
 from fastpack.ops.implementation import Implementation
 from fastpack.ops.kinds import ActivationKind
-from fastpack.ops.linear.lora_matmul import thin_kernels_allowed
+from fastpack.ops.linear.lora_matmul import lora_kernels_allowed
 from fastpack.ops.row_count import RowCount, rows_of
 
 Factors = tuple[Tensor, Tensor] | None
@@ -109,7 +109,7 @@ def lora_glu_backward(
 
 def _kernel_serves(implementation: Implementation, gate: Tensor, *updates: Factors) -> bool:
     lows = [pair[0] for pair in updates if pair is not None]
-    if not lows or not thin_kernels_allowed(implementation, [gate], lows):
+    if not lows or not lora_kernels_allowed(implementation, [gate], lows):
         return False  # without an update the plain GLU's kernel does less work
     from fastpack.ops.kernels import lora_glu as kernels
 

@@ -6,8 +6,8 @@ one matmul computes ``scale n A_i^T`` for all of them. Where it is faster, one k
 group (and adds a residual), shrinks all its gradients, or computes the gradients of all its B
 (:mod:`fastpack.ops.kernels.lora`); torch's matmuls compute the rest.
 
-In all functions ``flat`` is the list that :func:`fastpack.ops.linear.parts.tensors_of` returns, and ``saved`` holds the
-tensors that the backward needs, by name. ``prefix`` is put before those names.
+In all functions ``flat`` is the list that :func:`fastpack.ops.linear.operands.tensors_of` returns, and ``saved`` holds
+the tensors that the backward needs, by name. ``prefix`` is put before those names.
 
 Shape suffixes: T tokens, H size of the input, O of an output, R rank.
 """
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
-from fastpack.ops.linear.parts import ProjectionSettings
+from fastpack.ops.linear.operands import ProjectionSettings
 from fastpack.ops.row_count import rows_of
 
 
-def thin_kernels_allowed(implementation: Implementation, large: Sequence[Tensor], lows: Sequence[Tensor]) -> bool:
+def lora_kernels_allowed(implementation: Implementation, large: Sequence[Tensor], lows: Sequence[Tensor]) -> bool:
     """Return whether LoRA kernels may run on ``large [T, ...]`` and low-rank factors ``lows [T, R]``."""
     dtype = lows[0].dtype
     if dtype not in KERNEL_DTYPES or not use_triton(implementation, lows[0]):
@@ -35,7 +35,7 @@ def thin_kernels_allowed(implementation: Implementation, large: Sequence[Tensor]
 
 def _kernels(name: str, settings: ProjectionSettings, large: Sequence[Tensor], lows: Sequence[Tensor]) -> Any | None:
     """Return the module of LoRA kernels if its kernel ``name`` supports these tensors, else None."""
-    if not lows or not thin_kernels_allowed(settings.implementation, large, lows):
+    if not lows or not lora_kernels_allowed(settings.implementation, large, lows):
         return None
     from fastpack.ops.kernels import lora as kernels
 

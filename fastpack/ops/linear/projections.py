@@ -18,8 +18,8 @@ A 4-bit weight is dequantised once in the forward and once in the backward, into
 
 Shape suffixes: T tokens, H size of the input, O of an output, R rank of LoRA.
 
-In all functions ``flat`` is the list that :func:`fastpack.ops.linear.parts.tensors_of` returns, and ``saved`` holds the
-tensors that the backward needs, by name. ``prefix`` is put before those names, for Functions with several groups.
+In all functions ``flat`` is the list that :func:`fastpack.ops.linear.operands.tensors_of` returns, and ``saved`` holds
+the tensors that the backward needs, by name. ``prefix`` is put before those names, for Functions with several groups.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from fastpack.ops.linear.lora_matmul import (
     shrink_backward,
     update_gradients,
 )
-from fastpack.ops.linear.parts import Norm, Projection, ProjectionSettings, tensors_of
+from fastpack.ops.linear.operands import Norm, Projection, ProjectionSettings, tensors_of
 from fastpack.ops.linear.row_limited_mm import go_together, serves, sum_of_matmuls, sums_of_matmuls
 from fastpack.ops.norm import rms_norm_apply, rms_norm_backward, rms_norm_forward
-from fastpack.ops.row_count import TERMS, RowCount, Sum
+from fastpack.ops.row_count import TERMS, MatmulSum, RowCount
 
 
 def project(
@@ -72,7 +72,7 @@ def project(
         that its gradient is added inside the norm's backward.
 
     Example:
-        >>> from fastpack.ops.linear.parts import Lora
+        >>> from fastpack.ops.linear.operands import Lora
         >>> x, weight = torch.randn(5, 8), torch.randn(16, 8)
         >>> lora = Lora(torch.randn(4, 8), torch.zeros(16, 4), scale=2.0)
         >>> (y,), x = project(x, [Projection(weight, torch.float32, lora=lora)])
@@ -284,16 +284,16 @@ def _outputs_in_one_launch(
     uncast = enumerate(zip(weights, flat[1::4], strict=True))
     if not go_together([_sum_of(n, weight, bias, updates.get(i)) for i, (weight, bias) in uncast]):
         return []
-    sums: list[Sum] = []
+    sums: list[MatmulSum] = []
     for i, (weight, bias) in enumerate(zip(weights, flat[1::4], strict=True)):
         dense = saved[f"{prefix}w{i}"] = _dense(weight, settings, i)
         sums.append(_sum_of(n, dense, None if bias is None else bias.to(settings.dtype), updates.get(i)))
     return sums_of_matmuls(sums, count)
 
 
-def _sum_of(n: Tensor, weight: Tensor, bias: Tensor | None, update: tuple[Tensor, Tensor] | None) -> Sum:
+def _sum_of(n: Tensor, weight: Tensor, bias: Tensor | None, update: tuple[Tensor, Tensor] | None) -> MatmulSum:
     """Return the sum that makes one output: the update first, then the base matmul."""
-    return Sum([*([] if update is None else [update]), (n, weight.t())], bias)
+    return MatmulSum([*([] if update is None else [update]), (n, weight.t())], bias)
 
 
 def _row_major_factors(updates: dict[int, tuple[Tensor, Tensor]], i: int) -> list[Tensor]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fastpack.ops.implementation import KERNEL_DTYPES, Implementation, use_triton
-from fastpack.ops.row_count import RowCount, Sum
+from fastpack.ops.row_count import MatmulSum, RowCount
 
 NARROWEST = 3584
 """The smallest K, and number of columns of all outputs of a launch, at which the chip reaches its power limit and the
@@ -89,30 +89,30 @@ def sum_of_matmuls(
     Returns:
         The sum, ``[T, N]``.
     """
-    matmuls = Sum(terms, bias)
+    matmuls = MatmulSum(terms, bias)
     out = matmuls.new_output() if out is None else out
     _run([matmuls], count, base, [out])
     return out
 
 
-def sums_of_matmuls(sums: Sequence[Sum], count: RowCount) -> list[Tensor]:
+def sums_of_matmuls(sums: Sequence[MatmulSum], count: RowCount) -> list[Tensor]:
     """Compute several sums, ``[T, N_i]`` each, in one launch; not differentiable. Requires :func:`go_together`."""
     outs = [matmuls.new_output() for matmuls in sums]
     _run(sums, count, None, outs)
     return outs
 
 
-def go_together(sums: Sequence[Sum]) -> bool:
+def go_together(sums: Sequence[MatmulSum]) -> bool:
     """Return whether one launch can compute all ``sums``, each of which :func:`serves` accepts."""
     from fastpack.ops.kernels import row_limited_mm as kernels
 
     return kernels.go_together(sums)
 
 
-def _run(sums: Sequence[Sum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
+def _run(sums: Sequence[MatmulSum], count: RowCount, base: Tensor | None, outs: Sequence[Tensor]) -> None:
     from fastpack.ops.kernels.row_limited_mm import sum_matmuls
 
-    count.products += 1
+    count.launches += 1
     count.work += sum(2 * m.numel() for matmuls in sums for _, m in matmuls.terms)
     sum_matmuls(sums, count, base, outs)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fastpack.data.packed_collators import PackedPreferenceCollator
 from fastpack.errors import PackingError
 from fastpack.families.spec import HeadSpec
-from fastpack.model.loss import HeadProduct, read_head
+from fastpack.model.loss import HeadMatmul, read_head
 from fastpack.model.unwrap import Parts, find_parts
 from fastpack.ops.loss import IGNORE_INDEX
 from fastpack.ops.loss.linear_cross_entropy import CHUNK, linear_cross_entropy
@@ -210,7 +210,7 @@ def _log_probs(parts: Parts, spec: HeadSpec | None, sequences: Sequence[Scored])
     count = int((weights_T != 0).sum())
     inputs = {"input_ids": ids_T[None].to(device), "packed_seq_lens": packed, "use_cache": False, "return_dict": True}
     product = None if spec is None else read_head(head, spec)
-    if isinstance(product, HeadProduct):
+    if isinstance(product, HeadMatmul):
         hidden_TH = backbone(**inputs).last_hidden_state[0]
         losses_T = linear_cross_entropy(
             hidden_TH,

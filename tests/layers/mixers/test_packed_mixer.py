@@ -10,10 +10,10 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mixer_stand_ins
+import fake_mixers
 import pytest
 import torch
-from mixer_stand_ins import Calls, conv_torch, install
+from fake_mixers import Calls, conv_torch, install
 from torch import Tensor, nn
 
 import fastpack
@@ -65,7 +65,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     def installed(*packages: str, leaky: bool = False) -> Calls:
         calls = Calls(leaky)
         for package in packages:
-            install(monkeypatch, getattr(mixer_stand_ins, package)(calls))
+            install(monkeypatch, getattr(fake_mixers, package)(calls))
         monkeypatch.setattr(mixer_kernels, "_device_rejects", lambda device, dtype: None)
         return calls
 

@@ -20,9 +20,9 @@ from fastpack import PackedSeqLens, PatchError
 from fastpack.exactness.tiny import build_tiny, plain_tokens
 from fastpack.families.spec import MixerSpec
 from fastpack.layers.mixers.forward import mixer_forward
-from fastpack.layers.mixers.rows import RATIO, put_back, row_groups, similar, take
+from fastpack.layers.mixers.rows import RATIO, repad, row_groups, similar, unpad
 from fastpack.layers.runtime import Runtime
-from fastpack.model.runtime import runtime_of
+from fastpack.model.model_runtime import runtime_of
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.context import PackingContext
 from fastpack.packing.mask import mask_placeholder
@@ -49,9 +49,9 @@ def test_there_and_back(lengths: list[int], equal: bool) -> None:
     packed = PackedSeqLens.from_lengths(lengths)
     groups = row_groups(packed, equal=equal)
     x = torch.arange(packed.total_tokens)[None, :, None].expand(-1, -1, 2)
-    results = [take(x, rows, packed.total_tokens) for rows in groups.groups]
-    assert torch.equal(put_back(results, groups, "it"), x)
-    assert torch.equal(put_back([r.flatten(0, 1) for r in results], groups, "it"), x[0])
+    results = [repad(x, rows, packed.total_tokens) for rows in groups.groups]
+    assert torch.equal(unpad(results, groups, "it"), x)
+    assert torch.equal(unpad([r.flatten(0, 1) for r in results], groups, "it"), x[0])
     for rows, result in zip(groups.groups, results, strict=True):
         steps = result[..., 0].diff(dim=1)
         assert bool(((steps == 1) | (steps == 0)).all()), "a row is one sequence, then copies of its last token"
@@ -76,9 +76,9 @@ def test_what_is_taken() -> None:
         "a weight": (torch.zeros(7, 6), (7, 6)),
     }
     for what, (given_, shape) in shapes.items():
-        assert take(given_, rows, 6).shape == shape, what
-    assert take(torch.Size((1, 6, 8)), rows, 6) == torch.Size((2, 3, 8))
-    nested = take({"a": (x[None], [None, x[None]])}, rows, 6)
+        assert repad(given_, rows, 6).shape == shape, what
+    assert repad(torch.Size((1, 6, 8)), rows, 6) == torch.Size((2, 3, 8))
+    nested = repad({"a": (x[None], [None, x[None]])}, rows, 6)
     assert nested["a"][0].shape == nested["a"][1][1].shape == (2, 3)
     assert len(row_groups(packed, equal=True).groups) == 2
     assert row_groups(packed, equal=True) is row_groups(packed, equal=True), "planned once a batch"
@@ -87,11 +87,11 @@ def test_what_is_taken() -> None:
 def test_what_cannot_be_put_back() -> None:
     groups = row_groups(PackedSeqLens.from_lengths([3, 3]), equal=True)
     with pytest.raises(PatchError, match=r"shape \(5, 5\)"):
-        put_back([torch.zeros(5, 5)], groups, "Some")
+        unpad([torch.zeros(5, 5)], groups, "Some")
     weight = nn.Parameter(torch.zeros(5))
-    assert put_back([weight], groups, "Some") is weight
-    assert put_back([torch.zeros(2, 4, 3, 3)], groups, "Some") is None, "attention weights"
-    alike = put_back([torch.arange(3.0)[None, :, None]], groups, "Some")
+    assert unpad([weight], groups, "Some") is weight
+    assert unpad([torch.zeros(2, 4, 3, 3)], groups, "Some") is None, "attention weights"
+    alike = unpad([torch.arange(3.0)[None, :, None]], groups, "Some")
     assert alike[0, :, 0].tolist() == [0, 1, 2, 0, 1, 2]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastpack.ops.linear import lora_matmul as updates
 from fastpack.ops.linear import projections as projections_module
-from fastpack.ops.linear.parts import Lora, Projection
+from fastpack.ops.linear.operands import Lora, Projection
 from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")
@@ -167,10 +167,10 @@ def test_who_is_served(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(lora.serves(name, xs, [drawn(300, 144, device=device)]) for name in ("expand", "shrink", "reduce"))
     monkeypatch.setattr(lora, "processors", lambda _: 20)
     assert [lora.serves(name, xs, lows) for name in ("expand", "shrink", "reduce")] == [True, False, False]
-    assert updates.thin_kernels_allowed("triton", xs, lows)
-    assert not updates.thin_kernels_allowed("triton", [xs[0].to(torch.float16)], lows)
-    assert not updates.thin_kernels_allowed("triton", [xs[0].double()], [lows[0].double()])
-    assert not updates.thin_kernels_allowed("triton", [xs[0].t()], lows)
+    assert updates.lora_kernels_allowed("triton", xs, lows)
+    assert not updates.lora_kernels_allowed("triton", [xs[0].to(torch.float16)], lows)
+    assert not updates.lora_kernels_allowed("triton", [xs[0].double()], [lows[0].double()])
+    assert not updates.lora_kernels_allowed("triton", [xs[0].t()], lows)
 
 
 def test_a_residual_is_added_and_left_as_it_was(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

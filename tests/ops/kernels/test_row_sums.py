@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastpack.ops.linear.parts import Projection
+from fastpack.ops.linear.operands import Projection
 from fastpack.ops.linear.projections import project
 
 pytest.importorskip("triton")

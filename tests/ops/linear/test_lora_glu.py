@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.lora_glu import Factors, lora_glu_backward, lora_glu_forward
-from fastpack.ops.linear.parts import Lora, Norm, Projection
+from fastpack.ops.linear.operands import Lora, Norm, Projection
 from fastpack.ops.row_count import RowCount
 
 pytest.importorskip("triton")

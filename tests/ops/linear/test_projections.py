@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fastpack.ops.linear.gated_mlp import gated_mlp
 from fastpack.ops.linear.lora import add_updates
 from fastpack.ops.linear.lora_matmul import _stack_and_cast
-from fastpack.ops.linear.parts import Lora, Norm, Projection
+from fastpack.ops.linear.operands import Lora, Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.norm import rms_norm
 

@@ -11,7 +11,7 @@ from test_projections import T, agree, leaf
 from torch import Tensor
 
 from fastpack.ops.linear import projections
-from fastpack.ops.linear.parts import Lora, Projection
+from fastpack.ops.linear.operands import Lora, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.row_count import RowCount
 
@@ -57,7 +57,7 @@ def test_one_dense_copy_of_a_group_s_4bit_weights_at_a_time(
     sum(y.sum() for y in outputs).backward()
     assert most == [1] * 6
     assert not alive
-    assert count is None or count.products > 0, "the kernel that skips bucket padding has run"
+    assert count is None or count.launches > 0, "the kernel that skips bucket padding has run"
 
 
 def test_4bit_weights_are_dequantised_in_place_of_modules() -> None:

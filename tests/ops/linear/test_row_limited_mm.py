@@ -13,8 +13,8 @@ from torch import Tensor
 from fastpack.cuda_graphs.recorder import no_synchronisation
 from fastpack.ops import row_count
 from fastpack.ops.linear.row_limited_mm import go_together, sum_of_matmuls, sums_of_matmuls
-from fastpack.ops.row_count import RowCount, Sum
-from fastpack.ops.tile_plan import schedule
+from fastpack.ops.row_count import MatmulSum, RowCount
+from fastpack.ops.tile_schedule import schedule
 
 kernels = pytest.importorskip("fastpack.ops.kernels.row_limited_mm")
 pytestmark = pytest.mark.usefixtures("unwritten_memory_is_not_finite")
@@ -112,7 +112,7 @@ def test_kernel_is_the_definition(
     before = None if total is None else total.clone()
     count = row_count_of(rows, device, tokens)
     out = sum_of_matmuls(pairs, count, base=total, bias=vector, out=total if base == "in place" else None)
-    assert count.products == 1
+    assert count.launches == 1
     assert schedule_read(count, rows) == [above, 1, 1]
     assert_no_worse(out[:rows], plain[:rows], truth[:rows])
     behind = torch.zeros(tokens, N, dtype=torch.float64, device=device) + rest
@@ -198,16 +198,16 @@ def watch_parts(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 # --- several sums in one launch ---------------------------------------------------------------------------------------
 
 
-def make_sums(widths: Sequence[int], terms: int, bias: bool, dtype: torch.dtype, device: str) -> list[Sum]:
+def make_sums(widths: Sequence[int], terms: int, bias: bool, dtype: torch.dtype, device: str) -> list[MatmulSum]:
     """Return sums that share a first factor; with two terms, each has a low-rank term too."""
     x = torch.randn(T, 136, device=device).to(dtype)
-    sums: list[Sum] = []
+    sums: list[MatmulSum] = []
     for width in widths:
         pairs = [(x, torch.randn(width, 136, device=device).to(dtype).t())]
         if terms == 2:
             low = torch.randn(T, 16, device=device).to(dtype)
             pairs.insert(0, (low, torch.randn(width, 16, device=device).to(dtype).t()))
-        sums.append(Sum(pairs, torch.randn(width, device=device).to(dtype) if bias else None))
+        sums.append(MatmulSum(pairs, torch.randn(width, device=device).to(dtype) if bias else None))
     return sums
 
 
@@ -249,7 +249,7 @@ def test_several_outputs_are_several_sums(
     assert go_together(sums)
     buffers = watch_parts(monkeypatch)
     outs = sums_of_matmuls(sums, count)
-    assert count.products == 1
+    assert count.launches == 1
     assert schedule_read(count, rows) == [above, *team]
     assert buffers[0].isfinite().all(dim=(1, 2)).sum() == parts
     last = end_of_tiles(rows, above)
@@ -271,11 +271,13 @@ def test_which_sums_fit_in_one_launch() -> None:
     one, other, third = make_sums([64, 32, 32], 2, True, torch.float16, "cpu")
     assert go_together([one, other, third])
     assert not go_together([one, other, third, other]), "too many"
-    assert not go_together([one, Sum(other.terms)]), "a bias, and none"
-    assert not go_together([one, Sum(other.terms[1:], other.bias)]), "an update, and none"
+    assert not go_together([one, MatmulSum(other.terms)]), "a bias, and none"
+    assert not go_together([one, MatmulSum(other.terms[1:], other.bias)]), "an update, and none"
     low, b = other.terms[0]
-    assert not go_together([one, Sum([(low[:, :8], b[:8]), other.terms[1]], other.bias)]), "ranks differ"
-    assert not go_together([one, Sum([other.terms[0], (one.terms[1][0], other.terms[1][1].contiguous())], other.bias)])
+    assert not go_together([one, MatmulSum([(low[:, :8], b[:8]), other.terms[1]], other.bias)]), "ranks differ"
+    assert not go_together(
+        [one, MatmulSum([other.terms[0], (one.terms[1][0], other.terms[1][1].contiguous())], other.bias)]
+    )
 
 
 @pytest.mark.gpu
@@ -305,11 +307,11 @@ def test_kinds_of_launches_have_their_own_schedules(monkeypatch: pytest.MonkeyPa
     count = row_count_of(T, "cpu")
     first, second = table_of(16, 64, 8, False), table_of(16, 64, 8, True)
     assert first != second, "the check can fail"
-    assert count.plans_for(16, 64, 8, False).tolist() == first
-    assert count.plans_for(16, 64, 8, True).tolist() == second
-    assert not count.plans_for(16, 448, 8, False).any()
+    assert count.schedules_for(16, 64, 8, False).tolist() == first
+    assert count.schedules_for(16, 64, 8, True).tolist() == second
+    assert not count.schedules_for(16, 448, 8, False).any()
     assert len(count.kinds) == 2
-    assert count.plans_for(16, 64, 8, False).tolist() == first, "unchanged"
+    assert count.schedules_for(16, 64, 8, False).tolist() == first, "unchanged"
 
 
 @pytest.mark.gpu

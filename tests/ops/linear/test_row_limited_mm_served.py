@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastpack.ops.linear import projections, row_limited_mm
 from fastpack.ops.linear.gated_mlp import gated_mlp
-from fastpack.ops.linear.parts import Lora, Norm, Projection
+from fastpack.ops.linear.operands import Lora, Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.linear.row_limited_mm import serves
 from fastpack.ops.row_count import RowCount
@@ -139,7 +139,7 @@ def test_groups_leave_rows_out(which: str, rank: int, bias: bool, monkeypatch: p
     outs, inputs = run(x, count, "triton")
     assert all(out.isfinite().all() for out in outs)
     actual = outcome(outs, [x, *inputs], rows)
-    assert count.products == {"group": 3 + 1, "together": 1 + 1, "residual": 1 + 1, "mlp": 3 + 2}[which]
+    assert count.launches == {"group": 3 + 1, "together": 1 + 1, "residual": 1 + 1, "mlp": 3 + 2}[which]
     at = len(outs)  # of the input's gradient
     assert not actual[at][rows:].any()
     actual[at] = actual[at][:rows]
@@ -165,7 +165,7 @@ def test_narrow_outputs_share_a_wide_one_s_launch(monkeypatch: pytest.MonkeyPatc
     for group in (three, three[1:]):
         count = row_count_of(rows, "cuda")
         outs, _ = project(x, group, row_count=count)
-        assert count.products == (1 if group is three else 0)
+        assert count.launches == (1 if group is three else 0)
         plain, _ = project(x, group, implementation="torch")
         for out, other in zip(outs, plain, strict=True):
             assert relative(out[:rows], other[:rows]) < 2e-2
@@ -199,7 +199,7 @@ def test_which_outputs_do_not_share_a_launch(case: str, launches: int, monkeypat
     three = [projection(out, 64, rank=rank) for out, rank in zip((64, 32, 32), ranks, strict=True)]
     x, count = torch.randn(T, 64), row_count_of(40, "cpu")
     outs, _ = project(x, three[1:2] if case == "one" else three, row_count=count, implementation="triton")
-    assert count.products == launches
+    assert count.launches == launches
     assert outs[-1][200:].any(), "the library's has all rows"
 
 
@@ -207,5 +207,5 @@ def test_which_outputs_do_not_share_a_launch(case: str, launches: int, monkeypat
 def test_ranks_that_are_not_aligned_are_left_to_the_library() -> None:
     x, count = torch.randn(T, 64), row_count_of(40, "cpu")
     (out,), _ = project(x, [projection(64, 64, rank=3)], row_count=count, implementation="triton")
-    assert count.products == 0
+    assert count.launches == 0
     assert out[200:].any()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they import much, and only a patch with these options needs
 
 
 @dataclass(eq=False)
-class Watch:
+class UserChanges:
     """Checks before each forward of what a user may have changed on a patched backbone.
 
     Attributes:
@@ -64,14 +64,14 @@ class ModelRuntime:
 
     Attributes:
         layers: the part that the layers share too.
-        watch: the checks before each forward of what a user may have changed.
+        user_changes: the checks before each forward of what a user may have changed.
         graphs: the runner of CUDA graphs, or None.
         offload: the offload of checkpoints or activations, or None.
         sharing: the sharing of prefixes, or None.
     """
 
     layers: Runtime
-    watch: Watch
+    user_changes: UserChanges
     graphs: GraphRunner | None = None
     offload: CheckpointOffload | None = None
     sharing: PrefixSharing | None = None

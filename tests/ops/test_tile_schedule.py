@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from fastpack.ops import tile_plan as tiling
+from fastpack.ops import tile_schedule as tiling
 
 PROGRAMS = 132
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from fastpack.families.spec import NormSpec
 from fastpack.layers.liger import is_drop_in
 from fastpack.layers.norm import norm_forward
-from fastpack.layers.read_projection import read_projection, read_update, refuse_rows, takes
+from fastpack.layers.read_projection import read_projection, read_update, refuse_rows, takes_dtype
 from fastpack.layers.runtime import Runtime
 from fastpack.ops.linear.lora import add_updates
-from fastpack.ops.linear.parts import Norm, Projection
+from fastpack.ops.linear.operands import Norm, Projection
 from fastpack.ops.linear.projections import project
 from fastpack.ops.row_count import RowCount
 from fastpack.utils.hooks import has_hooks
@@ -58,7 +58,7 @@ def read_group(modules: Sequence[nn.Module], x: Tensor, norm: Norm | None = None
         projection = read_projection(module)
         if isinstance(projection, str) or (group and projection.dtype != group[0].dtype):
             return None
-        if not takes(projection, dtype):
+        if not takes_dtype(projection, dtype):
             return None
         group.append(projection)
     return group

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastpack.exactness.choices import choosers_of, recorded, replayed
-from fastpack.exactness.special import GEMMA4_EXPERTS, NOT_BUILT
+from fastpack.exactness.expert_choices import choosers_of, recorded, replayed
+from fastpack.exactness.family_settings import GEMMA4_EXPERTS, NOT_BUILT
 from fastpack.exactness.tiny import build_tiny, model_types, plain_tokens
 from fastpack.families.registry import FAMILIES
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fastpack.model.labels import hands_on, shifts_labels
+from fastpack.model.labels import passes_loss_keywords, shifts_labels
 from fastpack.model.unwrap import find_parts
 from fastpack.packing.block_masks import real_slots
 from fastpack.packing.seqlens import PackedSeqLens, check_lengths
@@ -167,7 +167,7 @@ GRPO_LOSSES: dict[str, Count | None] = {
 """The count of units that each GRPO loss is a mean over, in a micro-batch; None if it is a sum over a number of the
 whole step."""
 
-KINDS: dict[str, LossUnit] = {
+LOSS_UNITS: dict[str, LossUnit] = {
     "DPOTrainer": LossUnit(
         "pairs", pairs, rows_per_unit=2, why_inexact=_inexact_dpo, why_unsplittable=_unsplittable_experts
     ),
@@ -224,7 +224,7 @@ def loss_unit_of(trainer: TrainerLike) -> LossUnit | None:
     for base in type(trainer).__mro__:
         library, name = base.__module__.split(".")[0], base.__name__
         if library == "trl" and name.endswith("Trainer") and name.lstrip("_") != "BaseTrainer":
-            return KINDS.get(name)  # None: how TRL's other trainers use a batch is unknown
+            return LOSS_UNITS.get(name)  # None: how TRL's other trainers use a batch is unknown
         if library == "transformers" and name == "Trainer":
             return _of_head(find_parts(trainer.model).head)
     return None
@@ -234,9 +234,11 @@ def _of_head(head: HeadLike) -> LossUnit:
     """Return the loss unit of transformers' ``Trainer`` with this head."""
     if "Classification" in type(head).__name__:
         return CLASSIFYING
-    if head is None or hands_on(head):
-        return KINDS["Trainer"]
-    return replace(KINDS["Trainer"], always_mean=True, count=trained_tokens if shifts_labels(head) else real_labels)
+    if head is None or passes_loss_keywords(head):
+        return LOSS_UNITS["Trainer"]
+    return replace(
+        LOSS_UNITS["Trainer"], always_mean=True, count=trained_tokens if shifts_labels(head) else real_labels
+    )
 
 
 def lengths(inputs: Inputs, loss_unit: LossUnit) -> list[int]:
