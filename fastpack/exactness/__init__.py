@@ -7,6 +7,6 @@
   which there is no copy in a finer dtype.
 - ``expert_choices.py`` makes one pass choose the experts that another chose.
 - ``verification.py`` holds the verdict.
-- ``tiny.py`` builds a small model of every family, with the family's own settings from ``family_settings.py``; ``twins.py``
-  builds one from a user's own class and config.
+- ``tiny.py`` builds a small model of every family, with the family's own settings from ``family_settings.py``;
+  ``twins.py`` builds one from a user's own class and config.
 """
